@@ -26,7 +26,7 @@ AIMS = {"ttft": 0.08, "tpot": 0.03, "e2e": 0.03}
 
 
 def runs_in(folder: Path) -> Iterator[MeasuredRun]:
-    """The measured runs below a folder, by name."""
+    """Return the measured runs below a folder, by name."""
     for meta in sorted((folder / "runs").glob("*/meta.json")):
         yield read_measured_run(meta.parent)
 
@@ -34,7 +34,7 @@ def runs_in(folder: Path) -> Iterator[MeasuredRun]:
 def bundle_of(run: MeasuredRun, folder: Path) -> Path | None:
     """The bundle of the run's model on the card that its name begins with; None where there is none.
 
-    A run says which model it served, but not always on which card.
+    A run states which model it served, but not always on which card.
     """
     found = []
     for meta in sorted((folder / "profiles").glob("**/meta.yaml")):

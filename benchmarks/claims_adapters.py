@@ -105,7 +105,7 @@ SCORES: dict[str, dict[str, float]] = {
 
 
 def cached(which: str, seed: int) -> Cell:
-    """Mean time to first token with slots for 16 of the adapters, at a load at which nobody waits for anything else."""
+    """Mean time to first token with slots for 16 of the adapters, at a load at which no request waits for anything else."""
     specs = chats(seed, 2.0, 200.0)
     options = options_of(num_blocks=6000, max_batch_size=256, output_lengths=lengths_of(specs), adapters=adapters(16))
     return {"ttft": fmean(map(ttft, served("fcfs", ("chameleon", SCORES[which]), specs, options)))}

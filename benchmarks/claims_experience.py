@@ -200,7 +200,9 @@ CLAIMS = [
     Claim("andes", "QoE by hand; a stream that is never late has 1", "exact", 1, test=TEST),
     Claim("andes", "mean QoE at half again full load is above FCFS", "up to 4.7 times", 2, _read),
     Claim("andes", "at least 20 % above, at a loss of at most 10 % of throughput", "up to 4.7 times", 3, _read_ratio),
-    Claim("polyserve", "a tier fills one replica before the next; nobody joins a looser tier", "exact", 1, test=TEST),
+    Claim(
+        "polyserve", "a tier fills one replica before the next; no request joins a looser tier", "exact", 1, test=TEST
+    ),
     Claim(
         "polyserve",
         "at half load some replicas stay idle, under the shortest queue none",

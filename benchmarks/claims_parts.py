@@ -153,7 +153,7 @@ def simulate(
     options: HarnessOptions,
     router: PolicySource = "least_loaded",
 ) -> Harness:
-    """Serve the requests to the end; nothing is kept of steps unless the options say so."""
+    """Serve the requests to the end; nothing is kept of steps by default."""
     harness = Harness(prioritizer, router, batcher, options)
     harness.run(specs)
     return harness

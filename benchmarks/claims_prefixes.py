@@ -36,7 +36,7 @@ PREFIX_TOKENS = 2048
 SECONDS = 25.0
 TENANTS = ("heavy", *(f"light{index}" for index in range(1, 8)))
 TIGHT = options_of(num_blocks=640, max_batch_size=4, prefix_cache=PrefixCacheOptions(), keeps_steps=True)
-"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so nobody is preempted."""
+"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so no request is preempted."""
 
 
 def prefixed(seed: int) -> list[RequestSpec]:
@@ -253,7 +253,7 @@ CLAIMS = [
         2,
         partial(_routed, "hits", " tokens", {"shortest queue": "least_loaded", "d2lpm": D2LPM}),
     ),
-    Claim("preflow", "keys stand in the order of 2^(A / D) / (P R) at any time", "exact", 1, test=TEST),
+    Claim("preflow", "keys are in the order of 2^(A / D) / (P R) at any time", "exact", 1, test=TEST),
     Claim(
         "preflow",
         "mean slowdown of first tokens is below that of FCFS",
@@ -277,7 +277,7 @@ CLAIMS = [
         2,
         partial(_slowdown, "longest", {"preflow": "preflow", "srpt": SRPT}),
     ),
-    Claim("residual_sjf", "the fewest blocks left first, until somebody has waited too long", "exact", 1, test=TEST),
+    Claim("residual_sjf", "the fewest blocks left first, until a request has waited too long", "exact", 1, test=TEST),
     Claim(
         "residual_sjf",
         "mean TTFT is below that of SJF by whole prompts",

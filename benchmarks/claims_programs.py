@@ -149,7 +149,7 @@ def _ratio(cells: Cells) -> Verdict:
 
 
 def turns(seed: int) -> list[RequestSpec]:
-    """Programs of eight turns, whose prompts grow by what was said; tools take half a second. Memory is short."""
+    """Programs of eight turns, whose prompts grow by earlier answers; tools take half a second. Memory is short."""
     stream = np.random.default_rng([303, seed])
     specs = []
     for number, at in enumerate(poisson(stream, 0.55, 60.0)):
@@ -266,7 +266,7 @@ CLAIMS = [
     ),
     Claim(
         "justitia",
-        "finish tags stand in the order of ends under even sharing; in that order, no agent ends later by more than the largest agent",
+        "finish tags are in the order of ends under even sharing; in that order, no agent ends later by more than the largest agent",
         "bounded by a constant",
         1,
         test=TEST,

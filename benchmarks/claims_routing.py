@@ -258,7 +258,11 @@ CLAIMS = [
         test=SYSTEMS,
     ),
     Claim(
-        "llumnix", "freeness, pairs and moves by its code; nobody moves where loads are even", "exact", 1, test=LLUMNIX
+        "llumnix",
+        "freeness, pairs and moves by its code; no request moves where loads are even",
+        "exact",
+        1,
+        test=LLUMNIX,
     ),
     Claim(
         "llumnix",

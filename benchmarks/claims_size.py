@@ -268,7 +268,7 @@ CLAIMS = [
     Claim("trail", "mean latency over that of FCFS", "1.66 to 2.01 times lower", 3, _ratio),
     Claim(
         "ltr",
-        "with exact ranks, decisions are those of SJF while nobody starves",
+        "with exact ranks, decisions are those of SJF while no request starves",
         "equal",
         1,
         test=TEST,

@@ -44,7 +44,6 @@ class Served(Observer):
     """TTFT, TPOT and output tokens of those that finished."""
     decoding: list[tuple[float, int]] = field(default_factory=list)
     """Requests come to the decode replicas (1) and leave them (-1)."""
-    num_refused: int = 0
     _there: set[str] = field(default_factory=set)
     _first: dict[str, float] = field(default_factory=dict)
 
@@ -62,7 +61,6 @@ class Served(Observer):
         if request.request_id in self._there:
             self.decoding.append((now, -1))
         if reason is EndReason.REJECTED:
-            self.num_refused += 1
             return
         first, count = self._first[request.request_id], request.num_output_tokens
         self.rows.append((first - request.arrived_at, (now - first) / max(1, count - 1), count))

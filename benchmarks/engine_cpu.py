@@ -51,7 +51,7 @@ SHARED = {
     "num_hidden_layers": 8,
     "vocab_size": 6144,
     "max_position_embeddings": 1024,
-    # Wide enough that the likeliest token stands out: rounding then changes no choice.
+    # Wide enough that the likeliest token is clearly ahead: rounding then changes no choice.
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
 }

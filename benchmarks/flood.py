@@ -1,6 +1,6 @@
 """Flood a server with random requests whose clients partly go away, and kill its workers meanwhile.
 
-Every request must end in exactly one of: finished, given up by its client, or an explicit error. `check_rest` asks what is left
+Every request must end in exactly one of: finished, given up by its client, or an explicit error. `check_rest` looks for what is left
 when the flood is over: nothing runs or waits, no KV block is used, and every replica that was lost came back.
 """
 
@@ -26,8 +26,6 @@ import httpx
 import numpy as np
 
 EXPLICIT = frozenset({400, 408, 429, 503})
-GROWTH_FRACTION = 0.10
-GROWTH_BYTES = 16 * 2**20
 STARTUP_S = 300.0
 PATIENCE_S = 300.0
 """Seconds that a client that stays connected waits for the next byte."""
@@ -62,7 +60,7 @@ class Plan:
         max_tokens: longest output.
         vocab_size: tokens of the model.
         seed: of what they ask.
-        kill_every_s: mean time between two kills, where there is anybody to kill.
+        kill_every_s: mean time between two kills, where there is a process to kill.
     """
 
     model: str

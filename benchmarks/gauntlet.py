@@ -157,7 +157,7 @@ PARTS = [
     *gauntlet_fields.PARTS,
     *(Part(preset, 0.3 / len(PRESETS), partial(part_preset, preset)) for preset in PRESETS),
 ]
-"""In the order in which they run; a file of further parts adds its own list here."""
+"""Parts in the order in which they run; a file of further parts adds its own list here."""
 
 
 def main() -> int:

@@ -54,7 +54,7 @@ class Tally:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def shown(self) -> dict[str, Any]:
-        """As JSON, with a few of each kind of trouble."""
+        """Return the clients' counts as JSON, with a few of each kind of trouble."""
         lists = {name: getattr(self, name)[:10] for name in ("harmed", "unasked", "wrong")}
         plain = {name: getattr(self, name) for name in ("innocents", "health_ms", "growth_mib", "facts")}
         return {"requests": dict(self.requests), **plain, **lists}

@@ -62,7 +62,7 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample]) -> Growth | None:
-    """Growth after warm-up; None where there are too few samples to tell.
+    """Growth after warm-up; None where there are too few samples for a slope.
 
     Slopes are Theil and Sen's, medians over all pairs of samples: a step that memory takes once, or a peak, moves them little.
     """

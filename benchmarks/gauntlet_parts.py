@@ -119,7 +119,7 @@ def note_memory(tally: Tally, before_mib: int, after_mib: int) -> None:
 
 
 def answered(url: str, tally: Tally) -> float | None:
-    """Requests that a server has answered so far, or connections that it was sent, whichever are more; None: it does not say."""
+    """Requests that a server has answered so far, or connections that it was sent, whichever are more; None: unknown."""
     try:
         return max(flood.numbers(url).get("vajra:http_answers_total", 0.0), sum(dict(tally.requests).values()))
     except httpx.HTTPError:

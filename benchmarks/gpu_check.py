@@ -1,7 +1,7 @@
 """Check the kernels on this GPU: every dtype and feature against float64, then graphs, swap, sampling and large caches, then
 the tokens of the whole engine against transformers' model, with captured graphs, look-ahead, swapping and sampling.
 
-Writes one JSON file with the chip, the versions, the date, the worst error of every check and what the log said of graphs.
+Writes one JSON file with the chip, the versions, the date, the worst error of every check and the log's lines on graphs.
 Exit code 0 when all pass, 1 when one fails, 2 when there is no GPU. `--only WORD` leaves out checks without it in their name.
 """
 

@@ -1,6 +1,6 @@
 """Time the engine on this GPU, with and without captured graphs, and record its steps: for `gpu_check` and `gpu_bench`.
 
-Needs transformers and what `vajra_py` needs besides torch; `unavailable` says what is missing.
+Needs transformers and what `vajra_py` needs besides torch; `unavailable` returns what is missing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Makes a model of random weights, profiles its steps, serves Poisson workloads under several policies on the wall's clock, with
 captured graphs and look-ahead, and simulates the same requests with the profile. The loads are shares of what the profile
-says that the model can serve. Beside the errors of latencies stand those of the profile on each run's own steps.
+reports that the model can serve. Beside the errors of latencies are those of the profile on each run's own steps.
 
 Writes one JSON file after each part, so that a broken-off measurement keeps what it had; model, profile and runs lie in the
 folder `NAME-files` beside it, with which `--again` simulates without a device. Exit code 0, 1 where a run failed, 2 when there is no GPU.
@@ -118,7 +118,7 @@ class Expected:
 
     @classmethod
     def of(cls, setup: Setup, profile: Profile) -> Expected:
-        """From the means of the lengths."""
+        """Compute it from the means of the lengths."""
         prompt, output = sum(setup.prompt) // 2, sum(setup.output) // 2
         rows = setup.max_batch_size // 2
         decodes = BatchFeatures().with_decodes(rows, rows * (prompt + output // 2))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
 MODULES = ("gpt_oss",)
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
-"""In float32 torch computes their experts one by one and asks the device which: that cannot be captured."""
+"""Models whose experts torch computes one by one in float32, reading back from the device which: that cannot be captured."""
 NUM_REQUESTS, NUM_OUTPUTS = 24, 24
 NUM_BLOCKS = 20
 """KV blocks of 16 tokens; eight requests of up to 84 tokens would need 48."""
@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
 
 
 def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
-    """(share of tokens that differ, what is tolerated, what the log says of graphs)."""
+    """(share of tokens that differ, what is tolerated, the log's lines on graphs)."""
     with tempfile.TemporaryDirectory() as folder, notes() as said:
         _write_checkpoint(folder, case.family)
         outputs, counts = _outputs(folder, case, device)

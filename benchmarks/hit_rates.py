@@ -102,7 +102,7 @@ class Belady:
         """Position of the present prompt."""
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Minus the position of the next prompt that contains it."""
+        """Return minus the position of the next prompt that contains it."""
         uses = self._uses[block.block_hash]
         following = bisect_right(uses, self.position)
         return -float(uses[following]) if following < len(uses) else -sys.float_info.max

@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
     num_decodes: int
     num_steps: int
     measured_s: float
-    """Of one step."""
+    """Mean duration of a step."""
     predicted_s: float
     longest_over_mean: float
     """The longest context over the mean one."""

@@ -1,6 +1,6 @@
 """Find the causal language models of transformers that run on this engine.
 
-Makes a very small model of every type with random weights, loads it as the engine would, and prints what the self-check says:
+Makes a very small model of every type with random weights, loads it as the engine would, and prints the result of the self-check:
 `python benchmarks/model_types.py [TYPE ...]`; `--write docs/reference/models.md` makes the page of it. Takes some ten minutes.
 """
 

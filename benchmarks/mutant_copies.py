@@ -351,7 +351,7 @@ def _processor_time() -> float:
 
 
 class _Recorder:
-    """A plugin of pytest that tells coverage.py which test runs, and takes its time."""
+    """A plugin of pytest that gives coverage.py the running test, and takes its time."""
 
     def __init__(self, measured: coverage.Coverage) -> None:
         self._measured = measured

@@ -173,7 +173,7 @@ def record(plan: Plan, folder: Path, copies: Sequence[Copy]) -> Recording:
 
 
 def _first_failure(output: str) -> str:
-    """Return the first test that failed, without what it said."""
+    """Return the first test that failed, without its message."""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return lines[0].partition(" ")[2].partition(" - ")[0] if lines else ""
 

@@ -42,7 +42,7 @@ EQUIVALENT: dict[str, str] = {
     "vajra_py/runtime/records/json_lines.py::JsonLinesFile.__init__ 0 -> 1 #0": (
         "Another constant for the time in the head of a gzip file, which nothing reads."
     ),
-    "policies/vajra_policies/scaling/device_budget.py::PairBudget.fit wanted[0] >= self.least[0] -> "
+    "policies/vajra_policies/scaling/pair_budget.py::PairBudget.fit wanted[0] >= self.least[0] -> "
     "(wanted[0] > self.least[0]) #0": "The search that follows finds what is wanted too, at distance 0.",
     "vajra_py/runtime/requests/running_set.py::RunningSet.__init__ 0 -> 1 #2": "A counter whose values are compared with each other alone.",
     "vajra_py/runtime/kv/prefix_lookup.py::PrefixLookup.__init__ 1 -> 2 #3": "Any number below 0 is none of the pool's versions.",
@@ -60,7 +60,7 @@ EQUIVALENT: dict[str, str] = {
     "vajra_py/runtime/step/fast_forward.py::Repeats.ignores_arrivals plan.num_requests >= self._running_set.limits.max_batch_size -> (plan.num_requests > self._running_set.limits.max_batch_size) #0": "Fewer steps are worked out at once, with the same result.",
     "vajra_py/runtime/movement/links.py::Network._leave 1 -> 2 #0": "Any other version makes events void.",
     "vajra_py/runtime/serving/transfers.py::Transfers.due scheduled_at <= now -> (scheduled_at >= now) #0": "One more event may come, at which nothing is due.",
-    "policies/vajra_policies/scaling/device_budget.py::PairBudget._between 0 -> 1 #2": (
+    "policies/vajra_policies/scaling/pair_budget.py::PairBudget._between 0 -> 1 #2": (
         "The longer range is gone through instead of the shorter one, with the same result."
     ),
     "vajra_py/runtime/kv/retained_pool.py::RetainedBlockPool.retire self._num_private += 1 -> self._num_private -= 1 #0": (
@@ -81,7 +81,7 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/target_time.py::TargetTime.solo_chunk_size chunk < num_remaining_tokens -> "
     "(chunk > num_remaining_tokens) #0": "It notes where the next search begins, not what it finds.",
     "policies/vajra_policies/programs/tool_gaps.py::ToolGaps.ttl_s 0 -> 1 #0": "A mean of 0 s is not slow either.",
-    "policies/vajra_policies/routers/thunderagent_rules.py::ThunderTable._pause 1 -> 2 #0": (
+    "policies/vajra_policies/routers/thunderagent_programs.py::ProgramTable.pause 1 -> 2 #0": (
         "A counter whose values are compared with each other alone."
     ),
     "vajra_py/runtime/serving/load.py::LiveLoads.__init__ True -> False #0": (
@@ -106,7 +106,7 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/systems/vllm_v1.py::VllmV1._make_room False -> True #0": (
         "No request that runs can be refused there: what a step computes is attached by those alone whom it admits, later."
     ),
-    "policies/vajra_policies/slo/slos_serve.py::most_in_time state < following[num] -> (state <= following[num]) #0": (
+    "policies/vajra_policies/slo/prompt_plans.py::most_in_time state < following[num] -> (state <= following[num]) #0": (
         "They are never equal: one contains the prompt before, the other does not."
     ),
     "policies/vajra_policies/retention/kvflow.py::Kvflow.on_used 2 * len(self._alive) + 8 -> (2 * len(self._alive) - 8) #0": (

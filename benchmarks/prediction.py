@@ -3,14 +3,13 @@
 `python benchmarks/prediction.py DIR` writes a tiny model to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
 E2E, and how both order the policies. `--backend vllm`, in an environment that has vLLM, computes with that. The engine keeps the
-time of a machine of steady pace (`steady.py`): a reference batch after each step tells how fast the machine is, and
+time of a machine of steady pace (`steady.py`): a reference batch after each step shows how fast the machine is, and
 its pace is taken out of the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is
 looked for. One model is loaded for everything that a process measures.
 
 A machine that others use too is not the same after ten minutes, and not all steps slow down alike. So the profile that the
-simulation is made with is measured in turns with the runs, some of its shapes before each; what the engine's policies are told
-that steps will take, they know from a short profile beforehand, and they are told the same in the simulation. Of several runs
-the median counts, and of several simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
+simulation is made with is measured in turns with the runs, some of its shapes before each; the step times that the engine's policies
+get come from a short profile made beforehand, in the simulation too. Of several runs the median counts, and of several simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
 other work is repeated. What is in DIR already is not measured again: a comparison that was
 broken off resumes, and when all is there, it is only simulated anew. DIR/prediction.json gets all figures, DIR/prediction.md the tables.
 """
@@ -156,7 +155,7 @@ class _Enough(Exception):
 
 
 class Profiles:
-    """The model and its two profiles: a short one first, which policies are told, and one in turns with the runs."""
+    """The model and its two profiles: a short one first, for the policies, and one in turns with the runs."""
 
     def __init__(self, folder: Path, computing: Computing, passes: int, wall: bool) -> None:
         self.model = folder / "model"
@@ -201,7 +200,7 @@ Figures: TypeAlias = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One combination on one workload: what every run of the engine measured, and what simulations of it say."""
+    """One combination on one workload: what every run of the engine measured, and the results of its simulations."""
 
     load: str
     policy: str
@@ -213,7 +212,7 @@ class Compared:
 
     @property
     def measured(self) -> Figures:
-        """The median of the runs."""
+        """Return the median of the runs."""
         return medians(self.runs)
 
     @property
@@ -231,7 +230,7 @@ class Compared:
 
 
 def medians(found: Sequence[Figures]) -> Figures:
-    """Of each number."""
+    """Return the median of each number."""
     return {key: median(one[key] for one in found) for key in found[0]}
 
 
@@ -296,7 +295,7 @@ class Turn:
 
 
 def turns_of(folder: Path, options: argparse.Namespace) -> list[Turn]:
-    """All runs, so that each combination is spread over the whole time."""
+    """Return all runs, so that each combination is spread over the whole time."""
     kind = "wall" if options.wall else "steady"
     return [
         Turn(load, policy, folder / "runs" / f"{load}-{list(POLICIES).index(policy)}-{kind}-{turn}")
@@ -318,7 +317,7 @@ def measure(turns: Sequence[Turn], computing: Computing, profiles: Profiles, wal
 
 
 def compare(computing: Computing, load_name: str, policy: str, folders: Sequence[Path], profiles: Profiles) -> Compared:
-    """The runs of one combination on one workload, and their simulations."""
+    """Return the runs of one combination on one workload, and their simulations."""
     config = experiment(computing, profiles.model, load_name, policy)
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]

@@ -89,7 +89,7 @@ CURVES: Mapping[str, Curve] = {
     "preble_e2": Curve("P99 TTFT, s", "ttft_p99", partial(routed, "preble_e2", 20.0)),
     "blendserve": Curve("time of the whole batch, s", "s", partial(makespan, ORDERS["blendserve"], overlaps=True)),
 }
-"""By policy: the figure that its claim is about."""
+"""Figure of the claim of each policy."""
 
 
 def _cell(curve: Curve, name: str, seed: int) -> Cell:

@@ -43,14 +43,14 @@ async def _complete(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _tell(request: web.Request) -> web.Response:
+async def _notify(request: web.Request) -> web.Response:
     return web.Response(text="vllm:num_requests_running 1\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.1\n")
 
 
 def _serve(port: int) -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", _complete)
-    app.router.add_get("/metrics", _tell)
+    app.router.add_get("/metrics", _notify)
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 

@@ -1,6 +1,6 @@
 """Measure the cost of one placement by a composed router, in microseconds of CPU time.
 
-The replicas are those of a run, with requests waiting and running on all of them; nothing is told of the placements.
+The replicas are those of a run, with requests waiting and running on all of them; placements are not reported.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def serve_waiting(model: str) -> None:
 
 
 def thread_times(pid: int) -> dict[str, int]:
-    """By thread, nanoseconds of CPU."""
+    """Return the CPU time of each thread, nanoseconds."""
     tasks = Path(f"/proc/{pid}/task")
     return {one.name: int((one / "schedstat").read_text().split()[0]) for one in tasks.iterdir()}
 

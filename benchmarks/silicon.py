@@ -3,7 +3,7 @@
 python benchmarks/silicon.py [--every N] [--csv FILE] [--tables FOLDER]
 
 Every aggregated point of a dense model whose engine and GPU the operator tables cover is simulated: its concurrency and lengths, steps timed
-by `type: aiconfigurator`. Nothing is fitted to the points. What the file does not say is assumed, the same for all points of a
+by `type: aiconfigurator`. Nothing is fitted to the points. What the file does not have is assumed, the same for all points of a
 kind: see `latency_of` and `lengths_of`. Prints the distribution of the errors by GPU, model and engine, and the ten worst points.
 """
 
@@ -94,7 +94,7 @@ def points(path: Path) -> Iterator[Point]:
 def latency_of(point: Point, folder: Path) -> dict[str, Any]:
     """Return the `latency:` section.
 
-    Caches are of 8 bits where the weights have 8 or 4. Activation scales are known (the checkpoints say them); TensorRT-LLM, and vLLM as
+    Caches are of 8 bits where the weights have 8 or 4. Activation scales are known (from the checkpoints); TensorRT-LLM, and vLLM as
     InferenceMAX starts it on Blackwell, convert within the operator before. TensorRT-LLM's all-reduce computes the norm.
     """
     is_fused = point.engine == "trtllm" or point.system.startswith(("b200", "gb200"))

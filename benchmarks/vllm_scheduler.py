@@ -120,7 +120,7 @@ def main() -> None:
         place = {"shared_storage_path": tempfile.mkdtemp()}
         transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=place)
     for num_running in given.running:
-        for num_waiting in given.waiting if transfer is None else (0,):  # who waits is asked about
+        for num_waiting in given.waiting if transfer is None else (0,):  # waiting requests are queried
             cores = [
                 steady(cls, given.model, (num_running, num_waiting), given.drafts, transfer, is_async=given.ahead)
                 for cls in (AsyncScheduler if given.ahead else VllmsOwn, Scheduler)

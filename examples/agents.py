@@ -1,4 +1,4 @@
-"""Agents beside chats under six pairs of policies: run them, draw the programs' makespans, and say who serves both.
+"""Agents beside chats under six pairs of policies: run them, draw the programs' makespans, and print who serves both.
 
 Run it with `python examples/agents.py [FOLDER]`; the experiment is `examples/agents.yaml`. It writes `agents.html` (the report) and
 `agents.png` (makespans and slowdowns of the programs by policy) into the folder. Under two minutes.

@@ -1,4 +1,4 @@
-"""Chats beside documents under three policies: run them, draw latency against rate, and say what there is to see.
+"""Chats beside documents under three policies: run them, draw latency against rate, and print what there is to see.
 
 Run it with `make demo`, or `python examples/demo.py [FOLDER]`; the experiment is `examples/demo.yaml`. It writes `demo.html` (the report) and `demo.png` (its first
 picture) into the folder.

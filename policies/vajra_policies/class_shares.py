@@ -23,7 +23,7 @@ class ClassShares:
         self.start()
 
     def start(self) -> None:
-        """A new step is formed."""
+        """Begin a new step."""
         self._added_s: dict[str | None, float] = {}
         self._last: tuple[str | None, float] | None = None
 
@@ -33,10 +33,10 @@ class ClassShares:
         return self._rest_s if name is None else self._budgets_s[name]
 
     def left_s(self, request: RequestView, batch: BatchBuilder) -> float:
-        """Seconds that the request's class may still add to the step; asked before the request is added."""
+        """Seconds that the request's class may still add to the step; called before the request is added."""
         before_s = batch.predicted_time()
         if self._last is not None:
-            last, last_before_s = self._last  # all growth since then is due to the request asked about then
+            last, last_before_s = self._last  # all growth since then is due to the request of that call
             self._added_s[last] = self._added_s.get(last, 0.0) + before_s - last_before_s
         name = self._class_of(request)
         self._last = (name, before_s)

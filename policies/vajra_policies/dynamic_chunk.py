@@ -32,7 +32,7 @@ class DynamicChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: DynamicChunkConfig, context: PolicyContext) -> None:
         self._target_s = config.target_batch_time_s
@@ -53,15 +53,11 @@ class DynamicChunk:
         return self._chunks.chunk(request, batch, self._target_s)
 
 
-def _build(config: DynamicChunkConfig, context: PolicyContext) -> DynamicChunk:
-    return DynamicChunk(config, context)
-
-
 SPEC = PolicySpec(
     name="dynamic_chunk",
     layer=Layer.REPLICA_SCHEDULER,
     config=DynamicChunkConfig,
-    build=_build,
+    build=DynamicChunk,
     summary="Decodes first, then prompts by urgency, in the largest chunks that keep the predicted step time at a target.",
     source="Vajra's scheduling architecture, dynamic chunk; Medha (arXiv:2409.17264), adaptive chunking",
     advice=(

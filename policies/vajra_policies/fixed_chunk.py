@@ -11,7 +11,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
     SteadyState,
@@ -37,18 +36,18 @@ class FixedChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
-    def __init__(self, config: FixedChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+    def __init__(self, config: FixedChunkConfig, context: PolicyContext) -> None:
         self._chunk_size = config.chunk_size
-        self._mode = mode
+        self._mode = preemption_mode(config, context)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency up to `chunk_size` tokens."""
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the whole budget."""
+        """Return the whole budget, which a prompt has with the replica to itself."""
         return min(self._chunk_size, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
@@ -60,15 +59,11 @@ class FixedChunk:
         return room if room < tokens_left else tokens_left
 
 
-def _build(config: FixedChunkConfig, context: PolicyContext) -> FixedChunk:
-    return FixedChunk(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="fixed_chunk",
     layer=Layer.REPLICA_SCHEDULER,
     config=FixedChunkConfig,
-    build=_build,
+    build=FixedChunk,
     summary="Decodes first, then prompts by urgency, a fixed number of tokens a step.",
     source="Sarathi-Serve (OSDI'24); Vajra's scheduling architecture, fixed chunk",
     advice=("Use it as the baseline of chunked prefill. Not where steps must take equal times (`dynamic_chunk`)."),

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import LoadUnit, load_in, those_up, whole_queue
-from vajra_py.contract import (
-    Layer,
-    PolicyConfig,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival, LoadUnit, load_in, those_up
+from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicaId, ReplicaLoadView, RequestView
 
 
 class LeastLoadedConfig(PolicyConfig):
@@ -30,7 +21,7 @@ class LeastLoadedConfig(PolicyConfig):
     )
 
 
-class LeastLoaded:
+class LeastLoaded(BindsOnArrival):
     """Binds on arrival to the replica with the least load of those that are up; ties go to the lowest id.
 
     While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
@@ -46,10 +37,6 @@ class LeastLoaded:
         load = self._load
         best = min(those_up(replicas), key=lambda one: (load(one), one.replica_id), default=None)
         return None if best is None else best.replica_id
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
 
 def _build(config: LeastLoadedConfig, context: PolicyContext) -> LeastLoaded:

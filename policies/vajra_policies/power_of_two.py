@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import LoadUnit, load_in, those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, LoadUnit, load_in, those_up
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     RandomStream,
     ReplicaId,
     ReplicaLoadView,
@@ -31,7 +30,7 @@ class PowerOfTwoConfig(PolicyConfig):
     )
 
 
-class PowerOfTwo:
+class PowerOfTwo(BindsOnArrival):
     """Binds on arrival: two distinct replicas that are up are drawn uniformly, the less loaded one gets the request.
 
     Equal load goes to the one drawn first, so that an idle replicaset is filled evenly. Only two loads are read, and a
@@ -55,10 +54,6 @@ class PowerOfTwo:
         second += second >= first
         one, other = up[first], up[second]
         return other.replica_id if self._load(other) < self._load(one) else one.replica_id
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
 
 def _build(config: PowerOfTwoConfig, context: PolicyContext) -> PowerOfTwo:

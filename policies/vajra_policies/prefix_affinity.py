@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import load_in, those_up, whole_queue
-from vajra_py.contract import (
-    Layer,
-    PolicyConfig,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival, load_in, those_up
+from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicaId, ReplicaLoadView, RequestView
 
 
 class PrefixAffinityConfig(PolicyConfig):
@@ -30,7 +21,7 @@ class PrefixAffinityConfig(PolicyConfig):
     )
 
 
-class PrefixAffinity:
+class PrefixAffinity(BindsOnArrival):
     """Binds on arrival to the replica that caches the longest prefix of the prompt, if that is worth it.
 
     The replica with the longest hit (of equals the less loaded, then the lower id) gets the request if the hit covers
@@ -59,10 +50,6 @@ class PrefixAffinity:
             if holder[0] - least[0] <= self._config.max_imbalance_requests:
                 return holder[1]
         return least[1]
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
 
 def _build(config: PrefixAffinityConfig, context: PolicyContext) -> PrefixAffinity:

@@ -34,7 +34,7 @@ class Pull:
     """
 
     traits = SchedulerTraits(reads_load=False, is_work_conserving=True)
-    """Nothing is assigned, and a replica with room may take any waiting request."""
+    """Assign nothing; a replica with room may take any waiting request."""
 
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches

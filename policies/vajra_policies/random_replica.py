@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     RandomStream,
     ReplicaId,
     ReplicaLoadView,
@@ -23,7 +22,7 @@ class RandomConfig(PolicyConfig):
     """`random` has no parameters; it draws from the run's stream of that name."""
 
 
-class RandomReplica:
+class RandomReplica(BindsOnArrival):
     """Binds on arrival to a replica drawn uniformly from those that are up.
 
     While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
@@ -41,10 +40,6 @@ class RandomReplica:
         """A replica that is up, drawn anew for each request."""
         up = those_up(replicas)
         return up[int(self._stream.integers(0, len(up)))].replica_id if up else None
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
 
 def _build(config: RandomConfig, context: PolicyContext) -> RandomReplica:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from vajra_policies.routing import whole_queue
+from vajra_policies.routing import BindsOnArrival
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -22,7 +21,7 @@ class RoundRobinConfig(PolicyConfig):
     """`round_robin` has no parameters."""
 
 
-class RoundRobin:
+class RoundRobin(BindsOnArrival):
     """Binds on arrival: replica after the one chosen last, in order of id, skipping those that are down.
 
     While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
@@ -45,10 +44,6 @@ class RoundRobin:
                 self._next = (position + 1) % count
                 return replicas[position].replica_id
         return None
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
 
 def _build(config: RoundRobinConfig, context: PolicyContext) -> RoundRobin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from vajra_py.contract import QueueView, ReplicaLoadView
+from vajra_py.contract import QueueView, ReplicaLoadView, WakeUps
 
 LoadUnit: TypeAlias = Literal["requests", "tokens"]
 
@@ -31,16 +31,54 @@ def those_up(replicas: Sequence[ReplicaLoadView]) -> list[ReplicaLoadView]:
     return [replica for replica in replicas if replica.is_up]
 
 
+def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
+    """The replicas of each pool, in their order."""
+    pools: dict[str, list[ReplicaLoadView]] = {}
+    for one in replicas:
+        pools.setdefault(one.pool, []).append(one)
+    return list(pools.values())
+
+
 def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 1) -> Iterable[str]:
     """Everything in the shared queue, lazily, for a replica that is up and has a free slot and a free KV block.
 
     `num_batches`: how many steps a replica has in flight at once (its pipeline stages), each with its own slots.
-    Without this condition the first replica to ask would look through the queue in vain at every step. Policies that bind
+    Without this condition the first replica to ask would look through the queue at every step for nothing. Policies that bind
     on arrival use it for requests that came while no replica was up.
     """
     return (request.request_id for request in queued) if has_room(replica, num_batches) else ()
 
 
+class BindsOnArrival:
+    """Router that places requests as they come; those that came while no replica was up wait in the shared queue for the first that is."""
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+
 def has_room(replica: ReplicaLoadView, num_batches: int = 1) -> bool:
     """True for a replica that is up and has a free slot and a free KV block; `num_batches` as in `whole_queue`."""
     return replica.is_up and replica.num_running < num_batches * replica.max_batch_size and replica.free_blocks > 0
+
+
+class PeriodicWakeUps:
+    """Wakes a policy every `interval_s` seconds while it has something to look at."""
+
+    def __init__(self, wake: WakeUps, interval_s: float, key: str = "") -> None:
+        self._wake = wake
+        self._interval_s = interval_s
+        self._key = key
+        self._is_set = False
+
+    def start(self, now: float) -> None:
+        """Wake the policy after the interval, unless it is to be woken already."""
+        if not self._is_set:
+            self._is_set = True
+            self._wake.at(now + self._interval_s, self._key)
+
+    def woken(self, now: float, *, goes_on: bool) -> None:
+        """The policy was woken; `goes_on`: it is woken again."""
+        self._is_set = False
+        if goes_on:
+            self.start(now)

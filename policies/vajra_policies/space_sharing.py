@@ -70,7 +70,7 @@ class SpaceSharing:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class SpaceSharing:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The chunk for the full target time: a prompt with the replica to itself has nobody to leave time to."""
+        """The chunk for the full target time: a prompt with the replica to itself has no other requests to leave time to."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
@@ -127,15 +127,11 @@ def spared_fraction(slack: float) -> float:
     return min(max(slack, 0.0), MAX_SPARED_FRACTION)
 
 
-def _build(config: SpaceSharingConfig, context: PolicyContext) -> SpaceSharing:
-    return SpaceSharing(config, context)
-
-
 SPEC = PolicySpec(
     name="space_sharing",
     layer=Layer.REPLICA_SCHEDULER,
     config=SpaceSharingConfig,
-    build=_build,
+    build=SpaceSharing,
     summary="Dynamic chunks; at most one very long prefill a step, which leaves short prompts what its slack allows.",
     source="Medha (arXiv:2409.17264), space sharing; Vajra's scheduling architecture",
     advice=(

@@ -53,20 +53,20 @@ class TargetTimeConfig(PreemptionConfig):
 class TargetTime:
     """Chunks of one policy: the largest whose predicted step time does not pass a target.
 
-    The search starts from twice the chunk that was found last; it decides nothing but how many questions the latency
-    model is asked, as long as predicted time does not fall when a chunk grows.
+    The search starts from twice the chunk that was found last; this changes only the number of predictions, as
+    long as predicted time does not fall when a chunk grows.
 
     Source: Vajra's scheduling architecture and public code (binary search, bounds, tolerance, starting point); Medha
     (arXiv:2409.17264), adaptive chunking.
     """
 
-    __slots__ = ("_config", "_context", "_last_chunk", "_last_lone_chunk")
+    __slots__ = ("_config", "_context", "_last_chunk", "_last_solo_chunk")
 
     def __init__(self, config: TargetTimeConfig, context: PolicyContext) -> None:
         self._config = config
         self._context = context
         self._last_chunk = FIRST_CHUNK_TOKENS
-        self._last_lone_chunk = FIRST_CHUNK_TOKENS
+        self._last_solo_chunk = FIRST_CHUNK_TOKENS
 
     def is_full(self, batch: BatchBuilder, target_s: float) -> bool:
         """Return True if the step already takes its target time, within the tolerance. An empty step is never full."""
@@ -89,7 +89,7 @@ class TargetTime:
             return batch.predicted_time_with(request, num_tokens) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
-        if chunk < num_remaining:  # the end of a prompt says nothing about what would have fitted
+        if chunk < num_remaining:  # the end of a prompt does not show what would have fitted
             self._last_chunk = chunk
         return chunk
 
@@ -110,9 +110,9 @@ class TargetTime:
         def fits(num_tokens: int) -> bool:
             return latency.stage_time_s(BatchFeatures().with_chunk(num_tokens, num_done_tokens)) <= target_s
 
-        chunk = largest_that_fits(sizes, fits, 2 * self._last_lone_chunk)
+        chunk = largest_that_fits(sizes, fits, 2 * self._last_solo_chunk)
         if chunk < num_remaining_tokens:
-            self._last_lone_chunk = chunk
+            self._last_solo_chunk = chunk
         return chunk
 
 
@@ -142,7 +142,7 @@ class ChunkSizes:
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
     """The largest of the sizes that fits, the smallest if none does; doubles from `guess` on, then halves the range."""
-    low, high = 0, sizes.count  # what stands at low will do, what stands at high will not
+    low, high = 0, sizes.count  # the size at low fits, the size at high does not
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):
         low, position = position, min(2 * position, sizes.count - 1)

@@ -378,10 +378,10 @@ class SteppedWorld:
         limits: RestartLimits,
         begin: Callable[[ReplicaKey], Worker],
         finish: Callable[[ReplicaKey, Worker], None],
-        tell: Callable[[Outcome], None],
+        notify: Callable[[Outcome], None],
     ) -> SteppedRestarter:
         """See `MakeRestarter`: workers come back some time later, without threads."""
-        return SteppedRestarter(limits.max_restarts, lambda key, lost: self._replace(key, lost, begin, finish, tell))
+        return SteppedRestarter(limits.max_restarts, lambda key, lost: self._replace(key, lost, begin, finish, notify))
 
     def _replace(
         self,
@@ -389,12 +389,12 @@ class SteppedWorld:
         lost: Worker,
         begin: Callable[[ReplicaKey], Worker],
         finish: Callable[[ReplicaKey, Worker], None],
-        tell: Callable[[Outcome], None],
+        notify: Callable[[Outcome], None],
     ) -> None:
         def come_back() -> None:
             worker = begin(replica)
             finish(replica, worker)
-            tell(Restarted(replica, worker))
+            notify(Restarted(replica, worker))
 
         self._under_way[:] = [one for one in self._under_way if one[0] is not lost]  # it is discarded first
         self._under_way.append((None, come_back))
@@ -445,11 +445,11 @@ class SteppedCopier(KvCopier):
         self,
         runner: ModelRunner,
         later: Callable[[Callable[[], None]], None],
-        tell: Callable[[KvMove, Exception | None], None],
+        notify: Callable[[KvMove, Exception | None], None],
     ) -> None:
         super().__init__(runner, self._note)
         self._later = later
-        self._tell_end = tell
+        self._notify_end = notify
         self._ended: dict[int, Exception | None] = {}
         self.num_forced = 0
         """Copies that a step has waited for."""
@@ -461,7 +461,7 @@ class SteppedCopier(KvCopier):
     def _end(self, move: KvMove) -> None:
         while move.number not in self._ended:
             self._advance(self._lane(move))
-        self._tell_end(move, self._ended[move.number])
+        self._notify_end(move, self._ended[move.number])
 
     def _advance(self, lane: _Lane) -> None:
         while not self._is_next_free(lane):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_policies.scaling.device_budget import Budget, PairBudget, clamp_one
+from vajra_policies.scaling.device_budget import Budget, clamp_one
+from vajra_policies.scaling.pair_budget import PairBudget
 
 Counts = tuple[int, int]
 

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from tests.policies.routing_views import Replica, Request, context, prompt, replicas, seeded
 from tests.sim.split_pools import settings, simulate
 from vajra_policies.routers import figures
-from vajra_policies.routers.endpoint_picker import EndpointPickerPolicyConfig
+from vajra_policies.routers.endpoint_picker import EndpointPicker, EndpointPickerPolicyConfig, build
 from vajra_policies.routers.pickers import MaxScorePicker
-from vajra_policies.routers.picking import EndpointPicker, build
 from vajra_py.contract import (
     Layer,
     PlacesAfterPrompt,
@@ -479,7 +478,7 @@ def test_figures_are_right_whoever_is_down() -> None:
             harness.replicaset.set_state(replica_id, state)
         fast, plain = (figures.those_up(views) for views in (harness.replicaset._live, [*harness.replicaset._live]))
         assert [one.replica_id for one in fast] == [one.replica_id for one in plain]
-        for read in (figures.ids, figures.waiting, figures.running, figures.kv_usage, figures.pending_tokens):
+        for read in (figures.ids, figures.waiting, figures.running, figures.kv_usage, figures.context_tokens):
             assert read(fast).tolist() == read(plain).tolist()
         assert len(set(figures.waiting(fast).tolist())) > 1
 

@@ -36,7 +36,7 @@ def stepped(harness: Harness) -> Step:
 
 
 def test_is_a_replica_scheduler_that_chunks_lone_prompts() -> None:
-    policy = FixedChunk(FixedChunkConfig())
+    policy = FixedChunk(FixedChunkConfig(), Harness("fcfs", "round_robin", fixed()).context)
     scheduler: ReplicaScheduler = policy
     chunks: ChunksSoloPrompts = policy
     assert isinstance(scheduler, ReplicaScheduler)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from vajra_policies.programs.attained_service import Atlas, AttainedServiceConfig, Plas
-from vajra_policies.routers.thunderagent_rules import ThunderAgentConfig, ThunderTable
+from vajra_policies.routers.thunderagent_programs import ThunderAgentConfig
+from vajra_policies.routers.thunderagent_rules import ThunderTable
 from vajra_py.contract import EndReason, KeyMotion, RequestPrioritizer, RequestView
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError

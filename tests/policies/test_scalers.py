@@ -12,26 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
-from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
+from vajra_policies.scaling.device_budget import Budget, guard_one
+from vajra_policies.scaling.dynamo_planner import SPEC
+from vajra_policies.scaling.dynamo_planner_config import DynamoPlannerConfig
 from vajra_policies.scaling.engine_predictions import EnginePredictions
-from vajra_policies.scaling.planner import (
-    PlannerRules,
-    PoolRules,
-    PoolState,
-    Traffic,
-    decide_by_load,
-    decide_by_throughput,
-)
+from vajra_policies.scaling.load_scaling import decide_by_load
+from vajra_policies.scaling.pair_budget import PairBudget
 from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
     EngineLoad,
+    PlannerRules,
+    PoolRules,
+    PoolState,
     Promises,
-    by_prompts,
-    by_thresholds,
+    Traffic,
 )
+from vajra_policies.scaling.pool_load import by_prompts, by_thresholds
 from vajra_policies.scaling.target_utilization import TargetUtilization, TargetUtilizationConfig
+from vajra_policies.scaling.throughput_scaling import decide_by_throughput
 from vajra_py.contract import EndReason, PoolRole, ReplicaState
 from vajra_py.latency import ConstantModel
 from vajra_py.plugins import load_registry

@@ -66,8 +66,8 @@ def test_a_request_that_moves_counts_where_it_went_and_there_alone() -> None:
     computed(made, long, 0)
     made.on_moved(long, 0, 3, 0.1)
     assert [place(made, Asked(300, 100), views())[1] for _ in range(4)] == [2, 2, 2, 3], "1,050 tokens are at 3"
-    made.on_departures(list(made._placed), 1.0)
-    assert all((one.pending, one.memory, one.here) == (0, 0, {}) for one in made._scheduled.values())
+    made.on_departures(list(made._scheduled.placed), 1.0)
+    assert all((one.pending, one.memory, one.here) == (0, 0, {}) for one in made._scheduled.at.values())
 
 
 def test_a_long_queue_borrows_a_replica_of_the_other_pool_until_that_is_idle() -> None:
@@ -77,7 +77,7 @@ def test_a_long_queue_borrows_a_replica_of_the_other_pool_until_that_is_idle() -
     assert place(made, Asked(), views(1, 2, r0=1)) == (1, 1)
     assert place(made, Asked(), views(1, 2, r0=1))[0] == 1, "its queue is short"
     assert place(made, Asked(), views(1, 2, r0=1, r1=1))[0] == 2, "another one"
-    made.on_departures([one for one in made._placed if made._placed[one].prompt_at == 1], 1.0)
+    made.on_departures([one for one in made._scheduled.placed if made._scheduled.placed[one].prompt_at == 1], 1.0)
     assert list(made._mixed) == [2]
     assert list(made._tokens) == [1]
 
@@ -99,7 +99,7 @@ def test_a_replica_that_is_down_gets_nothing_and_what_was_to_go_there_goes_elsew
     replicas[2].is_up = False
     assert made.place_after_prompt(request, [replicas[1], replicas[3]], 0.0) in (1, 3)
     made.on_departures([request], 1.0)
-    assert all((one.pending, one.memory, one.here) == (0, 0, {}) for one in made._scheduled.values())
+    assert all((one.pending, one.memory, one.here) == (0, 0, {}) for one in made._scheduled.at.values())
     assert made.assign(Asked(), [Replica(0, pool="prompt", is_up=False)], 0.0) is None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,9 +36,25 @@ LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/serving/replicaset.py": "states of replicas and every question to their scheduler; loads and bounds are in files of their own",
 }
 
+MAX_POLICY_CODE_LINES = 150
+# Files of `vajra_policies` that may have more lines of code, each with its reason.
+LONG_POLICIES: dict[str, str] = {
+    "policies/vajra_policies/systems/presets.py": "a table: every preset, one after the other",
+    "policies/vajra_policies/systems/vllm_v1.py": "every option of vLLM's scheduler, in one file that can be copied",
+}
+
 MAX_FUNCTION_LINES = 60
 # Functions that may be longer (`file::name`), each with its reason. Signature and docstring do not count.
 LONG_FUNCTIONS: dict[str, str] = {}
+
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 # Import name of a distribution where the two differ.
 DISTRIBUTION_OF = {
@@ -71,6 +90,17 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
+def num_code_lines(source: str) -> int:
+    """Lines of code of a file: neither blank nor comments, and no docstrings, of fields and constants included."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for one in tokens if one.type not in NO_CODE for line in range(one.start[0], one.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
 def imported_names(tree: ast.AST) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -79,6 +109,32 @@ def imported_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
+
+
+def modules() -> dict[str, Path]:
+    """Product files by the name under which they are imported."""
+    names = {}
+    for path in product_files():
+        root = next(root for root in PRODUCT if root in path.parents)
+        parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def own_imports(tree: ast.AST, known: Collection[str]) -> set[str]:
+    """Modules that a file imports anywhere, in functions too, but for annotations alone."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= members if members <= set(known) else {node.module, *(members & set(known))}
+        else:
+            found |= own_imports(node, known)
+    return found & set(known)
 
 
 def normalized(name: str) -> str:
@@ -124,6 +180,36 @@ def test_files_stay_small() -> None:
     assert not stale, "no longer long, or gone: take it off the list"
 
 
+def test_policies_stay_short() -> None:
+    files = [path for path in product_files() if relative(path).startswith("policies/")]
+    sizes = {relative(path): num_code_lines(path.read_text(encoding="utf-8")) for path in files}
+    too_long = {
+        name: count for name, count in sizes.items() if count > MAX_POLICY_CODE_LINES and name not in LONG_POLICIES
+    }
+    assert not too_long
+    stale = [name for name in LONG_POLICIES if sizes.get(name, 0) <= MAX_POLICY_CODE_LINES]
+    assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
+    source = '''"""Of a module,
+on two lines."""
+
+import math  # beside code
+
+# A comment.
+SIZES = (
+    1,
+
+    2,
+)
+"""Of a constant."""
+TEXT = """not a docstring:
+two lines"""
+'''
+    assert num_code_lines(source) == 7
+
+
 def test_functions_stay_small() -> None:
     sizes = {f"{relative(p)}::{f.name}": code_lines(f) for p in product_files() for f in functions(tree_of(p))}
     too_long = {
@@ -132,6 +218,17 @@ def test_functions_stay_small() -> None:
     assert not too_long
     stale = [name for name in LONG_FUNCTIONS if sizes.get(name, 0) <= MAX_FUNCTION_LINES]
     assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions count; a package's `__init__` may load its own modules late."""
+    known = modules()
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    graph = {name: own_imports(tree_of(path), known) - packages - {name} for name, path in known.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_every_import_is_a_declared_dependency() -> None:

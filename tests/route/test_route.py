@@ -122,6 +122,27 @@ def test_an_answer_that_breaks_before_a_token_comes_from_another_server() -> Non
             first.cut_after = 0
 
 
+def test_a_server_that_is_well_and_breaks_every_answer_loses_no_request(tmp_path: Path) -> None:
+    for policy in ("least_loaded", "endpoint_picker", "pull"):
+        scheduling = {"replicaset_scheduler": {"policy": policy}}
+        with routing(2, tmp_path / policy, scheduling=scheduling) as (router, fakes):
+            fakes[0].cut_after = 0
+            answers = [ask(router, f"p {number}", stream=number % 2 == 0) for number in range(6)]
+            assert [one.headers.get("x-vajra-server") for one in answers] == ["default/1"] * 6
+            assert 0 < len(fakes[0].bodies) <= 6
+        report = replayed(tmp_path / policy)
+        assert report.is_equal, report.difference
+
+
+def test_servers_that_take_no_connection_cost_a_request_no_try(tmp_path: Path) -> None:
+    with routing(5, tmp_path / "run", route={"metrics_interval_s": None}) as (router, fakes):
+        for one in fakes[:4]:
+            one.kill()
+        assert ask(router, "x").headers["x-vajra-server"] == "default/4"
+    report = replayed(tmp_path / "run")
+    assert report.is_equal, report.difference
+
+
 def test_a_client_that_leaves_takes_its_request_from_the_server() -> None:
     with routing(1) as (router, fakes):
         asked = threading.Event()

@@ -69,7 +69,7 @@ async def ask(
     pool: ConnectionPool, address: Address, body: bytes = b"{}", limit_s: float = 20.0
 ) -> tuple[int, str, bytes]:
     head = [b"POST %s/x HTTP/1.1" % address.path, b"host: " + address.name, b"content-length: %d" % len(body)]
-    answer = await pool.send(address, head, body, limit_s)
+    answer = await (await pool.connect(address)).ask(head, body, limit_s)
     try:
         found = b""
         while piece := await answer.read():
@@ -172,7 +172,9 @@ def test_bytes_that_nobody_asked_for_end_a_connection() -> None:
 
 def test_an_answer_that_nobody_reads_is_not_read_without_end() -> None:
     async def work(raw: Raw, pool: ConnectionPool, address: Address) -> None:
-        answer = await pool.send(address, [b"POST / HTTP/1.1", b"host: x", b"content-length: 0"], b"", 20.0)
+        answer = await (await pool.connect(address)).ask(
+            [b"POST / HTTP/1.1", b"host: x", b"content-length: 0"], b"", 20.0
+        )
         (connection,) = pool.open
         while not connection.is_paused:
             await asyncio.sleep(0)
@@ -190,7 +192,7 @@ def test_an_answer_that_nobody_reads_is_not_read_without_end() -> None:
 def test_the_end_of_a_stream_is_left_to_its_connection() -> None:
     async def work(raw: Raw, pool: ConnectionPool, address: Address) -> None:
         head = [b"POST / HTTP/1.1", b"host: x", b"content-length: 0"]
-        answer = await pool.send(address, head, b"", 20.0)
+        answer = await (await pool.connect(address)).ask(head, b"", 20.0)
         assert await answer.read() == b"[DONE]"
         answer.release(is_at_end=True)
         await raw.has_sent.wait()

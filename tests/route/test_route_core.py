@@ -96,8 +96,11 @@ class World:
             self.num += 1
             self.core.advance(clock, (Phase.ARRIVAL, Submitted(Arrival(clock, clock / 10**12, facts, None, tokens))))
         elif what in ("lose", "restore"):
-            call = self.core.lose if what == "lose" else self.core.restore
-            call(clock, "default", number % 3, *(("gone",) if what == "lose" else ()))
+            if what == "restore":
+                self.core.restore(clock, "default", number % 3)
+            else:
+                sent = None if number < 3 else [one.request_id for one in served[::2]]
+                self.core.lose(clock, "default", number % 3, "gone", sent)
         elif what == "report":
             self.core.report(clock, "default", number % 3, (number, number // 2, number / 7))
         elif what == "kv":
@@ -154,6 +157,54 @@ def test_every_request_is_accounted_for_and_the_replay_decides_the_same(
         decided = [list(read_rows(Path(one) / PLACEMENTS_FILE)) for one in (first, second)]
         assert decided[0] == decided[1]
         assert again.ended == world.ended
+
+
+def test_a_decode_that_fails_goes_on_at_another_server(tmp_path: Path) -> None:
+    world = World(ROUTERS[2], tmp_path)
+    world.happen("arrive", 0)
+    (request,) = world.at
+    decoded_at = []
+    for _ in range(2):
+        assert world.at[request] == 0
+        world.happen("end", 0)  # of its prompt
+        world.happen("wait", 0)
+        decoded_at.append(world.at[request])
+        world.happen("again", 0)
+    assert sorted(decoded_at) == [1, 2]
+    world.close()
+
+
+def test_a_late_bound_request_waits_for_a_server_that_has_not_failed_it(tmp_path: Path) -> None:
+    world = World(ROUTERS[1], tmp_path)
+    for _ in range(6):
+        world.happen("arrive", 0)
+    first, *others = [request for request, replica_id in world.at.items() if replica_id == 0]
+    for request in [first, *others]:
+        world.core.answer(world.core.now, request, 0, AGAIN)
+    replicas = world.controller.replicasets["default"].replicas
+    assert [one.running_set.num_running for one in replicas] == [0, 2, 2]
+    ending = next(request for request, replica_id in world.at.items() if replica_id == 1)
+    world.core.answer(world.core.now, ending, 1, "stop")
+    assert world.at[first] == 1
+    for replica_id in (1, 2):
+        world.core.lose(world.core.now, "default", replica_id, "gone")
+    assert [one.running_set.num_running for one in replicas] == [2, 0, 0]
+    world.close()
+
+
+def test_servers_that_took_no_connection_cost_no_try(tmp_path: Path) -> None:
+    world = World(ROUTERS[0], tmp_path)
+    world.happen("arrive", 0)
+    (request,) = world.at
+    for _ in range(10):
+        world.core.lose(world.core.now, "default", world.at[request], "refused", ())
+        world.core.restore(world.core.now, "default", 0)
+    for _ in range(3):
+        world.core.lose(world.core.now, "default", world.at[request], "gone", (request.request_id,))
+        for replica_id in range(3):
+            world.core.restore(world.core.now, "default", replica_id)
+    assert world.ended == {request.request_id: EndReason.FAILED}
+    world.close()
 
 
 def test_nothing_is_due_in_an_idle_router(tmp_path: Path) -> None:

@@ -165,9 +165,9 @@ def routing(
         yield router
 
 
-def told(router: Router, replica_id: int) -> list[str] | None:
+def reported(router: Router, replica_id: int) -> list[str] | None:
     memory: Any = router.session.controller.replicasets["default"].replicas[replica_id].memory
-    return None if memory.told is None else [one.hex() for one in list(memory.told)]
+    return None if memory.reported is None else [one.hex() for one in list(memory.reported)]
 
 
 def place(router: Router, prompt: Any, **more: Any) -> str:
@@ -188,13 +188,13 @@ def test_prompts_go_where_their_prefix_is(tmp_path: Path, tokenizer: str, two: l
     two[1].publish(chain(FIRST, seed=1))  # before the router is there
     two[0].publish(chain(SECOND, seed=2))
     with routing(tokenizer, two, tmp_path / "run") as router:
-        until(lambda: [told(router, one) for one in (0, 1)] == [held(SECOND), held(FIRST)])
+        until(lambda: [reported(router, one) for one in (0, 1)] == [held(SECOND), held(FIRST)])
         assert router.client.get("/health").json()["servers"]["default/1"]["kv_events"] is True
         assert [place(router, one) for one in (FIRST, SECOND, FIRST)] == ["default/1", "default/0", "default/1"]
         assert place(router, " ".join(map(str, FIRST))) == "default/1"
         two[1].publish(BlockRemoved(chain(FIRST, seed=1).block_hashes))
         two[0].publish(chain(FIRST, seed=2))
-        until(lambda: told(router, 1) == [] and len(told(router, 0) or ()) == 8)
+        until(lambda: reported(router, 1) == [] and len(reported(router, 0) or ()) == 8)
         assert place(router, FIRST) == "default/0"
     report = replayed(tmp_path / "run")
     assert report.is_equal, report.difference
@@ -208,7 +208,7 @@ def test_prompts_of_an_adapter_go_where_its_own_content_is(
     two[0].publish(chain(FIRST))
     two[1].publish(chain(FIRST, lora_name="sql", extra_keys=[("sql",)] * 4))
     with routing(tokenizer, two, tmp_path / "run", adapters=["sql"]) as router:
-        until(lambda: told(router, 0) and told(router, 1))
+        until(lambda: reported(router, 0) and reported(router, 1))
         placed = [place(router, FIRST, model=model) for model in ("sql", "m", "sql", "m")]
         assert placed == ["default/1", "default/0"] * 2
     assert replayed(tmp_path / "run").is_equal
@@ -216,13 +216,13 @@ def test_prompts_of_an_adapter_go_where_its_own_content_is(
 
 def test_missed_batches_are_replayed(tokenizer: str, two: list[Publisher]) -> None:
     with routing(tokenizer, [two[0], None]) as router:
-        until(lambda: told(router, 0) == [])
+        until(lambda: reported(router, 0) == [])
         two[0].publish(chain(FIRST))
-        until(lambda: told(router, 0) == held(FIRST))
+        until(lambda: reported(router, 0) == held(FIRST))
         two[0].publish(BlockRemoved(chain(FIRST).block_hashes[2:]), is_lost=True)
         two[0].publish(chain(SECOND), is_lost=True)
         two[0].publish()
-        until(lambda: told(router, 0) == [*held(FIRST)[:2], *held(SECOND)])
+        until(lambda: reported(router, 0) == [*held(FIRST)[:2], *held(SECOND)])
 
 
 @pytest.mark.parametrize("keeps", [None, 1], ids=["no replay socket", "too few are kept"])
@@ -230,14 +230,14 @@ def test_what_is_known_is_void_where_missed_batches_are_gone(tokenizer: str, kee
     publisher = Publisher(keeps=keeps)
     with routing(tokenizer, [publisher]) as router:
         publisher.wait_for_subscriber()
-        until(lambda: told(router, 0) == [])
+        until(lambda: reported(router, 0) == [])
         publisher.publish(chain(FIRST))
-        until(lambda: told(router, 0) == held(FIRST))
+        until(lambda: reported(router, 0) == held(FIRST))
         publisher.publish(is_lost=True)
         publisher.publish(chain(SECOND))
-        until(lambda: told(router, 0) == held(SECOND))
+        until(lambda: reported(router, 0) == held(SECOND))
         publisher.publish_bytes(b"\xc1")
-        until(lambda: told(router, 0) == [])
+        until(lambda: reported(router, 0) == [])
     publisher.close()
 
 
@@ -246,15 +246,15 @@ def test_a_publisher_that_dies_harms_nothing_and_may_come_back(tmp_path: Path, t
     publisher.publish(chain(FIRST))
     publisher.publish(chain(SECOND))
     with routing(tokenizer, [None, publisher], tmp_path / "run") as router:
-        until(lambda: told(router, 1) == held(FIRST) + held(SECOND))
+        until(lambda: reported(router, 1) == held(FIRST) + held(SECOND))
         assert place(router, FIRST) == "default/1"
         publisher.close()
-        until(lambda: told(router, 1) is None)
+        until(lambda: reported(router, 1) is None)
         assert place(router, FIRST) == "default/1"  # what was sent there is taken for its content again
         assert place(router, SECOND) in ("default/0", "default/1")
         publisher = Publisher(port=publisher.port, replay_port=publisher.replay_port)
         publisher.publish(chain(SECOND))
-        until(lambda: told(router, 1) == held(SECOND))
+        until(lambda: reported(router, 1) == held(SECOND))
         assert place(router, SECOND) == "default/1"
     publisher.close()
     report = replayed(tmp_path / "run")
@@ -264,7 +264,7 @@ def test_a_publisher_that_dies_harms_nothing_and_may_come_back(tmp_path: Path, t
 def test_a_server_that_comes_up_again_tells_anew(tokenizer: str, two: list[Publisher]) -> None:
     two[0].publish(chain(FIRST))
     with routing(tokenizer, [two[0], None]) as router:
-        until(lambda: told(router, 0) == held(FIRST))
+        until(lambda: reported(router, 0) == held(FIRST))
         loop = router._server._event_loop
         assert loop is not None
         place = Place("default", 0, router.session.status()["default/0"]["url"], False)
@@ -272,10 +272,10 @@ def test_a_server_that_comes_up_again_tells_anew(tokenizer: str, two: list[Publi
 
         def lose() -> None:
             router.session.lose(place, "for a test")
-            known_then.append(told(router, 0))
+            known_then.append(reported(router, 0))
 
         loop.call_soon_threadsafe(lose)
-        until(lambda: known_then and told(router, 0) == held(FIRST))
+        until(lambda: known_then and reported(router, 0) == held(FIRST))
         assert known_then == [None]
 
 

@@ -265,6 +265,22 @@ def test_requests_that_are_deferred_again_and_again_are_named(monkeypatch: pytes
         tried.run(specs(0.0))
 
 
+def test_a_request_that_is_deferred_by_microseconds_is_named_while_others_arrive() -> None:
+    tried = harness(lambda request, _, now: ACCEPT if request.index else Defer(now + 1e-6))
+    with pytest.raises(PolicyError, match=r"deferred a request 10,000 times within 0\.1 s, and again") as raised:
+        tried.run(specs(*(0.05 * number for number in range(100))))
+    assert (raised.value.policy, raised.value.request_id) == ("Scripted", "r0")
+    assert raised.value.time_s == pytest.approx(0.01)
+
+
+def test_a_request_may_be_deferred_many_thousand_times() -> None:
+    tried = harness(lambda request, _, now: ACCEPT if request.index or now >= 0.3 else Defer(now + 12e-6))
+    tried.run(specs(*(0.05 * number for number in range(10))))
+    admission = tried.request("r0").admission
+    assert admission is not None
+    assert (admission.outcome, admission.num_deferrals) == ("accepted", 25_000)
+
+
 def test_polling_is_no_fault_while_something_else_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "MAX_FRUITLESS", 50)
     tried = harness(lambda request, _, now: ACCEPT if now >= 1.0 else Defer(now + 0.001))

@@ -17,7 +17,7 @@ import pytest
 from tests.engine.fake_runner import FakeRunner
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.processes import ProcessWorker
-from vajra_py.serve.http.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
+from vajra_py.serve.http.logs import JsonFormatter, LimitsRate, TextFormatter, logging_to_stderr
 
 BODY = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -315,7 +315,7 @@ def test_both_formats_escape_what_does_not_print() -> None:
 
 
 def test_a_flood_of_broken_requests_is_a_line_a_second() -> None:
-    once = SaysOnce()
+    once = LimitsRate()
     passed = []
     for number in range(1000):
         one = record("Invalid HTTP request received.", name="uvicorn.error", level=logging.WARNING)

@@ -31,9 +31,9 @@ def free_port() -> int:
 @pytest.mark.long
 def test_prompts_go_to_the_vllm_that_holds_them(tiny_model: str, tmp_path: Path) -> None:
     ports = free_port(), free_port()
-    told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports[0]}"}
+    reported = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports[0]}"}
     options = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--kv-events-config"]
-    options.append(json.dumps({**told, "replay_endpoint": f"tcp://*:{ports[1]}"}))
+    options.append(json.dumps({**reported, "replay_endpoint": f"tcp://*:{ports[1]}"}))
     folder = tmp_path / "vllm"
     folder.mkdir()
     thread = LoopThread()
@@ -53,7 +53,7 @@ def test_prompts_go_to_the_vllm_that_holds_them(tiny_model: str, tmp_path: Path)
         router = Router(settings, tmp_path / "run")
         memory: Any = router.session.controller.replicasets["default"].replicas[1].memory
         try:
-            until(lambda: memory.told)
+            until(lambda: memory.reported)
             for path, body in ASKED:
                 answer = router.client.post(path, json={"model": "tiny", **body})
                 assert answer.headers["x-vajra-server"] == "default/1"
@@ -61,7 +61,7 @@ def test_prompts_go_to_the_vllm_that_holds_them(tiny_model: str, tmp_path: Path)
             assert httpx.post(f"{vllm.url}/reset_prefix_cache").status_code == 200
             short = {"model": "tiny", "prompt": "Less than a block", "max_tokens": 2}  # events come with steps
             assert httpx.post(f"{vllm.url}/v1/completions", json=short, timeout=DEADLINE_S).status_code == 200
-            until(lambda: memory.told == {})
+            until(lambda: memory.reported == {})
         finally:
             router.close()
             fake.kill()

@@ -107,11 +107,11 @@ def atlas(  # noqa: PLR0913 - one argument for each option
         result = run_atlas(asked, plans, registry, Execution(workers, overwrite, display.point, pool_of))
     page = AtlasPage(result.workloads, cards_of(asked.rows, registry), result.failures)
     paths = write_atlas(page, out, figure_formats)
-    _say(asked, result, paths, quiet)
+    _print(asked, result, paths, quiet)
     return 1 if result.failures else 0
 
 
-def _say(asked: Request, result: AtlasResult, paths: list[Path], quiet: bool) -> None:
+def _print(asked: Request, result: AtlasResult, paths: list[Path], quiet: bool) -> None:
     """Print the findings of each workload, failures, and where the page is."""
     from vajra_py.metrics.report.report import findings
 

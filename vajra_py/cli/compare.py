@@ -132,7 +132,7 @@ def _differences(comparison: Comparison, view: _View) -> Table:
 
 def _show(comparison: Comparison, view: _View, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
-    from vajra_py.cli.options import say_step_times, say_warnings, show_further_tables, show_table
+    from vajra_py.cli.options import print_step_times, print_warnings, show_further_tables, show_table
     from vajra_py.metrics.comparison.compared_settings import OVERALL
 
     if view.baseline is not None:
@@ -141,7 +141,7 @@ def _show(comparison: Comparison, view: _View, loaded: Sequence[RunData]) -> Non
     show_table(comparison.render(view.scope or OVERALL, view.columns).table)
     if view.scope is None:
         show_further_tables(comparison)
-    say_step_times(loaded, comparison)
-    say_warnings(loaded)
+    print_step_times(loaded, comparison)
+    print_warnings(loaded)
     if len(comparison.scopes) > 1 and view.scope is None:
         click.echo(f"also by --scope: {', '.join(comparison.scopes[1:])}")

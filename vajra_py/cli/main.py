@@ -85,6 +85,8 @@ def vajra(traceback: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong input, 3 a policy broke the contract, 130 interrupted."""
     skip_collection_at_exit()
+    # By default each of NumPy's threads keeps a core busy for 25 ms before it sleeps, at the start and after every product.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -99,7 +101,7 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except VajraError as error:
-        _say(error, str(error), wants_traceback)
+        _print(error, str(error), wants_traceback)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
@@ -112,12 +114,12 @@ def _run(arguments: list[str]) -> int:
         if error.filename is None and error.errno not in _FULL:
             raise
         text = f"{error.filename or 'output'}: {os.strerror(error.errno) if error.errno else error}."
-        _say(error, text, wants_traceback)
+        _print(error, text, wants_traceback)
         return 1
     return result if isinstance(result, int) else 0
 
 
-def _say(error: Exception, text: str, wants_traceback: bool) -> None:
+def _print(error: Exception, text: str, wants_traceback: bool) -> None:
     if wants_traceback:
         import traceback
 

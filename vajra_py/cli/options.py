@@ -122,7 +122,7 @@ def show_further_tables(comparison: Comparison) -> None:
             show_table(table)
 
 
-def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
+def print_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
     """Print the origin of these runs' step times below a table, and whether differences exceed their known error."""
     from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
 
@@ -132,13 +132,13 @@ def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None
         click.echo(sentence)
 
 
-def say_accuracy(accuracy: Accuracy, title: str = "") -> None:
+def print_accuracy(accuracy: Accuracy, title: str = "") -> None:
     """Print the errors of a simulation of a measured run, a row for each metric, and the origin of its step times."""
     show_table(replace(accuracy.table(), title=title))
     click.echo(f"step times: {accuracy.trust}")
 
 
-def say_warnings(runs: Sequence[RunData]) -> None:
+def print_warnings(runs: Sequence[RunData]) -> None:
     """Print warnings about these runs on standard error, each once; a replicated setting's reason for instability once
     for all seeds.
     """

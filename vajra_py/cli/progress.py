@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MIN_RENDER_S = 0.1
 _MIN_RUN_S = 0.2
-"""Seconds after which a single run gets a bar: a shorter one ends before anybody reads it, and rich takes long to import."""
+"""Seconds after which a single run gets a bar: a shorter one ends before it can be read, and rich takes long to import."""
 
 
 class RunsDisplay:

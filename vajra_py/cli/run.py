@@ -101,7 +101,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 @contextmanager
 def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
-    """The place of runs that `--on` names; None: this machine."""
+    """Return the pool of runs that `--on` names; None: this machine."""
     if on == "local":
         yield None
         return
@@ -209,7 +209,7 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
     counts += [f"{num_copies} would repeat them under another seed"] if num_copies else []
     click.echo(f"results: {' '.join(places)}" + (f" ({'; '.join(counts)})" if counts else ""))
     if not quiet:
-        from vajra_py.cli.options import say_step_times, say_warnings, show_further_tables, show_table
+        from vajra_py.cli.options import print_step_times, print_warnings, show_further_tables, show_table
         from vajra_py.metrics.comparison.comparison import compare
         from vajra_py.metrics.runs.naming import distinct
 
@@ -217,8 +217,8 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
         comparison = compare(runs)
         show_table(comparison.render().table)
         show_further_tables(comparison)
-        say_step_times(runs, comparison)
-        say_warnings(runs)
+        print_step_times(runs, comparison)
+        print_warnings(runs)
     if report is not None:
         from vajra_py.metrics.report.report import write_report
 
@@ -227,9 +227,9 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
 
 
 def _validate(runs: list[RunData]) -> None:
-    from vajra_py.cli.options import say_accuracy
+    from vajra_py.cli.options import print_accuracy
     from vajra_py.config import load_config
     from vajra_py.experiment.measured.validation import validate as validate_run
 
     for one in runs:
-        say_accuracy(validate_run(one, load_config(one.path / "config.yaml")), f"{one.name}: measured and simulated")
+        print_accuracy(validate_run(one, load_config(one.path / "config.yaml")), f"{one.name}: measured and simulated")

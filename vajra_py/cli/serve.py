@@ -88,14 +88,14 @@ def limits_options(command: click.Command | Any) -> Any:
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
-    for flag, says in reversed(_TIMEOUTS.items()):
+    for flag, meaning in reversed(_TIMEOUTS.items()):
         name, kind = flag[2:].replace("-", "_") + "_s", click.FloatRange(min=0, min_open=True)
-        command = click.option(flag, name, type=kind, default=getattr(default, name), show_default=True, help=says)(
+        command = click.option(flag, name, type=kind, default=getattr(default, name), show_default=True, help=meaning)(
             command
         )
-    for flag, says in reversed(_LIMITS.items()):
+    for flag, meaning in reversed(_LIMITS.items()):
         value = getattr(default, flag[2:].replace("-", "_"))
-        command = click.option(flag, type=_COUNT, default=value, show_default=True, help=says)(command)
+        command = click.option(flag, type=_COUNT, default=value, show_default=True, help=meaning)(command)
     return command
 
 
@@ -231,8 +231,8 @@ def _doors(command: click.Command | Any) -> Any:
     )
     for option in reversed(options):
         command = option(command)
-    for flag, says in reversed(_LISTS.items()):
-        command = click.option(flag, multiple=True, help=f"{says} May be repeated.")(command)
+    for flag, meaning in reversed(_LISTS.items()):
+        command = click.option(flag, multiple=True, help=f"{meaning} May be repeated.")(command)
     return command
 
 
@@ -260,9 +260,9 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
             raise ConfigError(Problem("serve", "there is nothing to serve", "A system FILE, or --model DIR"))
         config = config_of_flags(ModelFlags(**flags), overrides, registry)
     else:
-        said = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
-        if said:
-            message = f"do not go with a file ({', '.join(said)})"
+        not_with_file = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
+        if not_with_file:
+            message = f"do not go with a file ({', '.join(not_with_file)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
         config = load_system(file, overrides, registry)
     for flag in _LISTS:

@@ -38,7 +38,7 @@ def validate(  # noqa: PLR0913 - one argument for each option
 
     Prints a row for each metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
     """
-    from vajra_py.cli.options import measured_latency, named_values, say_accuracy
+    from vajra_py.cli.options import measured_latency, named_values, print_accuracy
     from vajra_py.experiment.measured.accuracy import compare_with_measured
     from vajra_py.experiment.measured.files import read_measured
     from vajra_py.experiment.measured.simulation import simulate_measured
@@ -53,7 +53,7 @@ def validate(  # noqa: PLR0913 - one argument for each option
         folder = output or Path("runs") / "validation" / run.path.resolve().name
         data = simulate_measured(run, measured_latency(run, profile, calibration, latency), folder)
     accuracy = compare_with_measured(run, data)
-    say_accuracy(accuracy)
+    print_accuracy(accuracy)
     if report is not None:
         from vajra_py.experiment.measured.report import write_accuracy_report
 

@@ -100,12 +100,12 @@ def _connect(ray: Any, on: str, *, again: bool = True) -> None:
     try:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no dedicated error for this
-        said = " ".join(str(error).split())
-        if again and "Initialization failure" in said:  # the process that Ray began for this client ended at once
+        message = " ".join(str(error).split())
+        if again and "Initialization failure" in message:  # the process that Ray began for this client ended at once
             return _connect(ray, on, again=False)
-        if "ersion mismatch" in said:
-            raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({said}).") from None
-        raise RunError(f"--on {on}: the cluster cannot be used ({said or type(error).__name__}).") from None
+        if "ersion mismatch" in message:
+            raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({message}).") from None
+        raise RunError(f"--on {on}: the cluster cannot be used ({message or type(error).__name__}).") from None
 
 
 def _check_nodes(cluster: RayCluster) -> None:
@@ -125,8 +125,8 @@ def _check_nodes(cluster: RayCluster) -> None:
         except Exception as error:  # any error makes the node unusable
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
                 continue  # it has just died
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RunError(f"{name}: does not answer ({lines[-1]}). Mend it, or take it out of the cluster.") from None
         differs = found if isinstance(found, str) else difference(cluster.fingerprint, found)
         if differs:
             raise RunError(f"{name}: {differs}. {EVERY_NODE}")

@@ -31,7 +31,7 @@ class ShippedFile:
     """A file that a run reads."""
 
     path: str
-    """As the settings name it; of a folder's files, with the folder's name before it."""
+    """Path in messages: as the settings name it; of a folder's files, with the folder's name before it."""
     digest: str
     content: Any
     """A reference to its bytes in the object store."""

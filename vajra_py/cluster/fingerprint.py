@@ -16,7 +16,7 @@ EVERY_NODE = "Every node needs what this machine has."
 
 
 def fingerprint() -> dict[str, str]:
-    """By name: versions of Python, this package, libraries and plug-ins, and digests of the code of the first and the last."""
+    """Digests by name: versions of Python, this package, libraries and plug-ins, and the code of the first and the last."""
     found = versions()
     found["code of vajra_py"] = code_digest("vajra_py")
     modules = {entry.name: entry.module for entry in metadata.entry_points(group=GROUP)}

@@ -68,13 +68,13 @@ def execute_run(run: RemoteRun, collector: Any) -> RemoteResult:
     """Execute a run in a folder of its own; `collector`: the `ProgressCollector` actor, None if progress is not needed."""
     if differs := difference(run.fingerprint, _own_fingerprint()):
         return RemoteResult({}, f"node {ray.util.get_node_ip_address()}: {differs}. {EVERY_NODE}")
-    told_at = 0.0
+    reported_at = 0.0
 
     def report(done: int, total: int, now: float) -> None:
-        nonlocal told_at
+        nonlocal reported_at
         moment = time.monotonic()
-        if collector is not None and moment - told_at >= _REPORT_S:
-            told_at = moment
+        if collector is not None and moment - reported_at >= _REPORT_S:
+            reported_at = moment
             collector.report.remote(run.number, done, total, now)
 
     try:

@@ -14,7 +14,7 @@ import ray
 
 from vajra_py.engine.compute import KvRunner, LoadRunner, ModelFacts, ModelRunner, RunnerOptions
 from vajra_py.engine.kv_copy import RankCopy, exported
-from vajra_py.engine.worker import placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import described, placed, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
 
@@ -88,5 +88,5 @@ def _sendable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # an error that cannot be pickled
-        return ExecutorError(said(error))
+        return ExecutorError(described(error))
     return error

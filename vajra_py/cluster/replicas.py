@@ -20,7 +20,7 @@ from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, Mode
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, said
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, described
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
 from vajra_py.experiment.runs.backends import make_backend
@@ -88,7 +88,7 @@ class RayWorker:
         self._facts: list[ModelFacts] = []
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._exported: dict[tuple[int, int], Any] = {}
-        """References to KV that ranks were told to export, by (rank, transfer)."""
+        """References to KV that ranks export, by (rank, transfer)."""
         self._receiver: threading.Thread | None = None
         self._closes = threading.Lock()
         resources, ranks = placement.resources(options.device), range(options.num_ranks)
@@ -225,7 +225,7 @@ class RayWorker:
             if isinstance(answer, RankCopy) and answer.part is not None:
                 answer = replace(answer, part=self._exported.pop((rank, answer.number)))
             if isinstance(answer, BaseException):
-                deliver(Finished(self._replica, None, said(answer)))
+                deliver(Finished(self._replica, None, described(answer)))
                 return
             for one in answers.take(rank, answer):
                 deliver(one)

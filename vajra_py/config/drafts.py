@@ -51,7 +51,7 @@ class DraftConfig(Section):
 
 
 class SimulatedDraftsConfig(Section):
-    """How drafts fare in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and what drafting takes."""
+    """Model of drafts in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
 
     rate: _Fraction | None = Field(
         None, description="Chance that a draft is accepted, given that those before it are, fraction."

@@ -118,8 +118,8 @@ def _message(each: Mapping[str, Any], annotation: Any) -> tuple[str, str | None]
         return f"is not known (got {show(value)})", allowed
     if kind in ("value_error", "assertion_error"):
         reason = str(context.get("error", each["msg"]))
-        said = "(got" in reason or isinstance(value, Mapping | list | tuple | BaseModel) or show(value) in reason
-        return (reason if said else f"{reason} (got {show(value)})"), None
+        has_value = "(got" in reason or isinstance(value, Mapping | list | tuple | BaseModel) or show(value) in reason
+        return (reason if has_value else f"{reason} (got {show(value)})"), None
     if kind in ("model_type", "dict_type", "model_attributes_type", "mapping_type"):
         names = allowed_names(annotation, each["loc"])
         return f"must be a mapping (got {show(value)})", f"Keys: {', '.join(sorted(names))}" if names else None

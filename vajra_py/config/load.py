@@ -157,7 +157,7 @@ _NOTHING_MOVES: Mapping[str, Any] = {
     "links": LinksConfig().model_dump(mode="json"),
     "migration": MigrationConfig().model_dump(mode="json"),
 }
-"""Keys that are left out of a written experiment where they say nothing."""
+"""Keys left out of a written experiment where they have their defaults."""
 
 
 def _named(path: str | Path) -> tuple[Any, Place]:

@@ -32,7 +32,7 @@ def naming_lines(config: SystemConfig) -> Iterator[None]:
 
 
 def _located(problem: Problem, root: Entries) -> Problem:
-    """Return the problem at the line of the setting, or of what it would stand in; unchanged if the file has neither."""
+    """Return the problem at the line of the setting, or of its section; unchanged if the file has neither."""
     if not _PATH.fullmatch(problem.where):
         return problem
     path = parse_path(problem.where)

@@ -196,7 +196,7 @@ class SimulatorConfig(Section):
         description="By replicaset, where they are not all of one model or device (`default` is the only one of a file without names).",
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
     )
     horizon_s: PositiveSeconds | None = Field(
         None, description="Simulated time after which the run ends, seconds; null: when everything is served."
@@ -357,7 +357,7 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and leave `programs` out where it says nothing: then results are those of before."""
+        """Put `scheduling.admission` back, and leave `programs` out where it has its defaults, so that results stay the same."""
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)

@@ -1,7 +1,7 @@
 """Points of a sweep: their values, order and names.
 
     sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}   # grid: every combination, the last axis fastest
-    sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may stand beside axes of a grid
+    sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may be combined with axes of a grid
     sweep: [{seed: 1}, {seed: 2, workload.rate: 8}]                                       # just these points; {} is the experiment as it stands
 
 A point's id depends on its values alone, so that a sweep can be extended and resumed.

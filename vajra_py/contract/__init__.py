@@ -1,6 +1,6 @@
 """Contract between policies and the mechanism that runs them: the imports of a policy author.
 
-Others import from the submodules: `hookspecs` has what a package registers, `observer` what an observer is told, `latency` the services
+Others import from the submodules: `hookspecs` has what a package registers, `observer` the events of an observer, `latency` the services
 (latency models and predictors of output lengths) that a package may bring.
 """
 
@@ -75,6 +75,7 @@ from vajra_py.contract.routing import (
     FilterChoice,
     InFlightLoads,
     LearnsPlacements,
+    LeavesOutPools,
     PickerChoice,
     PredictedLatency,
     PredictsLatencies,
@@ -137,6 +138,7 @@ __all__ = [
     "KeyMotion",
     "Layer",
     "LearnsPlacements",
+    "LeavesOutPools",
     "LengthEstimate",
     "ListensToCaches",
     "ListensToContent",

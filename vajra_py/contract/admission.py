@@ -50,7 +50,7 @@ class AdmissionPolicy(Protocol):
     """Lets requests in, or not. One instance serves the whole system; without one everything is accepted.
 
     It may listen to requests and ask to be woken as the policies of the layers do. Requests that can never run are refused without
-    asking it.
+    calling it.
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
@@ -64,6 +64,6 @@ class Scaler(Protocol):
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         """Replicas, starting or up, that each pool should have, by its name; a pool left out keeps the number asked for last.
 
-        At least `min_replicas` and at most `max_replicas` of the pool. Asked at the start, when the scaler is woken
+        At least `min_replicas` and at most `max_replicas` of the pool. Called at the start, when the scaler is woken
         (`PolicyContext.wake`), and when a replica has come, has gone or is lost.
         """

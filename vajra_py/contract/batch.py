@@ -85,8 +85,8 @@ class BatchBuilder(Protocol):
         """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.
 
         A waiting request is admitted by this call: its cached prefix is attached first, blocks are taken for
-        `reserve_tokens` leading tokens (default: what the replica's reservation option says: the whole known sequence,
-        or just the tokens of this step), and `num_tokens` counts from the end of the cached prefix. A swapped request
+        `reserve_tokens` leading tokens (default: the whole known sequence or just the tokens of this step, by the replica's
+        reservation option), and `num_tokens` counts from the end of the cached prefix. A swapped request
         is brought back. A running request grows as needed, or to `reserve_tokens` if these are more.
         """
 
@@ -143,11 +143,11 @@ class BatchBuilder(Protocol):
         """
 
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
-        """Keep the content that the prefix cache holds of a request now for so long, whatever the retention policy says.
+        """Keep the content that the prefix cache holds of a request now for this time, whatever its retention key.
 
-        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Pinned blocks that nobody
-        uses are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
-        ends before its time where the replica could run nobody otherwise, the one that would last longest first. Raises `ValueError`
+        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Idle pinned
+        blocks are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
+        ends before its time where the replica could run no request otherwise, the one that would last longest first. Raises `ValueError`
         for a negative time.
         """
 

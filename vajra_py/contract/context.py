@@ -39,7 +39,7 @@ class EmitFigure(Protocol):
         """Record `value` under `name` (lower-case letters, digits, underscores) at `now`, of one request or of none.
 
         Kept by runs that write results, in `emitted.parquet`; elsewhere nothing happens. Steps that a simulator repeats without
-        asking (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for another name or a number that is not finite.
+        a call (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for another name or a number that is not finite.
         """
 
 
@@ -48,17 +48,17 @@ def emit_nothing(name: str, value: float, now: float, request: RequestView | Non
 
 
 class WakeUps(Protocol):
-    """Asks the mechanism to come back at a time: for batching windows, periodic rebalancing, planners.
+    """Wakes the policy at times that it sets: for batching windows, periodic rebalancing, planners.
 
     Everything else of that tick happens first. Then `on_wake` is called, where the policy has it (`HandlesWakes`), and its layer is
-    asked again: a replica scheduler for its replica's next step, unless one is in flight; the other two for all idle replicas. A
+    called again: a replica scheduler for its replica's next step, unless one is in flight; the other two for all idle replicas. A
     wake-up alone does not keep a run going: it ends when no request is left.
     """
 
     def at(self, time_s: float, key: str = "") -> None:
         """Wake this policy at `time_s`, seconds on the run's clock (now, if that has passed).
 
-        A policy has one wake-up under each key; asking again moves it. Raises `ValueError` for a time that is not finite.
+        A policy has one wake-up under each key; setting it again moves it. Raises `ValueError` for a time that is not finite.
         """
 
     def cancel(self, key: str = "") -> None:
@@ -66,7 +66,7 @@ class WakeUps(Protocol):
 
 
 class NoWakeUps:
-    """The default of `PolicyContext.wake`: outside a run nobody is woken."""
+    """The default of `PolicyContext.wake`: outside a run no policy is woken."""
 
     def at(self, time_s: float, key: str = "") -> None:
         """Do nothing."""
@@ -93,7 +93,7 @@ T = TypeVar("T")
 class SharedState:
     """Objects that the policies of one replicaset share, one of each kind: counters of tenants, a router's own prefix tree.
 
-    Whoever asks first has it made. Each replicaset has its own; a policy that takes another's place finds what is there.
+    An object is made when it is first requested. Each replicaset has its own; a policy that replaces another finds its objects.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from vajra_py.contract.views import LocalReplicaView
 ChunkRule: TypeAlias = Callable[[RequestView, BatchBuilder, LocalReplicaView], int | None]
 """Tokens that the next chunk of a prompt gets in this step (at most `batch.max_chunk(request)` and `batch.tokens_left`).
 
-0 passes this prompt over; None says that no further prompt gets anything in this step.
+0 passes this prompt over; after None no further prompt gets anything in this step.
 """
 
 MAX_SKIPPED = 10
@@ -36,7 +36,7 @@ def fill(
     A decode that finds no block preempts the least urgent partial prefill, else the least urgent decode, which may be
     itself. Where the host has no room to swap to, the victim is recomputed. Prompts are taken from two sources, the more
     urgent head first; a partial prefill wins ties. What cannot be taken now is passed over; after ten of them nothing
-    more is admitted in this step. The prompt's memory is reserved as the replica's reservation option says.
+    more is admitted in this step. The prompt's memory is reserved by the replica's reservation option.
 
     Memory for prompts is never taken from others, with one exception: when nothing else could run, since partial
     prefills hold all of it and none can grow (possible with the reservation option `incremental` alone), the least urgent of

@@ -61,7 +61,7 @@ class FallenRequests(_Fallen):
         self._name(request.request_id)
 
     def add_all(self) -> None:
-        """Say that any key may have fallen: all of them are read again, once."""
+        """Note that any key may have fallen: all of them are read again, once."""
         self.num_named += 1
         self._num_forgotten = self.num_named
         self._names.clear()

@@ -49,7 +49,7 @@ class PolicySpec:
     """Paper, section or system that the policy follows."""
     aliases: tuple[str, ...] = ()
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class AdmissionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ScalerSpec:
     source: str = ""
     """Paper, section or system that the scaler follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class RetentionSpec:
     follows_release: bool = False
     """True if blocks go in the order in which they become idle, at any time: kept as a list instead of a search tree."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class RoutingPartSpec:
     source: str = ""
     """Paper, section or system that the part follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSpec | RoutingPartSpec

@@ -78,7 +78,7 @@ class BatchFeatures(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predict step durations. Pure: equal features get equal answers, and asking changes nothing."""
+    """Predict step durations. Pure: equal features get equal answers, and a call changes nothing."""
 
     @property
     def num_stages(self) -> int:
@@ -155,8 +155,8 @@ class LengthEstimate:
 class OutputLengthPredictor(Protocol):
     """Estimate a request's output length; the only access of policies to anything like the true length.
 
-    A predictor that learns may have the methods of `ListensToRequests`, and hears of the requests of every replicaset.
+    A predictor that learns may have the methods of `ListensToRequests`, and is notified of the requests of every replicaset.
     """
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The estimate for a `RequestView`, or None when this predictor knows nothing."""
+        """The estimate for a `RequestView`, or None where this predictor has none."""

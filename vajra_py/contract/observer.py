@@ -42,7 +42,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One formed step, expanded entry by entry; only made when somebody watches."""
+    """One formed step, expanded entry by entry; only made for observers."""
 
     step_index: int
     replicaset: str
@@ -133,14 +133,14 @@ class PinEnd(Enum):
     EXPIRED = "expired"
     """Its time was over."""
     FORCED = "forced"
-    """The replica could run nobody while pins held blocks."""
+    """The replica could run no request while pins held blocks."""
 
 
 class Observer:
     """Optional callbacks; override what you need. Methods must not change anything that they are shown.
 
     This is the one base class of the contract, so that an observer written today survives new events.
-    `wants_steps` says whether steps are to be expanded entry by entry (`on_step_begin`), which costs time per entry;
+    `wants_steps`: steps are expanded entry by entry (`on_step_begin`), which costs time per entry;
     `wants_step_ends` whether `on_step_end` and `on_step_run` are to be called. Both are read once, before the run.
     """
 
@@ -153,7 +153,7 @@ class Observer:
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
 
-        A request that is accepted as it is when it arrives is not told of.
+        There is no call for a request that is accepted unchanged on arrival.
         """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
@@ -179,7 +179,7 @@ class Observer:
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """The KV of a transfer is at its target, or, with a `failure` that says why, will never be."""
+        """The KV of a transfer is at its target; with a `failure`, which is the reason, it will never be."""
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The target has the KV of a request, which waits there to run."""
@@ -193,12 +193,12 @@ class Observer:
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """A waiting request goes from one queue to another (None: the shared one), as the replicaset scheduler asked."""
+        """A waiting request goes from one queue to another (None: the shared one), by the replicaset scheduler's decision."""
 
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request is to go to another replica while it continues to compute, as the replicaset scheduler asked."""
+        """A running request is to go to another replica while it continues to compute, by the replicaset scheduler's decision."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
@@ -221,7 +221,7 @@ class Observer:
         """A step came back."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Several steps of the same decodes came back; by default told one by one through `on_step_end`."""
+        """Several steps of the same decodes came back; by default `on_step_end` is called for each."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)
@@ -287,4 +287,4 @@ class Observer:
         """Content of a replica's cache has come from one memory tier to another."""
 
     def on_run_end(self, now: float) -> None:
-        """Nothing more will happen."""
+        """The run has ended; no further callback follows."""

@@ -37,12 +37,12 @@ class KeyMotion(Enum):
     TIME_LINEAR = "time_linear"
     """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
     NAMED_FALLS = "named_falls"
-    """Rises with anything, and falls only where the policy says so (`NamesFalls`); order is exact at every time.
+    """Rises with anything, and falls only where the policy names it (`NamesFalls`); order is exact at every time.
 
     A key is read again when its request would be next, so a rise needs no word.
     """
     PREFIX_HITS = "prefix_hits"
-    """Changes with the request's own progress, with its `prefix_hit_tokens`, and from times on that `falls_at` tells.
+    """Changes with the request's own progress, with its `prefix_hit_tokens`, and at times that `falls_at` returns.
 
     Read at every step where one of these has changed, and in groups after each admission and preemption too.
     """
@@ -78,7 +78,7 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class NamesFalls(RequestPrioritizer, Protocol):
-    """A prioritizer that says when keys of waiting requests fall; needed with `KeyMotion.NAMED_FALLS`."""
+    """A prioritizer that names falls of waiting requests' keys; needed with `KeyMotion.NAMED_FALLS`."""
 
     @property
     def fallen_requests(self) -> FallenRequests:
@@ -92,18 +92,18 @@ class FallsWithTime(RequestPrioritizer, Protocol):
     def falls_at(self, request: RequestView, now: float) -> float | None:
         """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never. `PREFIX_HITS`: fall or rise.
 
-        Asked whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
+        Called whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
         """
 
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` that knows of times at which no key moves."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` for times at which no key moves."""
 
     def key_epoch(self) -> int:
-        """A number that is another one whenever the key of any waiting request may be another one, for whatever reason.
+        """A number that changes whenever the key of any waiting request may have changed, for whatever reason.
 
-        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other
+        Read before keys are read again; with the number of the last time they are not. A request's own progress needs no new
         number, nor do its hits under `PREFIX_HITS`.
         """
 
@@ -124,7 +124,7 @@ class GroupsRequests(RequestPrioritizer, Protocol):
         """The group's key now; lower is more urgent.
 
         It may rise with anything, at any time: it is read again when the group would be next. While something of the group
-        waits, it falls only if the policy says so (`LowersGroups`).
+        waits, it falls only if the policy names it (`LowersGroups`).
         """
 
 
@@ -139,7 +139,7 @@ class LowersGroups(GroupsRequests, Protocol):
 
 @runtime_checkable
 class PredictsSlack(Protocol):
-    """Optional methods of a prioritizer that knows deadlines; replica schedulers read slack from `LocalReplicaView`.
+    """Optional methods of a prioritizer with deadlines; replica schedulers read slack from `LocalReplicaView`.
 
     A replica scheduler that cannot do without declares `SchedulerTraits.needs_slack`.
     """
@@ -164,7 +164,7 @@ class ReplicasetScheduler(Protocol):
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Ids of shared-queue requests that the replica may admit in the step it is about to form, in any lazy form.
 
-        Asked each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
+        Called each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
         the replica's scheduler really admits it.
         """
 
@@ -183,7 +183,7 @@ class PlacesAfterPrompt(Protocol):
     ) -> ReplicaId | None:
         """Replica that continues a request whose prompt has just been computed, or that a replica scheduler hands off.
 
-        None lets it stay where it is. Asked again, when something has changed, while the chosen replica cannot take it.
+        None: it stays where it is. Called again, when something has changed, while the chosen replica cannot take it.
         """
 
 
@@ -205,7 +205,7 @@ class MovesRequests(Protocol):
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Requests to move now; running ones take their KV along and are computed meanwhile.
 
-        Asked when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
+        Called when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
         """
 
 
@@ -233,13 +233,13 @@ SoloChunkSize: TypeAlias = Callable[[int, int], int]
 class RefusesRequests(Protocol):
     """Optional method of a replica scheduler that can never run some requests, for reasons of its own.
 
-    What can never fit into KV memory, or exceeds the model's length, is refused without asking.
+    What can never fit into KV memory, or exceeds the model's length, is refused without a call.
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Return the reason that the request might wait for ever or keep others waiting for ever; None if it cannot.
 
-        Asked before the request is queued anywhere, of the scheduler of one replica that is up after the other until one
+        Called before the request is queued anywhere, for the schedulers of the replicas that are up, one after the other until one
         would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
         come back: think of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. An answer that rests
         on load turns requests away that could be served later; one that waits already is taken out by `BatchBuilder.drop`.
@@ -251,9 +251,9 @@ class EvictsAdapters(Protocol):
     """Optional method of a replica scheduler that chooses which loaded LoRA adapter makes room for another one."""
 
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
-        """One of `idle`: loaded adapters that nobody uses, the least recently used first, which is the one without this method.
+        """Return one of `idle`, loaded adapters that are not in use, the least recently used first; without this method the first is evicted.
 
-        Asked while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
+        Called while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
         """
 
 
@@ -305,7 +305,7 @@ def traits_of(policy: object) -> SchedulerTraits:
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has come back, as listening policies are told of it. The requests' counters have moved already."""
+    """A step that has come back, as listening policies get it. The requests' counters have moved already."""
 
     replica_id: ReplicaId
     step_index: int
@@ -353,7 +353,7 @@ class EndedRun:
 class ListensToRequests(Protocol):
     """Optional callbacks of any policy, to keep state per request (attained service, fairness counters).
 
-    Each method is optional by itself: a policy is told of exactly what it has a method for; `on_step_run` alone needs
+    Each method is optional by itself: a policy is notified of what it has a method for; `on_step_run` alone needs
     `on_step_end` beside it. All but `on_step_end` leave a simulator free to work out repeated steps at once
     (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is formed by itself, unless the policy has `on_step_run` too.
     """
@@ -374,21 +374,21 @@ class ListensToRequests(Protocol):
         """A step of a replica has come back."""
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps of a replica have come back that `on_step_end` was not told of. A run may be told in several parts.
+        """Steps of a replica have come back for which `on_step_end` was not called. A run may come in several parts.
 
-        Steps of one replica are told in their order; those that other replicas ran at the same time, before or after them.
+        Steps of one replica come in order; those that other replicas ran at the same time, before or after them.
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended; `end_reason` is why. Every policy of the run is told, after it was told of the program's last call."""
+        """A program has ended; `end_reason` is why. Every policy of the run is notified, after the end of the program's last call."""
 
 
 @runtime_checkable
 class HandlesWakes(Protocol):
-    """Optional method of any policy that asks to be woken (`PolicyContext.wake`)."""
+    """Optional method of any policy that sets wake-ups (`PolicyContext.wake`)."""
 
     def on_wake(self, key: str, now: float) -> None:
         """The time that was asked for under this key has come."""

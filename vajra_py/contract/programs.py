@@ -30,7 +30,7 @@ class ProgramEnd(Enum):
 class ProgramView(Protocol):
     """Read-only facts about one program. They change when one of its calls arrives or ends, and at no other time.
 
-    Nothing here knows more of a program's future than its client has stated. What a call that runs has computed so far is in the
+    Nothing of a program's future is known here but what its client has stated. What a call that runs has computed so far is in the
     request's own view, for policies that listen to requests (`ListensToRequests`) and so hold it. Two views are the same program exactly
     when they are the same object; programs are hashable by identity. A program that has ended does not come back: a later call with
     its id begins another one.
@@ -92,7 +92,7 @@ class ProgramView(Protocol):
     def next_call_at(self) -> float | None:
         """Time at which its next call is expected, seconds on the run's clock: a tool runs until then.
 
-        None while a call is alive, and where the last call to end did not say (`next_call_after_s`).
+        None while a call is alive, and where the last call to end did not state it (`next_call_after_s`).
         """
 
     @property

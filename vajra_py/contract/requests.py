@@ -18,11 +18,11 @@ class EndReason(Enum):
     STOP = "stop"
     """The model ended it (end of sequence or a stop string)."""
     LENGTH = "length"
-    """It reached `max_tokens` or the model's length."""
+    """Reached `max_tokens` or the model's length."""
     ABORTED = "aborted"
     """Its client took it back."""
     EXPIRED = "expired"
-    """It waited longer than it allowed."""
+    """Waited longer than it allowed."""
     REJECTED = "rejected"
     """The request was refused on arrival (too large, shed by an admission policy, or full queues), or a scheduler dropped it."""
     FAILED = "failed"
@@ -177,15 +177,15 @@ class RequestView(Protocol):
 
     @property
     def parent_calls(self) -> tuple[str, ...]:
-        """Ids of the calls of its program whose results it uses, as far as its client says."""
+        """Ids of the calls of its program whose results it uses, as far as its client states them."""
 
     @property
     def num_program_calls(self) -> int | None:
-        """Calls that its program makes in all, as its client says; None: unknown."""
+        """Calls that its program makes in all, as stated by its client; None: unknown."""
 
     @property
     def is_last_call(self) -> bool:
-        """True if its client says that no other call of its program comes after it."""
+        """True if its client states that no other call of its program comes after it."""
 
     @property
     def next_call_after_s(self) -> float | None:
@@ -203,7 +203,7 @@ class RequestView(Protocol):
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
-        that nobody else has, and before the request reaches the admission policy or a queue.
+        that no other request has, and before the request reaches the admission policy or a queue.
         """
 
     def prefix_hit_tokens(self) -> int:

@@ -20,7 +20,7 @@ class CachedBlock(Protocol):
 
     @property
     def block_hash(self) -> Hashable:
-        """Hash of the content, as in `RequestView.block_hashes`; of content that nobody can ask for again, a name."""
+        """Hash of the content, as in `RequestView.block_hashes`; of content that no request can hit again, a name."""
 
     @property
     def depth(self) -> int:
@@ -55,7 +55,7 @@ class RetentionPolicy(Protocol):
     def key_motion(self) -> KeyMotion:
         """Volatility of the keys; read once, when the policy is built.
 
-        `STATIC` and `PROGRESS`: a key is read when nobody holds the block any more and nothing continues it, and stands until somebody
+        `STATIC` and `PROGRESS`: a key is read when no request holds the block any more and nothing continues it, and stays until a request
         uses it. `TIME_LINEAR`: it follows `line` from then on. `ARBITRARY`: all keys are read again whenever blocks are lacking.
         `VOLATILE`: they are read again for each block that is overwritten.
         """
@@ -90,7 +90,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Time from which an idle block is no longer found, seconds on the run's clock; None: it stays until it is overwritten.
 
-        Read when nobody holds the block any more. Its continuations expire with it.
+        Read when no request holds the block any more. Its continuations expire with it.
         """
 
 
@@ -101,15 +101,15 @@ class PinsContent(Protocol):
     def pin_s(self, request: RequestView, now: float) -> float:
         """Seconds for which the content of a request that is about to give its blocks back stays, whatever its key; 0: no pin.
 
-        Asked when it ends there for good. The pin of a session replaces its last one. Refused where pins would hold more than
-        `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run nobody otherwise.
+        Called when it ends there for good. The pin of a session replaces its last one. Refused where pins would hold more than
+        `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run no request otherwise.
         """
 
 
 class ListensToContent(Protocol):
     """Optional callbacks of a retention policy about the cache that it ranks; each method is optional by itself.
 
-    A retention policy may also listen to requests (`ListensToRequests`), except that nobody wakes it.
+    A retention policy may also listen to requests (`ListensToRequests`), except that it is not woken.
     """
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
@@ -131,7 +131,7 @@ class ListensToContent(Protocol):
 class ListensToCaches(Protocol):
     """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional by itself.
 
-    What vLLM publishes as `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A policy is told before it is asked about a request,
+    What vLLM publishes as `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A policy is notified before it is called for a request,
     of everything that happened at least `kv_event_lag_s` before; hashes are those of `RequestView.block_hashes`.
     """
 

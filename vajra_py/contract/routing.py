@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -30,7 +30,7 @@ class RoutingPartKind(Enum):
     SCORER = "scorer"
     PICKER = "picker"
     DECIDER = "decider"
-    """Says whether a prompt is computed apart from its decode replica."""
+    """Decides whether a prompt is computed apart from its decode replica."""
 
 
 class Scores(Protocol):
@@ -40,7 +40,7 @@ class Scores(Protocol):
         """Number of replicas."""
 
     def __iter__(self) -> Iterator[float | None]:
-        """The scores; None: this scorer has nothing to say about the replica, which counts as 0."""
+        """The scores; None: this scorer has no score for the replica, which counts as 0."""
 
 
 @runtime_checkable
@@ -52,8 +52,19 @@ class ReplicaFilter(Protocol):
 
 
 @runtime_checkable
+class LeavesOutPools(Protocol):
+    """Optional method of a filter, and of a replicaset scheduler, whose parameters may leave out all replicas of a pool for good.
+
+    A pool to which no request can ever come is a mistake in the settings, and is refused when they are read.
+    """
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return False if no request is ever sent to replicas of this pool, which have this role, whatever their state."""
+
+
+@runtime_checkable
 class ReplicaScorer(Protocol):
-    """Rates the candidates. Asked again in the same state it gives the same answer."""
+    """Rates the candidates. Equal states give equal scores."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
         """A score for each of `replicas`; 1 is best, 0 worst. The router clamps what is beyond, and refuses NaN."""
@@ -84,7 +95,7 @@ class LearnsPlacements(Protocol):
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
         """The request has just been placed; by profile ("default", "prefill", "decode") the replica that was chosen.
 
-        Called again, with the profile that was chosen anew, if the request is placed another time. A part is told before the
+        Called again, with the profile that was chosen anew, if the request is placed another time. A part is notified before the
         producers that it reads.
         """
 
@@ -94,7 +105,7 @@ class LearnsPlacements(Protocol):
 
 @runtime_checkable
 class PrefixMatches(Protocol):
-    """Figures of a producer that knows, or guesses, which prefixes the replicas have cached."""
+    """Figures of a producer that has, or estimates, which prefixes the replicas have cached."""
 
     @property
     def block_size(self) -> int:
@@ -174,7 +185,7 @@ class RoutingPartChoice(PolicyConfig):
 
 
 class ProducerChoice(RoutingPartChoice):
-    """Settings of a producer; those that nobody sets are made with their defaults when a part asks for them."""
+    """Settings of a producer; those that are not set are made with their defaults when a part asks for them."""
 
     kind = RoutingPartKind.PRODUCER
     producer: str = Field(description="Name of a producer.")
@@ -232,7 +243,3 @@ class RoutingContext:
 
     policy: PolicyContext
     producer: GetProducer
-
-
-RoutingPart: TypeAlias = ReplicaFilter | ReplicaScorer | ReplicaPicker | DisaggregationDecider | Any
-"""A part of any kind; producers have no method in common."""

@@ -95,7 +95,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded now: free ones, and those of adapters that nobody uses."""
+        """Slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
 
     def adapter_blocks(self, name: str) -> int:
         """Size of a LoRA adapter, KV blocks; 0 for one whose size is not stated, or that this replica does not have."""
@@ -186,7 +186,7 @@ class ReplicaLoadView(Protocol):
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
         """Leading prompt tokens by the nearest memory tier that holds them now: `{"device": 512, "host": 1024}`; empty without tiers.
 
-        Asking changes no order. They are live, whatever the age of the other figures.
+        Reading changes no order. They are live, whatever the age of the other figures.
         """
 
     @property
@@ -199,7 +199,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded: free ones, and those of adapters that nobody uses."""
+        """Slots into which another adapter could be loaded: free ones, and those of idle adapters."""
 
     @property
     def max_loras(self) -> int:
@@ -214,7 +214,7 @@ class ReplicaLoadView(Protocol):
 class LoadColumns(Protocol):
     """Optional method of the sequences of replicas that a replicaset scheduler gets: a figure of all of them at once.
 
-    Reading a figure of a thousand replicas so takes about half the time of asking each. A sequence without it is as good.
+    Reading a figure of a thousand replicas so takes about half the time of reading each. A sequence without it is as good.
     """
 
     def column(self, name: str) -> Sequence[int]:

@@ -40,6 +40,7 @@ from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving import build as mechanism
 from vajra_py.runtime.serving.build import ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
@@ -175,6 +176,7 @@ class Engine:
         dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
         controller = _dry_controller(config, services, dry)
         check_transfers(controller, settings)
+        check_reach(config, controller)
         _probe(controller)
 
     @classmethod
@@ -204,7 +206,7 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that every model knows."""
+        """Tokens in the vocabulary of every model."""
         return min(facts.vocab_size for facts in self.models.values())
 
     def model_of(self, request: RequestFacts) -> ModelFacts:
@@ -214,7 +216,7 @@ class Engine:
     def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
         """A change of policy that the loop can be asked for: names and parameters are right, what is left out is filled in.
 
-        Raises `ConfigError`, or what the policy raises when it is built or asked about a request. From any thread.
+        Raises `ConfigError`, or what the policy raises when it is built or called for a request. From any thread.
         """
         if replicaset not in self.models:
             message = f"there is no such replicaset ({replicaset!r})"
@@ -458,7 +460,7 @@ def _executor(options: RunnerOptions, settings: ModelBackendConfig) -> EngineExe
     if options.max_drafts and isinstance(settings, EngineConfig):
         ngrams = NgramRules(settings.ngram.min_tokens, settings.ngram.max_tokens, options.max_drafts)
     is_spread = options.pipeline_stages > 1 or options.kv_groups > 1
-    return EngineExecutor(options.max_requests, options.block_size, tells_tokens=is_spread, ngrams=ngrams)
+    return EngineExecutor(options.max_requests, options.block_size, sends_tokens=is_spread, ngrams=ngrams)
 
 
 def _usable_cores() -> int:

@@ -41,7 +41,7 @@ class EngineClient:
 
     Attributes:
         tokenizers: by replicaset; None: its model has none.
-        engine: the loaded engine; set by whoever loaded it.
+        engine: the loaded engine; set after loading.
         loop: once it is started.
         refusal: makes the exception for a request that is not taken.
         on_ended: called in the loop's thread with every request that ended, before its own `on_progress`.
@@ -156,7 +156,7 @@ class EngineClient:
         error: BaseException | None = None
         try:
             self.loop.run()
-        except BaseException as raised:  # every client is told of the end, on any error
+        except BaseException as raised:  # every client gets the end, on any error
             error = raised
         return error
 

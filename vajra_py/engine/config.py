@@ -58,8 +58,8 @@ class SamplingConfig(Section):
         try:
             check_sampling(self.params(1), "sampling")
         except ConfigError as error:
-            said = [str(one).removeprefix("sampling.").removesuffix(".") for one in error.problems]
-            raise ValueError("; ".join(said)) from None
+            reasons = [str(one).removeprefix("sampling.").removesuffix(".") for one in error.problems]
+            raise ValueError("; ".join(reasons)) from None
         return self
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -220,7 +220,7 @@ class ModelBackendConfig(Section):
         None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
     )
     recovery: RecoveryConfig = Field(
         default_factory=lambda: RecoveryConfig(),

@@ -36,7 +36,7 @@ class NgramIndex:
         self._rules = rules
         self._tokens: list[int] = []
         self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(rules.max_tokens + 1)]
-        """By length: n-gram to the place behind its first occurrence, where a token follows."""
+        """For each length: n-gram to the place behind its first occurrence, where a token follows."""
         self.extend(tokens)
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, St
 
 @dataclass(slots=True)
 class _Row:
-    """State of a request that the worker knows."""
+    """State of a request in the worker."""
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """The decode pool of a step, all of whose members went on: while nobody comes or goes, the next step's is the same."""
+    """The decode pool of a step, all of whose members went on: while no request joins or leaves, the next step's is the same."""
 
     members: list[Request]
     slots: list[int]
@@ -83,7 +83,7 @@ class EngineExecutor:
     """One replica's side of the protocol with its worker."""
 
     def __init__(
-        self, num_slots: int, block_size: int = 16, *, tells_tokens: bool = False, ngrams: NgramRules | None = None
+        self, num_slots: int, block_size: int = 16, *, sends_tokens: bool = False, ngrams: NgramRules | None = None
     ) -> None:
         """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
 
@@ -95,7 +95,7 @@ class EngineExecutor:
         self._block_size = block_size
         self._free = list(range(num_slots))
         self._freed: list[int] = []
-        self._tells_tokens = tells_tokens
+        self._sends_tokens = sends_tokens
         self._steps: deque[_Step] = deque()
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
@@ -147,7 +147,7 @@ class EngineExecutor:
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """A request that may run here; what the worker knows of it from before is out of date."""
+        """A request that may run here; the worker's state of it is out of date."""
         self._submissions[request] = submission
         self.leave(request)
 
@@ -157,7 +157,7 @@ class EngineExecutor:
         self._withheld.pop(request, None)
 
     def start_again(self) -> None:
-        """The worker is another one, which knows nothing."""
+        """Begin anew: the worker was replaced by one without state."""
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
@@ -165,7 +165,7 @@ class EngineExecutor:
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """No step under way is wanted any more."""
+        """Ignore the results of all steps under way."""
         self._steps.clear()
         self._pool_rows = None
 
@@ -195,7 +195,7 @@ class EngineExecutor:
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
     def requests_of(self, step: StepInput) -> list[Request]:
-        """Whose rows a step computes."""
+        """Requests whose rows a step computes."""
         slots = {*step.decodes, *(chunk.slot for chunk in step.chunks)}
         return [request for request, row in self._rows.items() if row.slot in slots]
 
@@ -308,7 +308,7 @@ class EngineExecutor:
     ) -> None:
         """The members of the last step's pool: only those that took a block are looked at."""
         for request in pool.began_blocks():
-            self._tell_table(request, self._rows[request], memory, changes)
+            self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
         step.entries |= last.entries
         step.sampled |= last.sampled
@@ -319,7 +319,7 @@ class EngineExecutor:
         for request in members:
             row = self._row(request, changes)
             if row.goes_on:
-                self._tell_table(request, row, memory, changes)
+                self._send_table(request, row, memory, changes)
                 entries[row.slot] = request
                 sampled[row.slot] = request, self._submissions[request].output
             else:
@@ -336,18 +336,18 @@ class EngineExecutor:
         row = self._row(request, changes)
         if kind != "running":
             row.num_blocks.clear()
-        self._tell_table(request, row, memory, changes)
+        self._send_table(request, row, memory, changes)
         end = start + num_tokens
         samples = end == request.num_known_tokens
         followers = self._followers(request, row.slot, start, end, step)
         groups: Sequence[int] = ()
         if memory.num_groups > 1:
             groups = memory.active_groups(request, start)
-            self._tell_sampler(request, row, groups[-1], changes)
+            self._send_sampler(request, row, groups[-1], changes)
         changes.chunks.append(
             Chunk(row.slot, self._tokens(request, start, end), start, samples, followers, tuple(groups))
         )
-        row.goes_on = samples and not self._tells_tokens
+        row.goes_on = samples and not self._sends_tokens
         step.entries[row.slot] = request
         if samples:
             step.sampled[row.slot] = request, self._submissions[request].output
@@ -358,7 +358,7 @@ class EngineExecutor:
         """Add a decode with its drafts, all of whose tokens are named."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
-        self._tell_table(request, row, memory, changes)
+        self._send_table(request, row, memory, changes)
         row.num_blocks[0] = drafts.num_kept_blocks  # those behind them may be others in the next step
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
@@ -370,7 +370,7 @@ class EngineExecutor:
         step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
-        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
+        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives, if the request wants them."""
         submission = self._submissions[request]
         buffer = submission.output
         if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(
@@ -390,7 +390,7 @@ class EngineExecutor:
         outputs = submission.output.token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*prompt[start:num_prompt], *outputs]
 
-    def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
+    def _send_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
         if memory.num_groups == 1:
             known = row.num_blocks.get(0, 0)
             if memory.num_held_blocks(request) != known:
@@ -413,7 +413,7 @@ class EngineExecutor:
             changes.new.append(self._new_row(request, row.slot))
         return row
 
-    def _tell_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
+    def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
         """Begin a request's slot anew where another group samples from now on, which has not seen its tokens so far."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
@@ -424,8 +424,8 @@ class EngineExecutor:
         submission = self._submissions[request]
         sampling, outputs = submission.output.sampling, submission.output.token_ids
         prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
-        told = list(outputs) if needs_outputs(sampling) or prompt else ()
-        return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs), request.adapter)
+        first_outputs = list(outputs) if needs_outputs(sampling) or prompt else ()
+        return NewRow(slot, sampling, submission.seed, prompt, first_outputs, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""

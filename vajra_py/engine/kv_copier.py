@@ -1,6 +1,6 @@
 """Copies of KV between a worker's device and its host memory, in threads beside its steps: one for each direction.
 
-A worker hands over each copy once it has done what it was told before. Copies of one direction are made one after the other.
+A worker hands over each copy once it has done all earlier requests. Copies of one direction are made one after the other.
 
 Invariants:
     - A copy reads what the steps before it have written; on a GPU it waits there for them.
@@ -41,10 +41,10 @@ class _Lane:
 class KvCopier:
     """Makes the copies of one runner. All but `close` is called by the thread that computes its steps."""
 
-    def __init__(self, runner: ModelRunner, tell: Callable[[KvMove, Exception | None], None]) -> None:
-        """`tell`: takes each copy when it has ended, with the error of one that failed, in the thread that made it."""
+    def __init__(self, runner: ModelRunner, notify: Callable[[KvMove, Exception | None], None]) -> None:
+        """`tell`: called with each copy when it has ended, with the error of one that failed, in the thread that made it."""
         self._runner = runner
-        self._tell = tell
+        self._notify = notify
         self._changed = threading.Condition()
         self._down, self._up = _Lane("vajra-copies-down"), _Lane("vajra-copies-up")
         self._error: Exception | None = None
@@ -132,7 +132,7 @@ class KvCopier:
             lane.busy = +lane.busy
             self._error = error or self._error
             self._changed.notify_all()
-        self._tell(move, error)
+        self._notify(move, error)
 
 
 def device_blocks(copies: Sequence[BlockCopy]) -> list[int]:

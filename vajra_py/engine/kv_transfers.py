@@ -1,4 +1,4 @@
-"""Transfers of KV between an engine's replicas: which are under way, and what their workers are told."""
+"""Transfers of KV between an engine's replicas: which are under way, and the messages to their workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _UnderWay:
 class KvTransfers:
     """Transfers under way. The source's worker copies, then the target's; the controller passes the buffer on."""
 
-    def __init__(self, tell: Callable[[KvImported], None]) -> None:
-        """`tell`: takes news as a worker delivers them."""
-        self._tell = tell
+    def __init__(self, notify: Callable[[KvImported], None]) -> None:
+        """`tell`: called with each message of a worker."""
+        self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 
     def __len__(self) -> int:
@@ -44,17 +44,17 @@ class KvTransfers:
         if source_blocks:
             source.export_kv(KvExport(transfer.number, source_blocks))
         else:
-            self._tell(KvImported((key[0], target.replica.replica_id), transfer.number))
+            self._notify(KvImported((key[0], target.replica.replica_id), transfer.number))
 
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
         """Forget a transfer: what its source gives is dropped.
 
-        What its target's worker was told already it does before any later step, which may use the blocks otherwise.
+        A copy that its target's worker was sent already is made before any later step, which may use the blocks otherwise.
         """
         self._under_way.pop(_key(transfer), None)  # it may have ended in this turn
 
     def exported(self, news: KvExported) -> None:
-        """Pass on what a source's worker has copied, unless nobody wants it any more."""
+        """Pass on what a source's worker has copied, unless it is not needed any more."""
         one = self._under_way.get((news.replica[0], news.number))
         if one is not None:
             target = one.transfer.target
@@ -62,7 +62,7 @@ class KvTransfers:
             target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
-        """Return the input that says that KV has arrived; None if nobody waits for it any more."""
+        """Return the input for KV that has arrived; None if no request waits for it any more."""
         key = news.replica[0], news.number
         if news.is_lost or key not in self._under_way:
             return None

@@ -39,7 +39,7 @@ DEFAULT_SCHEDULING: Mapping[str, Any] = {
 DEFAULT_REPLICASET = "default"
 """The name of a lone replicaset."""
 CPU_MEMORY_FRACTION = 0.25
-"""Of a host's free memory: it has other uses than KV blocks."""
+"""Part of a host's free memory for KV blocks; the rest is left for other uses."""
 
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """Return the system that an LLM is: `config` with the model in it, and defaults where it says nothing. Of an experiment, its system.
+    """Return the system that an LLM is: `config` with the model in it, and defaults where it has none. Of an experiment, its system.
 
     Raises `ConfigError`.
     """

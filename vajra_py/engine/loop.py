@@ -80,15 +80,15 @@ class EngineLoop(Backend[EngineReplica]):
         self.controller = controller
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
-        """Told of every request that ended, before its own `on_progress` is."""
+        """Called with every request that ended, before its own `on_progress` is."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Told how long forming each step took: (replicaset, seconds)."""
+        """Called with the time that forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
         """Reason of the last failure of a replica."""
         self.failed: str | None = None
         """Reason that nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
         self.on_failed: Callable[[str], None] | None = None
-        """Told once, in the loop's thread, when `failed` is set."""
+        """Called once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
         """The call of a policy that has not returned for too long and takes no interruption; empty: there is none."""
         self.restarter: Restarter | None = None
@@ -153,7 +153,7 @@ class EngineLoop(Backend[EngineReplica]):
     # From the loop's own thread
 
     def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
-        """Take a request in when the clock says so; it is made then, since its prompt may depend on others' outputs."""
+        """Submit a request at a time of the clock; it is made then, since its prompt may depend on others' outputs."""
         self._events.push(tick, Phase.ARRIVAL, Timed(tick, make))
 
     @property
@@ -253,7 +253,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._stops = True
 
     def _waits_for_others(self) -> bool:
-        """Nothing is under way: whether requests may still come. Raises `PolicyError` when some are left and none will."""
+        """Return whether requests may still come, with nothing under way. Raises `PolicyError` when some are left and none will come."""
         if not self._options.serves:
             stall = self.controller.stall(self.now)
             if stall is not None:
@@ -282,7 +282,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Tell those who follow their requests step by step, after the next steps are on their way."""
+        """Report to those who follow their requests step by step, after the next steps are on their way."""
         progressed, self._progressed = self._progressed, {}
         followed = []
         for request in progressed:
@@ -424,7 +424,7 @@ class EngineLoop(Backend[EngineReplica]):
         return plan
 
     def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
-        """See `Backend`: its worker is told what changed; what comes back is a message."""
+        """See `Backend`: its worker is sent what changed, and answers with a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
         if self._tier_copies.load(replica, step.copies):
             step = replace(step, copies=())
@@ -457,8 +457,8 @@ class EngineLoop(Backend[EngineReplica]):
         if replica.ahead is not None:
             replica.ahead.forget()
         if not replica.is_lost:
-            told = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
-            replica.num_stale += sum(map(len, told))
+            sent = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
+            replica.num_stale += sum(map(len, sent))
         replica.under_way.clear()
         replica.executor.forget_steps()
         return NEVER if replica.num_stale else self.now
@@ -486,7 +486,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
-        """Those that gave a token by themselves have one less to give."""
+        """Reduce the count of suspects: a request that gave a token by itself has one less to give."""
         for request, _ in result.tokens or ():
             num_left = self._suspects.get(request)
             if num_left == 1:

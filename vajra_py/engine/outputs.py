@@ -29,8 +29,8 @@ class OutputBuffer:
 
     Attributes:
         token_ids: every token, the one that ended it included.
-        logprobs: of each token, for requests that asked.
-        prompt_logprobs: of the prompt's tokens from the second on, for requests that asked.
+        logprobs: of each token, for requests that want them.
+        prompt_logprobs: of the prompt's tokens from the second on, for requests that want them.
         stopped_by: the stop string or token that ended it.
         is_faulty: whether it failed by itself.
     """
@@ -102,7 +102,7 @@ class OutputBuffer:
                 self._text += found
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is text after all."""
+        """End the output: what was held back is text after all."""
         self._is_done = True
 
 
@@ -123,13 +123,13 @@ class Submission:
     """One request on its way through the engine.
 
     Attributes:
-        facts: what the client said.
+        facts: what the client stated.
         prompt_token_ids: the prompt.
         seed: of its random stream.
         output: what comes out.
         content: segments that identify the prompt in the prefix cache; None: its tokens do.
         shares: whether its prompt's blocks may be shared at all.
-        salt: only requests with the same one share prefixes; None: as the settings say.
+        salt: only requests with the same one share prefixes; None: as in the settings.
         num_output_tokens: after how many tokens it ends, where that is known beforehand.
         sent_at: when its client sent it, in ticks; None: when it is taken in.
         on_progress: called after each step that gave it a token, and at its end.
@@ -159,7 +159,7 @@ class Submission:
         eos_token_ids: Sequence[int],
         seed: int,
     ) -> Self:
-        """Make the submission of a request that ends by the tokens that its parameters, or its model, say."""
+        """Make the submission of a request that ends by the tokens that its parameters, or its model, name."""
         eos = () if sampling.ignore_eos else eos_token_ids
         stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         return cls(facts, prompt_token_ids, seed, OutputBuffer(sampling, stop_token_ids))
@@ -175,7 +175,7 @@ class Submission:
         return PrivateBlockHashes(self.facts.request_id)
 
     def arrival(self, now: int, arrived_at: float) -> Arrival:
-        """The entry of the input log that says it was taken in at tick `now`."""
+        """The entry of the input log for its arrival at tick `now`."""
         by_tokens = self.shares and self.content is None
         tokens = tuple(self.prompt_token_ids) if by_tokens else None
         return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens, self.salt)

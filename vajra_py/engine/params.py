@@ -31,7 +31,7 @@ class _Range:
     name: str
     low: float
     high: float
-    says: str
+    allowed: str
     or_zero: bool = False
 
     def holds(self, value: object) -> bool:
@@ -85,7 +85,7 @@ def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Pr
     value = getattr(params, limits.name)
     if limits.holds(value):
         return []
-    return [Problem(f"{where}.{limits.name}", f"is out of range ({_shown(value)})", limits.says)]
+    return [Problem(f"{where}.{limits.name}", f"is out of range ({_shown(value)})", limits.allowed)]
 
 
 def _wrong_tokens(params: SamplingParams, where: str, vocab_size: int | None) -> list[Problem]:
@@ -120,7 +120,7 @@ def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
     biases = _Range("logit_bias", -MAX_BIAS, MAX_BIAS, "Allowed: -100 to 100")
     wrong = [_shown(bias) for _, bias in params.logit_bias if not biases.holds(bias)]
     if wrong:
-        problems.append(Problem(f"{where}.logit_bias", f"is out of range ({', '.join(wrong[:5])})", biases.says))
+        problems.append(Problem(f"{where}.logit_bias", f"is out of range ({', '.join(wrong[:5])})", biases.allowed))
     words: Iterable[object] = params.bad_words
     if any(not isinstance(word, str) or not word.strip() for word in words):
         problems.append(Problem(f"{where}.bad_words", "has what is no word", "Allowed: strings of more than blanks"))

@@ -1,6 +1,6 @@
 """The bytes of each token of a vocabulary.
 
-A token may be part of a character only, so bytes, and not text, are what tokens can be told apart and joined by.
+A token may be part of a character only, so bytes, and not text, are what tokens are compared and joined by.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 def stripped_blanks(tokenizer: Any) -> int | None:
     """Return how many leading blanks a text loses whose tokens are otherwise what `piece_reader` reads, one after another.
 
-    None: tokens are written in some other way. Byte-level vocabularies and those of SentencePiece are told by their decoder;
+    None: tokens are written in some other way. Byte-level vocabularies and those of SentencePiece are recognised by their decoder;
     bytes that are no character may become more replacement characters there than here.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

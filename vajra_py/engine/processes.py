@@ -39,7 +39,7 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy, RankMove, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, described, placed, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
@@ -144,13 +144,13 @@ class _Rank:
         self._answer(RankCopy(number))
 
     def _load_adapter(self, load: LoadAdapter) -> None:
-        """Copy an adapter into a slot, and send back what was asked."""
+        """Copy an adapter into a slot, and return the request."""
         cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
         self._answer(load)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Answer that KV blocks were copied between the device and the host memory of this rank, or why not."""
-        with suppress(OSError):  # nobody reads any more, which ends the process
+        with suppress(OSError):  # there is no reader any more, which ends the process
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -158,7 +158,7 @@ class _Rank:
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
-    """Those that take a message now: one whose process reads nothing may be full."""
+    """Return the pipes that take a message now; one whose process reads nothing may be full."""
     return [pipe for pipe in pipes if not pipe.closed and _takes_more(pipe)]
 
 
@@ -172,7 +172,7 @@ def _send(pipe: Connection, answer: Any) -> None:
     try:
         pipe.send(answer)
     except Exception:  # an error that cannot be pickled
-        pipe.send(ExecutorError(said(answer)))
+        pipe.send(ExecutorError(described(answer)))
 
 
 class ProcessWorker:
@@ -245,7 +245,7 @@ class ProcessWorker:
             try:
                 pipe.send((name, (step,)))
             except OSError:
-                return  # the process died; the receiver finds that out and says so
+                return  # the process died; the receiver finds that out and reports it
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part, to and from other replicas through memory that processes share by its descriptor."""
@@ -301,7 +301,7 @@ class ProcessWorker:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def discard(self) -> None:
-        """See `Worker`; ranks may wait for one that is gone, so nobody is asked to stop."""
+        """See `Worker`; ranks may wait for one that is gone, so all are killed."""
         for process in list(self._processes):
             with suppress(ValueError):  # the process has been closed meanwhile
                 process.kill()
@@ -352,7 +352,7 @@ class ProcessWorker:
                     answer = ExecutorError(self._died(rank))
                 if isinstance(answer, BaseException):
                     if not self._closing:
-                        self._deliver(Finished(self._replica, None, said(answer)))
+                        self._deliver(Finished(self._replica, None, described(answer)))
                     return
                 for news in answers.take(rank, answer):
                     self._deliver(news)

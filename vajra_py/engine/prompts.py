@@ -56,7 +56,7 @@ class PromptMaker:
             if len(known):
                 content.append((name, len(known)))
                 token_ids += known
-            if len(known) < length:  # an output that is shorter than the workload says, or not there yet
+            if len(known) < length:  # an output that is shorter than in the workload, or not there yet
                 own = ("prompt", spec.request_id, len(token_ids))
                 content.append((own, length - len(known)))
                 token_ids += self._tokens(own, length - len(known))

@@ -47,7 +47,7 @@ Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Resta
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A request that is made, and taken in, when the clock says so."""
+    """A request that is made and submitted at a time of the clock."""
 
     tick: int
     make: Callable[[], Submission]
@@ -59,7 +59,7 @@ class StepUnderWay:
 
     Attributes:
         plan: what was decided.
-        parts: what has not come back: the worker is told one after the other, with pipeline stages all of them at once.
+        parts: what has not come back: the worker is sent one after the other, with pipeline stages all of them at once.
         num_entering: how many of these have not left the first pipeline stage.
         outputs: of the parts that came back.
     """
@@ -79,7 +79,7 @@ class EngineReplica(BackendReplica):
     ahead: LookAhead | None = None
     """Begins steps of its worker before they are decided; None: none is."""
     watch: StepWatch | None = None
-    """Limits how long its worker takes for a step; None: nobody does."""
+    """Limits how long its worker takes for a step; None: there is no limit."""
     under_way: deque[StepUnderWay] = field(default_factory=deque)
     """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
@@ -99,7 +99,7 @@ class EngineReplica(BackendReplica):
         self.worker.submit(step)
 
     def export_kv(self, copy: KvExport) -> None:
-        """Let its worker copy KV out of its memory, as it is after the steps in flight."""
+        """Have its worker copy KV out of its memory, as it is after the steps in flight."""
         self.exports.append(copy)
         self.send_exports()
 
@@ -111,23 +111,23 @@ class EngineReplica(BackendReplica):
             self._copy_kv(self.exports.popleft())
 
     def import_kv(self, copy: KvImport) -> None:
-        """Let its worker copy KV into blocks that no step in flight uses."""
+        """Have its worker copy KV into blocks that no step in flight uses."""
         self._copy_kv(copy)
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """Let its worker copy an adapter into a slot that no step in flight uses."""
+        """Have its worker copy an adapter into a slot that no step in flight uses."""
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Let its worker copy KV between its device and its host memory: after what it was told before, beside what it is told later."""
+        """Have its worker copy KV between its device and its host memory: after earlier requests, beside later ones."""
         if self.watch is not None:
             self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
         self.worker.copy_kv(copy)
 
     def start_again(self, worker: Worker) -> None:
-        """Compute with another worker, which knows nothing."""
+        """Compute with another worker, without state."""
         self.worker, self.is_lost = worker, False
         self.executor.start_again()
         self.exports.clear()

@@ -42,7 +42,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Those of a request so far."""
+        """Return the metrics of a request so far."""
         return cls(
             request.arrived_at,
             request.admitted_at,

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 MAX_STOP_CHARACTERS = 1024
 """Longest stop string."""
 MAX_ALL_STOP_CHARACTERS = 4096
-"""All stop strings of a request together."""
+"""Most characters of all stop strings of a request together."""
 
 
 class StopAutomaton:
@@ -35,7 +35,7 @@ class StopAutomaton:
         self.found = [0]
         """Length of the longest stop string that each node ends with; 0: none."""
         self.held_nodes = [0]
-        """By node, the longest end of it (or itself) that more has to follow for a stop string to be complete."""
+        """For each node, the longest node that it ends with (or itself) that needs more characters to complete a stop string."""
         children: list[list[tuple[str, int]]] = [[]]
         for stop in stops:
             node = 0

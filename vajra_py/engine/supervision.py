@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from vajra_py.engine.worker import ReplicaKey, Worker, said
+from vajra_py.engine.worker import ReplicaKey, Worker, described
 
 _log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
@@ -44,13 +44,13 @@ class Restarter(Protocol):
     """Finds another worker for a replica that lost its own."""
 
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
-        """This worker is lost, in the replica's step of this number (the first is 1; 0: before it).
+        """Handle the loss of this worker, in the replica's step of this number (the first is 1; 0: before it).
 
-        Whether another one is tried for; what comes of it is told once.
+        Whether another one is tried for; the outcome is reported once.
         """
 
     def close(self) -> None:
-        """Try no more; nothing is told after this."""
+        """Try no more; nothing is reported after this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Record:
     """Pauses since it last was up for long."""
     up_since: float = 0.0
     num_steps: int = 0
-    """Of the replica when it was lost last."""
+    """Steps of the replica when it was lost last."""
 
 
 class Supervisor:
@@ -99,18 +99,18 @@ class Supervisor:
         limits: RestartLimits,
         begin: Callable[[ReplicaKey], Worker],
         finish: Callable[[ReplicaKey, Worker], None],
-        tell: Callable[[Outcome], None],
+        notify: Callable[[Outcome], None],
         pause: Callable[[float], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`begin` makes a worker that may still be loading; `finish` waits for it and gives it its memory.
 
-        `pause` waits for so many seconds and says whether it was cut short by `close`; `now` is a clock. Both for tests.
+        `pause` waits for so many seconds and returns whether it was cut short by `close`; `now` is a clock. Both for tests.
         """
         self._limits = limits
         self._begin = begin
         self._finish = finish
-        self._tell = tell
+        self._notify = notify
         self._records: dict[ReplicaKey, _Record] = {}
         self._loading: dict[ReplicaKey, Worker] = {}
         self._threads: dict[ReplicaKey, threading.Thread] = {}
@@ -168,18 +168,18 @@ class Supervisor:
             try:
                 made = self._load(replica)
             except Exception as error:  # any error; the next attempt may succeed
-                why = said(error)
+                why = described(error)
                 _log.warning("replica %s of %s did not start: %s", replica[1], replica[0], why)
                 continue
             if made is None:
                 return
             record.up_since = self._now()
-            self._tell(Restarted(replica, made))
+            self._notify(Restarted(replica, made))
             return
-        self._tell(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
+        self._notify(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
-        """A worker that is ready; None when nobody wants it any more."""
+        """A worker that is ready; None when it is not needed any more."""
         worker = self._begin(replica)
         with self._gate:
             self._loading[replica] = worker

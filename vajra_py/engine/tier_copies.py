@@ -1,10 +1,10 @@
-"""Copies between the device and the host tier of an engine's replicas: which are under way, and what their workers are told.
+"""Copies between the device and the host tier of an engine's replicas: which are under way, and the messages to their workers.
 
 A tier lies behind the host blocks for swapping, in the same memory. Workers copy beside their steps, and a step that overwrites blocks
 of a copy under way waits for it (`kv_copier`):
     - A copy downwards is asked for before the step that overwrites its blocks is.
     - A copy upwards is asked for with the step of its turn, behind that step's swapping, which may still read its blocks. No step
-      names its blocks before it has ended, and a step that uses them otherwise, since nobody waits for it any more, comes later.
+      names its blocks before it has ended, and a step that uses them otherwise, since no request waits for it any more, comes later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TierCopies:
             copy.replica.move_kv(_move(copy, ()))
 
     def cancel(self, copy: TierCopy[EngineReplica]) -> None:
-        """Forget a copy; what its worker was told already it does, and later steps that use its blocks wait for it."""
+        """Forget a copy; one that its worker was sent already is made, and later steps that use its blocks wait for it."""
         self._under_way.pop(_key(copy), None)  # it may have ended in this turn
 
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
@@ -67,7 +67,7 @@ class TierCopies:
                 copy.replica.move_kv(_move(copy, copy.replica.replica.memory.take_copies()))
 
     def moved(self, news: KvMoved, now: int) -> TierEnd | None:
-        """Return the input that says that a copy has ended; None if nobody waits for it any more."""
+        """Return the input for a copy that has ended; None if no request waits for it any more."""
         copy = self._under_way.pop((news.replica, news.number), None)
         return None if copy is None else TierEnd(now, news.replica[0], news.number)
 

@@ -47,7 +47,7 @@ SIZES = {
     "10m": TinySize(8, 320, 896, 8, 2, 40),
     "30m": TinySize(8, 512, 1728, 8, 2, 64),
 }
-"""By about how many parameters they give a Llama."""
+"""Tiny Llamas by their approximate number of parameters."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -35,7 +35,7 @@ class ChatEnd(Enum):
 
 
 class Tokenizer(Protocol):
-    """Tokenizer, as the engine asks it."""
+    """Tokenizer, as the engine uses it."""
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """The text's tokens, with the special tokens that the model expects around it, unless a template wrote them."""
@@ -113,7 +113,7 @@ class HubTokenizer:
         return self._tokenizer.convert_ids_to_tokens(token_id) or ""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
-        """See `Tokenizer`. Messages of a developer are the system's where the template knows no such role."""
+        """See `Tokenizer`. Messages of a developer are the system's where the template has no such role."""
         template = getattr(self._tokenizer, "chat_template", None)
         if template is None:
             raise ConfigError(Problem("messages", "the model has no chat template", "Give a prompt instead"))
@@ -158,7 +158,7 @@ def has_plain_decode(tokenizer: Any) -> bool:
 def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence[Sequence[int]]], list[str]]:
     """Return the decoder of sequences of tokens.
 
-    A tokenizer that decodes as most do is asked below the library's own layers, which take three times as long as it does.
+    A tokenizer that decodes as most do is called below the library's own layers, which take three times as long as the decoding.
     """
     if has_plain_decode(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=skips_special)
@@ -242,7 +242,7 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Tokens to decode once new ones are there: up to the last complete text, and all."""
+        """Return the tokens to decode once new ones are there: up to the last complete text, and all."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 

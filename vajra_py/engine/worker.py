@@ -3,7 +3,7 @@
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
       stages it gets the next one when it has delivered `LeftFirstStage`.
-    - Copies of KV may be asked for at any time; a worker does what it is told in order, but makes a `KvMove` beside what follows.
+    - Copies of KV may be asked for at any time; a worker works in order, but makes a `KvMove` beside what follows.
     - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
 """
 
@@ -70,7 +70,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end tells the rest."""
+    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end is reported as well."""
 
     replica: ReplicaKey
     number: int
@@ -176,7 +176,7 @@ def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) ->
     return KvImported(replica, copy.number)
 
 
-def said(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """An error on one line."""
     text = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
@@ -219,7 +219,7 @@ class InlineWorker:
             return _run_step(self._runner, step), None
         except Exception as error:  # any error ends this worker's requests alone
             _log.warning("a step failed", exc_info=True)
-            return None, said(error)
+            return None, described(error)
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
@@ -231,7 +231,7 @@ class InlineWorker:
             done = _copied(self._replica, cast(KvRunner, self._runner), copy)
         except Exception as error:  # as with a step
             _log.warning("a copy of KV failed", exc_info=True)
-            done = Finished(self._replica, None, said(error))
+            done = Finished(self._replica, None, described(error))
         self._deliver(done)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
@@ -240,7 +240,7 @@ class InlineWorker:
         self._deliver(self._end_of(move, error))
 
     def _end_of(self, move: KvMove, error: Exception | None) -> KvMoved | Finished:
-        return KvMoved(self._replica, move.number) if error is None else Finished(self._replica, None, said(error))
+        return KvMoved(self._replica, move.number) if error is None else Finished(self._replica, None, described(error))
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """See `Worker`."""
@@ -249,7 +249,7 @@ class InlineWorker:
             cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
         except Exception as error:  # as with a step
             _log.warning("loading an adapter failed", exc_info=True)
-            self._deliver(Finished(self._replica, None, said(error)))
+            self._deliver(Finished(self._replica, None, described(error)))
             return
         self._deliver(AdapterLoaded(self._replica, load.number))
 

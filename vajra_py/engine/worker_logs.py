@@ -25,7 +25,7 @@ class WorkerLogs:
 
     @classmethod
     def of_this_process(cls) -> Self | None:
-        """As this process does; None where nobody said how, or it cannot be told another process."""
+        """Return the configuration of this process; None where nothing is configured, or it cannot be sent to another process."""
         handlers = reversed(logging.getLogger().handlers)  # the latest handler has the level in force
         formatter = next((one.formatter for one in handlers if one.formatter is not None), None)
         if formatter is None:

@@ -22,13 +22,13 @@ class PredictsDecodeRuns(Protocol):
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each of `num_steps` steps; contexts sum to `first_context_tokens` in the first, and each grows by 1 a step.
 
-        Must equal `batch_time_s` asked step by step, bit for bit, so that it makes no difference which one a simulator uses.
+        Must equal `batch_time_s` called step by step, bit for bit, so that it makes no difference which one a simulator uses.
         """
 
 
 @runtime_checkable
 class VariesSteps(Protocol):
-    """Knows how much equal steps differ. What it predicts is their mean; a simulator lets single steps take more or less."""
+    """Has the variation of equal steps. Predictions are their mean; a simulator lets single steps take more or less."""
 
     variation: Variation | None
     """None: they do not differ."""
@@ -36,7 +36,7 @@ class VariesSteps(Protocol):
 
 @runtime_checkable
 class HasHostOverhead(Protocol):
-    """Knows the time that an engine's host adds to requests beside the model's steps."""
+    """Has the time that an engine's host adds to requests beside the model's steps."""
 
     @property
     def host(self) -> HostOverhead:
@@ -53,13 +53,13 @@ class CountsSteps(Protocol):
 
 @runtime_checkable
 class ReplaysDurations(Protocol):
-    """Knows how long each step took in a recorded run; a simulator then takes these durations in place of predictions."""
+    """Has the duration of each step of a recorded run; a simulator then takes these durations in place of predictions."""
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
         """Seconds of the replica's next step; `step_index`, when given, is checked against the recording.
 
         Raises:
-            ExecutorError: the recording has no such replica, has run out, or is asked out of order.
+            ExecutorError: the recording has no such replica, has run out, or is queried out of order.
         """
 
     def restart(self) -> None:

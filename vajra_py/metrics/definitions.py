@@ -177,8 +177,8 @@ def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | N
 
     TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). TBT: every gap is. Deadline: the answer was
     complete by then. All together: completed, and no promise broken. A dropped request broke every promise but a TTFT that it kept. A
-    request that its client took back, or that the run's end cut off, is judged by what had happened until then, and is undecided where
-    that says nothing. `observed_until` is when the run ended; by default the last moment that these requests tell of.
+    request that its client took back, or that the run's end cut off, is judged by what had happened until then, and is undecided if that
+    does not decide it. `observed_until` is when the run ended; by default the last moment in the figures of these requests.
     """
     horizon_at = outcomes.observed_until() if observed_until is None else observed_until
     until = np.where(np.isnan(outcomes.ended_at), horizon_at, outcomes.ended_at)

@@ -38,7 +38,7 @@ _BESIDE_LAYERS = {
     "scaler": Interface("ScalerSpec", SCALER.hook, "check_scaler", SCALER.key),
     "retention": Interface("RetentionSpec", RETENTION.hook, "check_retention", RETENTION.key),
 }
-"""By kind of package."""
+"""Interfaces by kind of package."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class Registry:
 
     @property
     def others(self) -> Mapping[str, Mapping[str, AnyOffer]]:
-        """All but the policies of the layers, by kind and name: what lists call each kind."""
+        """Everything but the policies of the layers, by kind (the name in lists) and name."""
         parts = {f"routing {kind.value}": self.routing_parts(kind) for kind in RoutingPartKind}
         return {**self.beside_layers, **parts}
 

@@ -76,7 +76,7 @@ def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
 def render_copy(name: str, original: str, kind: str | None = None) -> Mapping[str, str]:
     """Return the files of a new package with a copy of the library policy `original`, as `render_plugin` does.
 
-    `kind` says which is meant where policies of several kinds have the name. Raises `UnknownNameError` if none has it.
+    `kind` is needed where policies of several kinds have the name. Raises `UnknownNameError` if none has it.
     """
     names = plugin_names(name)
     copied = copied_policy(original, names.package, names.prefix, load_registry(), kind)

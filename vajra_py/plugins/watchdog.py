@@ -82,7 +82,7 @@ class _Watchdog(threading.Thread):
         call = None if top is None else _plugin_call(top)
         if call is None or call is not self._call:
             if self._is_blocked:
-                self._tell("")
+                self._notify("")
             self._call, self._in_call_s, self._num_interrupts = call, 0.0, 0
             return
         self._in_call_s += passed_s
@@ -98,11 +98,11 @@ class _Watchdog(threading.Thread):
             where = place_of_frame(call)
             what = f"{where} {message}; it is blocked outside Python or takes no interruption, and goes on"
             _log.error("%s", what)
-            self._tell(what)
+            self._notify(what)
         kind = type("DidNotReturn", (DidNotReturn,), {"message": message})
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(kind))
 
-    def _tell(self, what: str) -> None:
+    def _notify(self, what: str) -> None:
         self._is_blocked = bool(what)
         if self._on_blocked is not None:
             self._on_blocked(what)

@@ -37,7 +37,7 @@ BYTES_PER_TOKEN = 4
 
 
 class PromptTokenizer(Protocol):
-    """Gives the tokens of prompts, as far as a router knows them."""
+    """Gives the tokens of prompts, as far as a router can compute them."""
 
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
         """Return a text's tokens, with the special tokens that a model expects around it, unless a template wrote them."""
@@ -84,7 +84,7 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
 
 
 def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
-    """Return the tokens of a prompt, as far as a router knows them; of several prompts, one after the other."""
+    """Return the tokens of a prompt, as far as a router can compute them; of several prompts, one after the other."""
     found: list[int] = []
     if body.messages is None:
         _collect(body.prompt, partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), found)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from vajra_py.route.config import RouteConfig
-from vajra_py.route.connections import Address, ConnectionPool, ServerAnswer, ServerFault
+from vajra_py.route.connections import Address, Connection, ConnectionPool, ServerAnswer, ServerFault
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 """Names and values, as they came."""
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a server's /metrics say of it."""
+    """Figures of a server, from its /metrics."""
 
     num_running: int
     num_waiting: int
@@ -68,19 +68,25 @@ class ServerClient:
         """Close every connection."""
         await self._pool.close()
 
-    async def post(self, url: str, path: str, body: bytes, headers: Headers) -> ServerAnswer:
+    async def connect(self, url: str) -> Connection:
+        """Return a connection to a server, on which a request must be sent at once. Raises `ServerFault`."""
+        return await self._pool.connect(self._addresses[url])
+
+    async def post(self, connection: Connection, path: str, body: bytes, headers: Headers) -> ServerAnswer:
         """Send a request; its answer is for the caller to read and to release. Raises `ServerFault`, as reading does."""
         lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
         lines += [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
-        return await self._send(url, b"POST", path, lines, body)
+        return await self._send(connection, b"POST", path, lines, body)
 
-    async def _send(self, url: str, method: bytes, path: str, lines: list[bytes], body: bytes = b"") -> ServerAnswer:
-        address = self._addresses[url]
+    async def _send(
+        self, connection: Connection, method: bytes, path: str, lines: list[bytes], body: bytes = b""
+    ) -> ServerAnswer:
+        address = connection.address
         head = [b"%s %s%s HTTP/1.1" % (method, address.path, path.encode()), b"host: " + address.name]
         head += [b"accept-encoding: identity", b"user-agent: vajra-py", *lines]
         if self._key is not None:
             head.append(self._key)
-        return await self._pool.send(address, head, body, self._settings.first_token_timeout_s)
+        return await connection.ask(head, body, self._settings.first_token_timeout_s)
 
     async def read(self, answer: ServerAnswer, most: int) -> bytes:
         """Return the whole body of an answer. Raises `ServerFault`, also where it is larger."""
@@ -91,9 +97,9 @@ class ServerClient:
                 raise ServerFault(f"its answer is larger than {most} bytes")
         return bytes(body)
 
-    async def prompt_params(self, url: str, path: str, body: bytes, headers: Headers) -> Any:
+    async def prompt_params(self, connection: Connection, path: str, body: bytes, headers: Headers) -> Any:
         """Let a server compute a prompt; returns the `kv_transfer_params` by which another one gets its KV. Raises `ServerFault`."""
-        answer = await self.post(url, path, body, headers)
+        answer = await self.post(connection, path, body, headers)
         try:
             text = await self.read(answer, self._settings.max_answer_bytes)
         finally:
@@ -107,12 +113,12 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return what a server says of itself; None if it says nothing. Raises `ServerFault` when it does not answer."""
+        """Return a server's figures; None if it has none. Raises `ServerFault` when it does not answer."""
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 
     async def is_healthy(self, url: str) -> bool:
-        """Return whether a server says that it is."""
+        """Return whether a server reports itself healthy."""
         try:
             return (await self._get(url, "/health"))[0] == 200
         except ServerFault:
@@ -125,7 +131,7 @@ class ServerClient:
     async def _get(self, url: str, path: str) -> tuple[int, str]:
         try:
             async with asyncio.timeout(_POLL_S):
-                answer = await self._send(url, b"GET", path, [])
+                answer = await self._send(await self.connect(url), b"GET", path, [])
                 try:
                     return answer.status, (await self.read(answer, _MOST_METRICS_BYTES)).decode("utf-8", "replace")
                 finally:

@@ -102,7 +102,7 @@ class RouteConfig(Section):
         None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
     )
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -152,7 +152,7 @@ class RouteConfig(Section):
 
     @property
     def follows_kv_events(self) -> bool:
-        """True if servers tell what they hold."""
+        """True if servers publish the content of their caches."""
         return any(one.kv_events is not None for one in self.servers)
 
     def _unknown(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:

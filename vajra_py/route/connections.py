@@ -90,7 +90,7 @@ class ServerAnswer:
     )
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """`limit_s`: how long the server may say nothing for, seconds, while somebody waits."""
+        """`limit_s`: longest silence of the server, seconds, while a request waits for it."""
         self.status = 0
         self.content_type = ""
         self.has_head = False
@@ -126,7 +126,7 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Allow so much silence from now on, seconds; `silence` says what it was then."""
+        """Set the longest silence from now on, seconds; `silence` is the value for messages."""
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)
@@ -142,7 +142,7 @@ class ServerAnswer:
             self._waiter = None
 
     def _check(self) -> None:
-        """End a silence that has lasted too long; the time in which nobody waited does not count."""
+        """End a silence that has lasted too long; the time in which no request waited does not count."""
         if self.is_complete or self._fault is not None:
             return
         now = self._loop.time()
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: ConnectionPool, address: Address) -> None:
         self._pool = pool
-        self._address = address
+        self.address = address
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._answer: ServerAnswer | None = None
@@ -220,9 +220,19 @@ class Connection(asyncio.Protocol):
         """True if a request could be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes, limit_s: float) -> ServerAnswer:
-        """Send a request; returns its answer, of which nothing has come yet."""
-        assert self._transport is not None
+    async def ask(self, head: Sequence[bytes], body: bytes, limit_s: float) -> ServerAnswer:
+        """Send a request whose head's lines are given; returns its answer when status and headers are there. Raises `ServerFault`."""
+        answer = self._send(b"\r\n".join((*head, b"", b"")), body, limit_s)
+        try:
+            await answer.head()
+        except BaseException:
+            answer.release()
+            raise
+        return answer
+
+    def _send(self, head: bytes, body: bytes, limit_s: float) -> ServerAnswer:
+        if self._transport is None:
+            raise ServerFault("its connection broke (closed)")
         answer = self._answer = ServerAnswer(self, limit_s)
         self._is_wanted, self._num_head_bytes, self._has_length = True, 0, False
         if len(body) <= _JOINED_BYTES:
@@ -247,7 +257,7 @@ class Connection(asyncio.Protocol):
         self._answer = None
         if self._is_kept and self.is_open:
             self.idle_since = asyncio.get_running_loop().time()
-            self._pool.put(self._address, self)
+            self._pool.put(self.address, self)
         else:
             self.close()
 
@@ -278,7 +288,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         answer = self._answer
-        if answer is None:  # nobody asked
+        if answer is None:  # unrequested
             self.close()
             return
         if not answer.has_head:
@@ -298,7 +308,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._pool.forget(self._address, self)
+        self._pool.forget(self.address, self)
         self._transport = None
         if self._ending is not None:
             self._ending.cancel()
@@ -314,7 +324,7 @@ class Connection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Begin an answer; one that nobody asked for ends the connection."""
+        """Begin an answer; one that was not requested ends the connection."""
         if self._answer is None or self._answer.is_complete:
             self._is_kept = False
 
@@ -367,16 +377,9 @@ class ConnectionPool:
         self._is_closing = False
         self._all_closed = asyncio.Event()
 
-    async def send(self, address: Address, head: Sequence[bytes], body: bytes, limit_s: float) -> ServerAnswer:
-        """Send a request whose head's lines are given; returns its answer when status and headers are there. Raises `ServerFault`."""
-        connection = self._take(address) or await self._connect(address)
-        answer = connection.send(b"\r\n".join((*head, b"", b"")), body, limit_s)
-        try:
-            await answer.head()
-        except BaseException:
-            answer.release()
-            raise
-        return answer
+    async def connect(self, address: Address) -> Connection:
+        """Return a connection on which a request must be sent at once: an idle one, or a new one. Raises `ServerFault`."""
+        return self._take(address) or await self._connect(address)
 
     def _take(self, address: Address) -> Connection | None:
         """Return the connection that was used last; those that have been idle for too long are closed."""

@@ -1,6 +1,6 @@
 """The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
 
-Whoever has the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
+The owner of the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
 an input, so that a replay that makes the same calls decides the same.
 """
 
@@ -66,7 +66,7 @@ class RouteCore(Backend[BackendReplica]):
         is_replay: bool = False,
         tenant_salt: bool = False,
     ) -> None:
-        """`is_replay`: nothing happens by the clock, but what is told."""
+        """`is_replay`: nothing happens by the clock, only by inputs."""
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
         """Callback for each request that is to go to a server, with replicaset and replica."""
@@ -155,14 +155,14 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(now)
 
     def report(self, clock: int, replicaset: str, replica_id: int, figures: tuple[int, int, float]) -> None:
-        """Take what a server says of itself: requests running and waiting, and the part of its KV memory in use."""
+        """Record a server's figures: requests running and waiting, and the part of its KV memory in use."""
         now = self._begin(clock)
         self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
     def report_kv(self, clock: int, report: CacheReport) -> None:
-        """Take what a server that is up tells of its prefix cache; nothing happens before it tells all of it (`begins`)."""
+        """Record changes of the prefix cache of a server that is up; ignored before its first complete report (`begins`)."""
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
         now = self._begin(clock)
@@ -170,14 +170,19 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
-    def lose(self, clock: int, replicaset: str, replica_id: int, detail: str) -> None:
-        """A server is down; what was sent to it and has given nothing is placed again. Nothing happens if it was down."""
+    def lose(
+        self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
+    ) -> None:
+        """Take a server out of service; what is at it and has given nothing is placed again. Does nothing if it was down.
+
+        `sent`: the requests for which that was a try, since they were really sent; None: all that are at it.
+        """
         if self.controller.replicasets[replicaset].is_up(replica_id):
-            failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1)
+            failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
-        """A server is up again."""
+        """Put a server back into service."""
         if not self.controller.replicasets[replicaset].is_up(replica_id):
             self._happen(clock, Restart(0, replicaset, replica_id))
 
@@ -193,14 +198,14 @@ class RouteCore(Backend[BackendReplica]):
     def _apply_report(self, report: ServerReport) -> None:
         replica = self._ones[report.replicaset, report.replica_id].replica
         self._driver.record(report)
-        cast(RemoteReplica, replica).say(report.num_running, report.num_waiting, report.kv_fraction)
+        cast(RemoteReplica, replica).record_report(report.num_running, report.num_waiting, report.kv_fraction)
         gate = self.controller.gate
         if gate is not None and gate.waits_for_change:
             self._driver.ask_deferred()
 
     def _apply_kv_report(self, report: CacheReport) -> None:
         memory = self._ones[report.replicaset, report.replica_id].replica.memory
-        if not isinstance(memory, ServerMemory) or (memory.told is None and not report.begins):
+        if not isinstance(memory, ServerMemory) or (memory.reported is None and not report.begins):
             return
         self._driver.record(report)
         if report.begins:
@@ -232,6 +237,7 @@ class RouteCore(Backend[BackendReplica]):
         if end == AGAIN:
             request.num_losses += 1
             if request.num_losses < self._max_tries and not request.num_output_tokens:
+                self.controller.replicasets[request.replicaset].avoid(request, remote.replica_id)
                 self._place_again(remote, request)
                 self._driver.wake(replica)
                 return
@@ -287,7 +293,10 @@ class RouteCore(Backend[BackendReplica]):
 
     def cancel(self, replica: BackendReplica) -> int:
         """See `Backend`."""
-        cast(RemoteReplica, replica.replica).said = None
+        remote = cast(RemoteReplica, replica.replica)
+        remote.reported = None
+        for request in remote.running_set.running():
+            self.controller.replicasets[remote.replicaset].avoid(request, remote.replica_id)
         return self._driver.now
 
     def on_placed(self, request: Request, replicas: Sequence[BackendReplica]) -> None:

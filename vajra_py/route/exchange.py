@@ -1,4 +1,4 @@
-"""One client's request: sent where the core says, its answer passed on as it comes."""
+"""One client's request: sent to the server that the core chose, its answer passed on as it comes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from vajra_py.contract.observer import EndReason
 from vajra_py.route.body import for_prompt, with_kv
 from vajra_py.route.client import Headers
-from vajra_py.route.connections import ServerAnswer, ServerFault
+from vajra_py.route.connections import Connection, ServerAnswer, ServerFault
 from vajra_py.route.core import AGAIN, PROMPT
 from vajra_py.route.session import Place, Routed, RouteSession
 from vajra_py.serve.api.answers import event, failure
@@ -39,7 +39,7 @@ class StreamScan:
         self._rest = b""
         self.num_events = 0
         self.saw_end = False
-        """True if the stream said that it is complete."""
+        """True if the stream's end was received."""
         self.reason = ""
 
     def feed(self, piece: bytes) -> None:
@@ -58,7 +58,7 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a complete stream: its events, without the one that says it is complete."""
+        """Tokens of a complete stream: its events, without the last one, which marks the end."""
         return max(1, self.num_events - self.saw_end)
 
     @property
@@ -81,11 +81,11 @@ class Exchange:
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
-        """Status, body and type of the last refusal by a server, for a client whose request nobody takes."""
+        """Status, body and type of the last refusal by a server, for a client whose request no server takes."""
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
-            self._task.cancel()  # it went elsewhere, or has ended, while its server said nothing
+            self._task.cancel()  # it went elsewhere, or has ended, while its server was silent
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
@@ -136,7 +136,7 @@ class Exchange:
                 return
 
     async def _end(self) -> None:
-        """Tell the client why its request has ended without an answer."""
+        """Send the client the reason for which its request has ended without an answer."""
         end = self.routed.end
         assert end is not None
         if self._refused is not None and end.reason is EndReason.FAILED:
@@ -158,12 +158,20 @@ class Exchange:
         except ServerFault as fault:
             await self._failed(place, fault)
 
+    async def _connect(self, place: Place) -> Connection:
+        client = self._session.client
+        assert client is not None
+        connection = await client.connect(place.url)
+        self.routed.is_sent = True  # the caller sends at once
+        return connection
+
     async def _prompt_at(self, place: Place) -> None:
         session, client = self._session, self._session.client
         assert client is not None
         try:
             body = for_prompt(from_json(self._raw))
-            self.routed.kv_params = await client.prompt_params(place.url, self._scope["path"], body, self._headers)
+            connection = await self._connect(place)
+            self.routed.kv_params = await client.prompt_params(connection, self._scope["path"], body, self._headers)
         except ServerFault as fault:
             if 400 <= fault.status < 500 and fault.status not in _BUSY:
                 self._refused = fault.status, fault.body, "application/json"
@@ -172,7 +180,7 @@ class Exchange:
             self.routed.kv_params = None  # the server that decodes computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                session.hand_on()  # first: whoever is on its way from a lost server is placed anew
+                session.hand_on()  # first: a request on its way from a lost server is placed anew
                 session.lose(place, str(fault))
             return
         session.answer(self.routed, 1, PROMPT)
@@ -183,7 +191,8 @@ class Exchange:
         body = self._raw
         if self.routed.kv_params is not None:
             body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
-        answer = await client.post(place.url, self._scope["path"], body, self._headers)
+        connection = await self._connect(place)
+        answer = await client.post(connection, self._scope["path"], body, self._headers)
         is_at_end = False
         try:
             if answer.status >= 500 or answer.status == 429:
@@ -211,7 +220,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
-        """Pass a stream on; returns whether it said that it is complete. Raises `ServerFault` before anything was passed on."""
+        """Pass a stream on; returns whether its end was received. Raises `ServerFault` before anything was passed on."""
         session, routed, scan = self._session, self.routed, StreamScan()
         idle_s, send = session.settings.idle_timeout_s, self._scope.get(DIRECT_SEND, self._send)
         fault = "its stream ended before it was complete"
@@ -234,8 +243,8 @@ class Exchange:
             raise ServerFault(fault)
         message = f"server {place}: {fault}"
         session.answer(routed, scan.num_tokens, _FAILED, message)
-        told = ApiError(503, message, code="server_failed")
-        last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
+        error = ApiError(503, message, code="server_failed")
+        last = b"\n\n" + event(error.body()) + b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": last})
         return False
 

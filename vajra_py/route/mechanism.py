@@ -1,9 +1,9 @@
-"""A server as a replica of the mechanism: what is at it is what was sent to it, corrected by what it says of itself.
+"""A server as a replica of the mechanism: what is at it is what was sent to it, corrected by its own figures.
 
 A request runs here from when it is sent until its answer ends. It takes blocks of a memory as large as the server's, so that the
 memory's prefix cache is an approximate index of what the server's holds, and so that what cannot fit waits in the router. A
-server's own figures go before this estimate: what it says that was not sent from here is added until it says something else. So do
-its KV events: while they are followed, prefix hits are those of the content that it told of.
+server's own figures go before this estimate: load that was not sent from here is added until its next report. So do
+its KV events: while they are followed, prefix hits are those of the content that it reported.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vajra_py.runtime.support.clock import to_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Figures of a server beside what was at it from here when it said them.
+class ServerReport:
+    """Figures of a server beside what was sent from here and ran there at the time of the report.
 
     Attributes:
         num_running, num_waiting: requests, those of others included.
@@ -56,9 +56,9 @@ class Answered:
 
 
 class RemoteReplica(Replica):
-    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not asked."""
+    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not called."""
 
-    __slots__ = ("news", "on_sent", "said")
+    __slots__ = ("news", "on_sent", "reported")
 
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(parts)
@@ -66,8 +66,8 @@ class RemoteReplica(Replica):
         """News that the next `complete_step` applies."""
         self.on_sent: Callable[[Request, int], None] | None = None
         """Callback for each request that is to be sent to the server, with its replica."""
-        self.said: Said | None = None
-        """What the server said of itself last; None: nothing since it came up."""
+        self.reported: ServerReport | None = None
+        """The server's last report; None: none since it came up."""
 
     @property
     def leaves(self) -> bool:
@@ -75,7 +75,7 @@ class RemoteReplica(Replica):
         return self.parts.role is PoolRole.PREFILL
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether the server may have room for the prompt; how long an output may get is for the server to say."""
+        """Return whether the server may have room for the prompt; the server bounds the length of outputs."""
         num_tokens = request.num_prompt_tokens
         return num_tokens < self.limits.max_model_len and self.memory.fits(num_tokens)
 
@@ -115,7 +115,7 @@ class RemoteReplica(Replica):
             if is_new:
                 memory.forget(request)
             return False
-        if isinstance(memory, ServerMemory) and memory.told is not None and request.hashes is not None:
+        if isinstance(memory, ServerMemory) and memory.reported is not None and request.hashes is not None:
             hit = memory.lookup_prefix(request.hashes, request.num_known_tokens)
         request.set_computed(min(hit, request.num_known_tokens - 1))
         return True
@@ -159,35 +159,35 @@ class RemoteReplica(Replica):
             memory.forget(request)
         self.lifecycle.requeue(request)
 
-    def say(self, num_running: int, num_waiting: int, kv_fraction: float) -> None:
-        """Take what the server says of itself."""
+    def record_report(self, num_running: int, num_waiting: int, kv_fraction: float) -> None:
+        """Record a report of the server."""
         num_blocks = self.memory.num_blocks
         taken = num_blocks - self.memory.free_blocks
         used = round(min(max(kv_fraction, 0.0), 1.0) * num_blocks)
-        self.said = Said(num_running, num_waiting, used, self.running_set.num_running, taken)
+        self.reported = ServerReport(num_running, num_waiting, used, self.running_set.num_running, taken)
 
 
 class RemoteLoad(LiveLoad):
-    """Load of a server: what was sent to it and has not ended, corrected by what it said last."""
+    """Load of a server: what was sent to it and has not ended, corrected by its last report."""
 
     __slots__ = ()
 
     @property
-    def _said(self) -> Said | None:
-        return cast(RemoteReplica, self.replica).said
+    def _reported(self) -> ServerReport | None:
+        return cast(RemoteReplica, self.replica).reported
 
     @property
     def _num_queued_there(self) -> int:
-        """Requests that wait in the server: as many as it said, and those sent since where some did."""
-        said = self._said
-        if said is None or not said.num_waiting:
+        """Requests that wait in the server: as many as in its report, and those sent since if some waited then."""
+        reported = self._reported
+        if reported is None or not reported.num_waiting:
             return 0
-        return max(0, said.num_waiting + self.replica.running_set.num_running - said.num_sent)
+        return max(0, reported.num_waiting + self.replica.running_set.num_running - reported.num_sent)
 
     @property
     def _num_of_others(self) -> int:
-        said = self._said
-        return 0 if said is None else max(0, said.num_running + said.num_waiting - said.num_sent)
+        reported = self._reported
+        return 0 if reported is None else max(0, reported.num_running + reported.num_waiting - reported.num_sent)
 
     @property
     def num_running(self) -> int:
@@ -201,8 +201,8 @@ class RemoteLoad(LiveLoad):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks: those that it said, less what was sent since."""
-        free, said = self.replica.memory.free_blocks, self._said
-        if said is None:
+        """Free KV blocks: those in its report, less what was sent since."""
+        free, reported = self.replica.memory.free_blocks, self._reported
+        if reported is None:
             return free
-        return min(max(free - (said.num_used_blocks - said.num_taken_blocks), 0), self.num_blocks)
+        return min(max(free - (reported.num_used_blocks - reported.num_taken_blocks), 0), self.num_blocks)

@@ -1,4 +1,4 @@
-"""KV memory of a server: blocks by what was sent to it, prefixes by what it tells of its cache, where it does."""
+"""KV memory of a server: blocks by what was sent to it, prefixes by its KV events, if it publishes any."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class ServerMemory(PagedKvMemory):
-    """Memory whose prefix hits are those of the server's KV events, as long as somebody follows them."""
+    """Memory whose prefix hits are those of the server's KV events, as long as they are followed."""
 
-    __slots__ = ("_recipient", "told")
+    __slots__ = ("_recipient", "reported")
 
     def __init__(self, num_blocks: int, block_size: int, **options: Any) -> None:
         """See `PagedKvMemory`."""
         super().__init__(num_blocks, block_size, **options)
-        self.told: dict[Hashable, None] | None = None
-        """Content of the server's cache by its events; None: nobody follows them, and what was sent there is taken for it."""
+        self.reported: dict[Hashable, None] | None = None
+        """Content of the server's cache by its events; None: they are not followed, and what was sent there is taken for it."""
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:
         """Believe the server from now on; what was known before is void."""
-        self.told = {}
+        self.reported = {}
         self._events = self._pool.events = self._pool.hits = None
         if self._hits is not None:
             self._hits.index.cleared()
@@ -33,7 +33,7 @@ class ServerMemory(PagedKvMemory):
 
     def end(self) -> None:
         """Take what was sent to the server for its content from now on."""
-        self.told = None
+        self.reported = None
         if self._hits is not None:
             self._hits.index.cleared()
             self._pool.hits = self._hits.index
@@ -43,14 +43,14 @@ class ServerMemory(PagedKvMemory):
 
     def change(self, stored: Sequence[Hashable], removed: Sequence[Hashable]) -> None:
         """Take what the server gave up, and stored after that; nothing happens unless its events are followed."""
-        told, recipient = self.told, self._recipient
-        if told is None:
+        reported, recipient = self.reported, self._recipient
+        if reported is None:
             return
-        gone = [one for one in removed if one in told]
+        gone = [one for one in removed if one in reported]
         for one in gone:
-            del told[one]
-        new = [one for one in stored if one not in told]
-        told.update(dict.fromkeys(new))
+            del reported[one]
+        new = [one for one in stored if one not in reported]
+        reported.update(dict.fromkeys(new))
         if self._hits is not None:
             for one in gone:
                 self._hits.index.removed(one)
@@ -62,34 +62,36 @@ class ServerMemory(PagedKvMemory):
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """See `PagedKvMemory`."""
-        if self.told is None:
+        if self.reported is None:
             return super().lookup_prefix(hashes, num_known_tokens)
-        return known_prefix_tokens(self.told, hashes, num_known_tokens, self.block_size)
+        return known_prefix_tokens(self.reported, hashes, num_known_tokens, self.block_size)
 
     def num_leading_blocks(self, hashes: BlockHashes, limit: int) -> int:
         """See `PagedKvMemory`."""
-        if self.told is None:
+        if self.reported is None:
             return super().num_leading_blocks(hashes, limit)
-        return known_prefix_tokens(self.told, hashes, limit * self.block_size + 1, self.block_size) // self.block_size
+        return (
+            known_prefix_tokens(self.reported, hashes, limit * self.block_size + 1, self.block_size) // self.block_size
+        )
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
         """See `PagedKvMemory`."""
         hits = super().follow_hits(wanted=wanted)
-        if self.told is not None:
+        if self.reported is not None:
             self._pool.hits = None
         return hits
 
     def report_content(self, events: ContentEvents) -> None:
         """See `PagedKvMemory`."""
         self._recipient = events
-        if self.told is None:
+        if self.reported is None:
             super().report_content(events)
         else:
             self.is_watched = True
-            events.stored(list(self.told))
+            events.stored(list(self.reported))
 
     def clear(self) -> None:
-        """See `PagedKvMemory`; nobody follows the server's events then."""
+        """See `PagedKvMemory`; the server's events are not followed then."""
         super().clear()
-        if self.told is not None:
+        if self.reported is not None:
             self.end()

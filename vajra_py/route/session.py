@@ -63,10 +63,12 @@ class Routed:
     """Called when it has a new place, or has ended."""
     request: Request | None = None
     place: Place | None = None
-    """Where it is to go, until somebody takes it there."""
+    """Its next replica, until it is sent there."""
     end: End | None = None
     kv_params: Any = None
-    """How the server that goes on with it gets its KV."""
+    """Parameters by which the next server gets its KV."""
+    is_sent: bool = False
+    """True if the server that it is at has taken a connection for it, so that this counts as a try."""
     has_begun: bool = False
     """True if its client has got a part of the answer."""
     server: _Server | None = None
@@ -156,7 +158,7 @@ class RouteSession:
         await self._ended_event.wait()
 
     def end_if_out_of_service(self) -> None:
-        """Do nothing: other replicasets go on, and /ready says which do not."""
+        """Do nothing: other replicasets go on, and /ready lists those that do not."""
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -236,13 +238,13 @@ class RouteSession:
         self.core.advance(self._clock.now())
 
     def abort(self, routed: Routed) -> None:
-        """A client has left."""
+        """Abort a request whose client has left."""
         if routed.request is not None and routed.end is None:
             self.core.advance(self._clock.now(), (Phase.ABORT, routed.request.request_id))
             self._set_timer()
 
     def lose(self, place: Place, why: str) -> None:
-        """A server takes no connections: what it has not begun to answer is placed again."""
+        """Handle a server that takes no connections: what it has not begun to answer is placed again."""
         replicaset = self.controller.replicasets[place.replicaset]
         if not replicaset.is_up(place.replica_id):
             return
@@ -251,7 +253,9 @@ class RouteSession:
         for routed in [one for one in self._servers[place.replicaset, place.replica_id].routed if one.has_begun]:
             if routed.request is not None:
                 self.answer(routed, routed.request.num_output_tokens, EndReason.FAILED.value, detail)
-        self.core.lose(self._clock.now(), place.replicaset, place.replica_id, detail)
+        at_it = self._servers[place.replicaset, place.replica_id].routed
+        sent = tuple(one.request.request_id for one in at_it if one.is_sent and one.request is not None)
+        self.core.lose(self._clock.now(), place.replicaset, place.replica_id, detail, sent)
         self._set_timer()
 
     def _submitted(self, request: Request, payload: Any) -> None:
@@ -263,7 +267,7 @@ class RouteSession:
         routed = self._routed[request]
         self._forget(routed)
         server.routed[routed] = None
-        routed.server = server
+        routed.server, routed.is_sent = server, False
         routed.place = Place(replicaset, replica_id, server.url, server.leaves)
         routed.on_news()
 
@@ -340,8 +344,8 @@ class RouteSession:
             return
         server.num_silences = 0
         if figures is not None and self.controller.replicasets[place.replicaset].is_up(place.replica_id):
-            said = (figures.num_running, figures.num_waiting, figures.kv_fraction)
-            self.core.report(self._clock.now(), *server.key, said)
+            report = (figures.num_running, figures.num_waiting, figures.kv_fraction)
+            self.core.report(self._clock.now(), *server.key, report)
             self._set_timer()
 
     def _take_kv_report(self, report: CacheReport) -> None:
@@ -381,7 +385,7 @@ class RouteSession:
 
 
 def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:
-    """Return what follows KV events; None: no server tells any. Raises `ConfigError` where its packages are not installed."""
+    """Return the subscriptions to KV events; None: no server publishes any. Raises `ConfigError` where its packages are not installed."""
     if not settings.follows_kv_events:
         return None
     try:

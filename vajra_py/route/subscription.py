@@ -1,4 +1,4 @@
-"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is not to be had."""
+"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vajra_py.runtime.records.input_log import CacheReport
 
 _log = logging.getLogger(__name__)
 _REPLAY_S = 5.0
-"""Time that the replay socket may say nothing for."""
+"""Longest silence of the replay socket, seconds."""
 _HEARTBEAT_MS = 2000
 _MOST_QUEUED = 100_000
 """Batches that wait to be read; more are lost, and asked for again."""
@@ -28,7 +28,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Subscription:
-    """Keeps the index of one server's blocks as its events tell, and says what changes."""
+    """Keeps the index of one server's blocks by its events, and reports changes."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Subscription:
         self._next: int | None = None
         """Number of the next batch; None: any."""
         self.is_following = False
-        """True while it is connected, and the index is what the server tells."""
+        """True while it is connected, and the index follows the server's events."""
         self._is_new = True
-        """True if what was told before is void."""
+        """True if earlier events are void."""
         self._warned: set[str] = set()
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class Subscription:
         self._next = None
         await self._replay(0)
         self.is_following = True
-        self._tell()
+        self._notify()
 
     async def _take(self, frames: Sequence[bytes]) -> None:
         """Take the next batch, after those that were missed before it."""
@@ -115,7 +115,7 @@ class Subscription:
         if self._next is not None and number > self._next:
             await self._replay(self._next)
         self._apply(number, frames[-1])
-        self._tell()
+        self._notify()
 
     def _apply(self, number: int, payload: bytes) -> None:
         """Apply a batch, unless it was applied before; behind a gap the index begins anew."""
@@ -159,7 +159,7 @@ class Subscription:
         self._blocks.clear()
         self._is_new = True
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         stored, removed = self._blocks.news()
         if self._is_new:
             self._is_new = False

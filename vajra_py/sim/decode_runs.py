@@ -25,7 +25,7 @@ StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
 @runtime_checkable
 class TimesRuns(Protocol):
-    """A step timer that knows the durations of several steps in advance."""
+    """A step timer with the durations of several steps in advance."""
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """Return the end ticks of steps that begin now, one after another, with the durations of `stage_ticks`.

@@ -64,7 +64,7 @@ class PredictedTimer:
 class VariedTimer(PredictedTimer):
     """Timer of one replica by the latency model, with a random factor for each step, and the fixed overhead.
 
-    The n-th step of a replica is equally lucky however it is asked for: alone, or as part of a run of decodes.
+    The factor of a replica's n-th step is the same however its time is computed: alone, or as part of a run of decodes.
     """
 
     def __init__(self, latency: LatencyModel, overhead_s: float, replica: Replica, factors: StepFactors) -> None:
@@ -166,7 +166,7 @@ _NOTHING_KNOWN = StepResult()
 
 
 class SimulatedExecutor:
-    """Executor that knows the true output lengths of a workload; tokens have no ids here."""
+    """Executor with the true output lengths of a workload; tokens have no ids here."""
 
     def __init__(self, acceptance: AcceptanceModel | None = None) -> None:
         """`acceptance`: which drafts are accepted; None: there are none."""
@@ -187,7 +187,7 @@ class SimulatedExecutor:
         return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """As many as are wanted."""
+        """Return `at_most`: as many as are wanted."""
         return at_most
 
     def known_output_tokens(self, request: Request) -> int | None:

@@ -1,6 +1,6 @@
 """Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them on demand.
 
-How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.step.fast_forward`). The results are those of single steps.
+How many repetitions are sure is decided by the mechanism (`vajra_py.runtime.step.fast_forward`). The results are those of single steps.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class DecodeFastForward:
         replica.note_waiting()
 
     def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
-        """Complete the step in flight and repetitions of it; the first by itself if those after it had fewer blocks than it says."""
+        """Complete the step in flight and repetitions of it; the first by itself if those after it had fewer blocks than in its plan."""
         replica, now = one.replica, self._driver.now
         self._driver.count_repeats(len(ended_at))
         if one.is_apart:

@@ -17,7 +17,7 @@ class SimReplica(BackendReplica):
 
     timer: StepTimer
     runs: TimesRuns | None
-    """The timer, if it knows the durations of several steps in advance."""
+    """The timer, if it has the durations of several steps in advance."""
     stage_free_at: list[int] = field(default_factory=list)
     """Tick from which each pipeline stage is free; empty where there is one."""
     plan: StepPlan | None = None

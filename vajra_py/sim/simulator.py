@@ -62,16 +62,16 @@ class SimulationOptions:
     check_every_steps: int = 0
     """Number of steps between checks of conservation; 0: never."""
     expires: bool = True
-    """True if requests expire by the clock; False: only when told."""
+    """True if requests expire by the clock; False: only by inputs."""
     arrival_delay_s: float = 0.0
     """Delay from a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
     """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
     times_transfers: bool = True
-    """True if transfers of KV take the time that a model of the links says; False: each ends when told."""
+    """True if transfers of KV take the time of a model of the links; False: each ends by an input."""
     wakes: bool = True
-    """True if policies are woken when they asked to be; False: only when told."""
+    """True if policies are woken at the times they set; False: only by inputs."""
     isolates_policies: bool = False
     """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
@@ -88,7 +88,7 @@ class Acceptance:
     is_queued: bool = True
     """True if the scheduler sees it at once; otherwise with the next step that is scheduled."""
     salt: str | None = None
-    """Prefixes are shared only among requests with the same salt; None: as the settings say."""
+    """Prefixes are shared only among requests with the same salt; None: as in the settings."""
     reads_cache: bool = True
     """True if it may use the contents of the prefix cache."""
 
@@ -251,7 +251,7 @@ class Simulator(Backend[SimReplica]):
     def _next_scheduling(self) -> int:
         """Return the tick at which an async engine sees a request that comes now: just after the step in flight has ended.
 
-        At once while a replica is idle; of several busy ones each is asked in turn.
+        At once while a replica is idle; of several busy ones each is tried in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):
@@ -269,7 +269,7 @@ class Simulator(Backend[SimReplica]):
         self._executor.expect(request, payload.num_output_tokens)
 
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
-        """See `Backend`; one executor knows every request."""
+        """See `Backend`; one executor has every request."""
 
     def on_transfer(self, transfer: Transfer[SimReplica]) -> None:
         """See `Backend`; its end is an event of the links' model, or of a recorded run."""

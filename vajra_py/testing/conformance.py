@@ -79,7 +79,7 @@ def check_policy(
     """Run every check of the policy's layer, with its default parameters or these.
 
     Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found; warns with
-    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
+    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` in one call fails, and is not called any more.
     """
     subject = Subject(spec, params or {})
     checks = conformance_checks(spec.layer)
@@ -271,7 +271,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     """Compare a simulation that forms every step with one that works equal decode steps out at once.
 
     The reference policies beside it repeat their decodes, so that a prioritizer or replicaset scheduler is put through
-    runs of steps as well: what it reads when it is asked or told must be what it would have read step by step.
+    runs of steps as well: what it reads when it is called must be what it would have read step by step.
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:
@@ -320,7 +320,7 @@ def _solo_chunks_are_true(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn of preemptions in situations with memory to spare after which nobody else takes the victim's place."""
+    """Warn of preemptions in situations with memory to spare after which no other request takes the victim's place."""
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue
@@ -358,9 +358,9 @@ def _works_while_there_is_work(subject: Subject) -> None:
 
 
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
-    """The first time at which a replica stood idle while it could have worked; None if there is none.
+    """The first time at which a replica was idle while it could have worked; None if there is none.
 
-    With one replica there is work while any request lives; with several while one waits that nobody has admitted.
+    With one replica there is work while any request lives; with several while one waits that no replica has admitted.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

@@ -1,7 +1,7 @@
 """Step policies by hand on replicas small enough to follow.
 
 A harness puts policies on the real mechanism (queues, KV memory, batch builder, replicas) with sizes of your choice. Either
-you drive it (`submit`, `step`), or the simulator does (`run`); both tell every step as a `Step`.
+you drive it (`submit`, `step`), or the simulator does (`run`); both give every step as a `Step`.
 
     harness = Harness("fcfs", "round_robin", MyScheduler(...), HarnessOptions(num_blocks=8, max_batch_size=4))
     harness.submit("a", num_prompt_tokens=100, num_output_tokens=3)
@@ -108,12 +108,12 @@ class HarnessOptions:
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have none."""
     acceptance: AcceptanceModel | None = None
-    """Which drafts are accepted; None: none."""
+    """Model of the acceptance of drafts; None: there are no drafts."""
     seed: int = 0
     check_conservation: bool = True
     """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
-    """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
+    """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options have
     `fast_forward`; without it, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
     """Seconds of real time after which a policy that has not returned breaks the contract, in `run` and `steps_until_idle`."""
@@ -155,7 +155,7 @@ class Step:
     formed_at: float
     ended_at: float
     entries: tuple[StepEntry, ...]
-    """In batch order."""
+    """Entries in batch order."""
     preempted: tuple[tuple[str, str], ...]
     """(request, "recompute" or "swap") in the order in which they were preempted."""
     ended: tuple[str, ...]
@@ -232,7 +232,7 @@ class Harness:
     """Policies on the real mechanism, with a clock that moves by predicted step times.
 
     Each policy is a `PolicySource`. Every step is checked for conservation of requests and KV blocks unless the options
-    say otherwise; `RuntimeError` if anything is lost, `PolicyError` if a policy breaks the contract.
+    disable that; `RuntimeError` if anything is lost, `PolicyError` if a policy breaks the contract.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class GroupWatch:
     policy: Any
     names: dict[RequestView, str] = field(default_factory=dict)
     keys: dict[str, tuple[int, Key]] = field(default_factory=dict)
-    """By group, its key when it was last read, and how many falls had been named then."""
+    """Key of each group when it was last read, and the number of falls named until then."""
 
     def group(self, request: RequestView) -> str:
         """The request's group, watched."""
@@ -68,7 +68,7 @@ class KeyWatch:
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
-    """By request with `KeyMotion.NAMED_FALLS`: its progress, key, falls named so far and time from which it may fall."""
+    """Progress, key, falls named so far and time from which it may fall, of each request with `KeyMotion.NAMED_FALLS`."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
     """Facts that the key of a request with `KeyMotion.PREFIX_HITS` may depend on, the key, and the time from which it may move."""
     groups: GroupWatch = field(init=False)
@@ -154,7 +154,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a waiting request's key to that of the same hits and progress, until the time that was told."""
+        """Hold a waiting request's key to that of the same hits and progress, until the time that was given."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return
@@ -168,14 +168,14 @@ class KeyWatch:
         self.by_hits[request] = (self._hit_state(request), key, falls_at)
 
     def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or told beforehand."""
+        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or given beforehand."""
         state, before, num_named, falls_at = self.named.get(request, (None, key, 0, None))
         if request.is_resident or state != _progress_of(request) or key >= before:  # type: ignore[operator]  # of one shape
             return
         fallen: FallenRequests = self.policy.fallen_requests
         names = fallen.since(num_named)
         was_named = names is None or request.request_id in names
-        text = f"key({request.request_id}, {at!r}) fell from {before!r} to {key!r}, which was neither named nor told by falls_at"
+        text = f"key({request.request_id}, {at!r}) fell from {before!r} to {key!r}, which was neither named nor given by falls_at"
         require(was_named or (falls_at is not None and falls_at <= at), text)
 
     def _note(self, request: RequestView, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Reference policies that stand in for the other two layers while one is tested."""
+"""Reference policies for the other two layers while one is tested."""
 
 from __future__ import annotations
 

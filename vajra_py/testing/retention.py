@@ -47,7 +47,7 @@ def check_retention(
 
     Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every request ends
     whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
-    equal runs, and in order of release if it says so. Raises `AssertionError` that names the policy and what was found.
+    equal runs, and in order of release if it declares that. Raises `AssertionError` that names the policy and what was found.
     """
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
@@ -74,7 +74,7 @@ class _Watched:
         for name in (*RETENTION_OPTIONS, *LISTENING_METHODS):
             if getattr(inner, name, None) is not None and name not in vars(type(self)):
                 setattr(self, name, getattr(inner, name))
-        self._tell_evicted = getattr(inner, "on_evicted", None)
+        self._notify_evicted = getattr(inner, "on_evicted", None)
         if self.key_motion is KeyMotion.TIME_LINEAR:
             self.line = self._line
 
@@ -112,8 +112,8 @@ class _Watched:
                 require(
                     key == read, f"key_motion is {self.key_motion.name}, and a key moved by itself from {read} to {key}"
                 )
-        if self._tell_evicted is not None:
-            self._tell_evicted(block, now)
+        if self._notify_evicted is not None:
+            self._notify_evicted(block, now)
 
 
 def _facts(block: CachedBlock) -> Any:

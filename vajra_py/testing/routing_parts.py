@@ -90,15 +90,15 @@ class _BuildProbe:
 class PartProbe:
     """Routes by one part alone, and raises `AssertionError` where the part breaks its contract."""
 
-    def __init__(self, kind: RoutingPartKind, part: Any, told: Sequence[Any]) -> None:
+    def __init__(self, kind: RoutingPartKind, part: Any, parts: Sequence[Any]) -> None:
         self._kind = kind
         self._part = part
-        self._learners = [one.on_placement for one in reversed(told) if hasattr(one, "on_placement")]
+        self._learners = [one.on_placement for one in reversed(parts) if hasattr(one, "on_placement")]
         self._count = 0
         for name in LISTENING_METHODS:
-            methods = [getattr(one, name) for one in told if hasattr(one, name)]
+            methods = [getattr(one, name) for one in parts if hasattr(one, name)]
             if methods:
-                setattr(self, name, _tell_all(methods))
+                setattr(self, name, _notify_all(methods))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The best score, the first that is kept, the one that is picked; else in turn."""
@@ -166,9 +166,9 @@ class PartProbe:
         return bool(answer)
 
 
-def _tell_all(methods: Sequence[Any]) -> Any:
-    def tell(*facts: Any) -> None:
+def _notify_all(methods: Sequence[Any]) -> Any:
+    def notify(*facts: Any) -> None:
         for method in methods:
             method(*facts)
 
-    return tell
+    return notify

@@ -307,7 +307,7 @@ class _InTurn:
         return request.num_output_tokens % (num_drafts + 1)
 
     def release(self, request: Request) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: there is no state of requests."""
 
 
 _ADAPTERS = tuple(AdapterConfig(name=name, num_blocks=1, load_s=0.02) for name in ("a", "b", "c"))

@@ -78,7 +78,7 @@ def context_of(scenario: Scenario) -> PolicyContext:
 
 
 def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
-    """The policy with plain ones in the other layers; where it is told apart by them, scenarios take turns."""
+    """The policy with plain ones in the other layers; where it behaves differently with them, scenarios take turns."""
     odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
     prioritizer: PolicySource = by_slack if odd else ByArrivalInTime()
     if layer is Layer.REQUEST_PRIORITIZER:

@@ -11,4 +11,4 @@ class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is there 
     ec_connector = None
 
     def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
+        """Do nothing: there is no encoder."""

@@ -29,8 +29,8 @@ class WithoutKvExtras:
         """Do nothing: no blocks are reserved."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Refuse: there are no drafts."""
-        raise ValueError("ManagedKv.shrink: blocks beyond a request's tokens are not taken here.")
+        """Refuse: blocks behind rejected drafts stay with their request."""
+        raise ValueError("ManagedKv.shrink: blocks behind rejected drafts are kept here.")
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
         """Return None: there is no host memory."""
@@ -79,7 +79,7 @@ class WithoutKvExtras:
         message = "is not reported for models with several kinds of KV blocks, whose prefix cache is vLLM's"
         raise ConfigError(Problem("content of the prefix cache", message, "Choose policies that do not follow it"))
 
-    def report_evictions(self, tell: Callable[[Any, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[Any, float], None] | None) -> None:
         """Do nothing: there is no retention policy whose choices could be reported."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
@@ -87,7 +87,7 @@ class WithoutKvExtras:
         return {}
 
     def follow_hits(self, *, wanted: bool) -> None:
-        """Return None: vLLM's manager does not say whose prefix hits have changed, so keys that move with them are all read."""
+        """Return None: vLLM's manager does not report changes of prefix hits, so keys that move with them are all read."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""
@@ -98,7 +98,7 @@ class WithoutKvExtras:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """All of the tokens are in one KV-parallel group."""
+        """Return all of the tokens: there is one KV-parallel group."""
         return (num_done_tokens,)
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

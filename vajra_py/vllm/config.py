@@ -70,7 +70,7 @@ class VllmBackendConfig(ModelBackendConfig):
     )
 
     @model_validator(mode="after")
-    def _not_said_twice(self) -> VllmBackendConfig:
+    def _not_set_twice(self) -> VllmBackendConfig:
         for name in self.engine_args:
             if name in SAID_ELSEWHERE:
                 raise ValueError(f"engine_args.{name} is decided by another setting. {SAID_ELSEWHERE[name]}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
 NOT_LOADED = "its KV could not be loaded"
-"""Reason of an end that a client is told."""
+"""Reason of an end that a client gets."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
 """Methods by which a connector takes part in vLLM's own block pool."""
 
@@ -62,11 +62,13 @@ def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
     """Return the rules by which a vLLM's connector is used; None: it has none."""
     if vllm_config.kv_transfer_config is None:
         return None
+    num_drafts = vllm_config.num_speculative_tokens
     prioritizer = only_replicaset(config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
     return ConnectorRules(
         holding_order="begin" if prioritizer == "fcfs" else "urgency",
         on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
         forms_ahead=bool(vllm_config.scheduler_config.async_scheduling),
+        draft_tokens=num_drafts and 1 + num_drafts + vllm_config.num_lookahead_tokens,
     )
 
 

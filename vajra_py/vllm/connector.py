@@ -1,7 +1,7 @@
 """The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
 
 What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
-each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.vllm.drafting import without_drafts
 from vajra_py.vllm.late_ends import LateEnds
 from vajra_py.vllm.lazy_request import make_lazy, settle
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
@@ -31,12 +32,13 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress", "completed_waiting"
 
+
 OnLookup = Callable[[Record, Request, int, int], None]
 """Called with a request that has got blocks, its tokens in the prefix cache, and those that the connector loads."""
 
 
 class Connector:
-    """A connector, and the requests that it knows.
+    """A connector, and its requests.
 
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
@@ -62,7 +64,7 @@ class Connector:
         """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
-        """For each step that has not come back, true if it was formed by the policies."""
+        """True for each step in flight that was formed by the policies."""
         self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
         self._memory = mechanism.replica.memory
@@ -70,9 +72,9 @@ class Connector:
         self._on_lookup = on_lookup
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
-        """Requests whose end the connector was not told."""
-        self._told_of: Mapping[str, int] = {}
-        """Tokens by request of the step that the connector is told of."""
+        """Requests whose end the connector was not notified of."""
+        self._scheduled: Mapping[str, int] = {}
+        """Tokens by request of the step that the connector is given."""
         self._begins: int | None = None
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
@@ -86,7 +88,7 @@ class Connector:
         self._last: dict[str, EngineCoreOutput] = {}
         """Last outputs of requests that end with the step in flight."""
         self._stages: dict[str, str] | None = {} if log_stats else None
-        """Requests with a load beside steps by their stage, in vLLM's words; None: nobody wants to know."""
+        """Requests with a load beside steps by their stage, in vLLM's words; None: not needed."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
         """Statistics of the connector and its workers since they were last asked for."""
@@ -95,7 +97,7 @@ class Connector:
     # Requests
 
     def take_in(self, record: Record) -> None:
-        """A request has come in."""
+        """Add a request that has come in."""
         self._known[record.request_id] = record
         make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
@@ -104,12 +106,12 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was told."""
+        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
-            if self._late is not None and own is not None and own in self._late.untold:
-                self._late.told(record.request_id, wants=self._finish_of(record, own))
+            if self._late is not None and own is not None and own in self._late.unreported:
+                self._late.note_end(record.request_id, wants=self._finish_of(record, own))
             else:
                 self._finish(record, [])
 
@@ -119,13 +121,13 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request that the mechanism knows ends for its client; asynchronously the connector is told now, else when the mechanism ends it."""
+        """End a request of the mechanism for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
-            self._late.told(record.request_id, wants=self._finish_of(record, own))
+            self._late.note_end(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
-        """Raise what the connector raised while the mechanism asked it."""
+        """Raise what the connector raised when the mechanism called it."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -139,12 +141,12 @@ class Connector:
         return otherwise
 
     def _num_computed(self, record: Record) -> int:
-        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is told of."""
+        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is given."""
         own = record.own
         if own is None:
             return 0
         num_loaded = self._connected.num_tokens_of(own)
-        return own.num_computed_tokens - self._told_of.get(record.request_id, 0) if num_loaded is None else num_loaded
+        return own.num_computed_tokens - self._scheduled.get(record.request_id, 0) if num_loaded is None else num_loaded
 
     def _look_at(self, record: Record, request: Request) -> VllmRequest:
         record.request.num_preemptions = request.num_preemptions
@@ -214,7 +216,10 @@ class Connector:
     def _finish_of(self, record: Record, request: Request) -> bool:
         name, num_loaded, memory = record.request_id, self._connected.num_tokens_of(request), self._memory
         vllms = self._look_at(record, request)
-        vllms.num_computed_tokens = num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
+            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # accepted drafts, which the mechanism does not know yet
+        vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
         self._enter(name, None)
         has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
@@ -255,8 +260,8 @@ class Connector:
 
     # Steps
 
-    def tell(self, output: SchedulerOutput, *, is_formed: bool) -> None:
-        """Add what the connector tells its workers to a step's message. Raises what the connector raises.
+    def add_message(self, output: SchedulerOutput, *, is_formed: bool) -> None:
+        """Add the connector's message for its workers to a step's message. Raises what the connector raises.
 
         `is_formed`: the policies have formed the step.
         """
@@ -265,9 +270,9 @@ class Connector:
             self._formed.append(is_formed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
-        self._told_of = output.num_scheduled_tokens
+        self._scheduled = without_drafts(output)
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
-        self._told_of = {}
+        self._scheduled = {}
         output.kv_connector_block_state = None
 
     def _table_of(self, name: str) -> tuple[list[int], ...]:
@@ -275,25 +280,26 @@ class Connector:
         assert own is not None
         return ([block + 1 for block in self._memory.block_table(own)],)
 
-    def voided_by(self, output: Any, num_scheduled: Mapping[str, int]) -> set[str]:
+    def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
         """Return the requests whose result of a step is void, since a block that they use was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
+        num_scheduled = without_drafts(step)
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
         if self._late is not None:
-            void += [one for one in self._late.untold if not bad.isdisjoint(self._memory.block_table(one))]
+            void += [one for one in self._late.unreported if not bad.isdisjoint(self._memory.block_table(one))]
         self._newly_void = {one.request_id: one for one in void}
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight with what the connector's workers report, which it is told then. Raises what it raises."""
+        """End the step in flight with what the connector's workers report, which it gets then. Raises what it raises."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
             report = self._late_report(self._late, report or KvReport())
         self._mechanism.land(report)
-        self._told(output)
+        self._forget_step(output)
 
     def land_late(self, output: Any) -> list[Request]:
         """Take what the connector's workers report with a step that ended when the next one was formed.
@@ -307,7 +313,7 @@ class Connector:
             del self._newly_void[request.request_id]
         self._void |= self._newly_void
         self._mechanism.take_report(self._late_report(self._late, self._report(output) if output else KvReport()))
-        self._told(output)
+        self._forget_step(output)
         return ended
 
     def is_void(self, request: Request) -> bool:
@@ -322,7 +328,7 @@ class Connector:
             self._late.void(request)
         return True
 
-    def _told(self, output: Any) -> None:
+    def _forget_step(self, output: Any) -> None:
         self._last.clear()
         self._newly_void.clear()
         for request in [one for one in self._void.values() if one.state is RequestState.ENDED]:
@@ -391,7 +397,7 @@ class Connector:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a transfer or an answer of the connector may be why nobody can run."""
+        """True if a transfer or an answer of the connector may be why no request can run."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:

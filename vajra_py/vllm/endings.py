@@ -1,4 +1,4 @@
-"""Tell vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
+"""Notify vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_STREAMS = 10_000
 
 @dataclass(slots=True)
 class _Failed:
-    """A request that ends without a token of its own, and what its client is told."""
+    """A request that ends without a token of its own, and the reason that its client gets."""
 
     request: VllmRequest
     reason: FinishReason
@@ -25,12 +25,12 @@ class _Failed:
 
 
 class Endings:
-    """Ends that were not told yet."""
+    """Ends that were not reported yet."""
 
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """By client, the requests that it need not track any more; None: nobody wants to know."""
+        """Requests that a client need not track any more, by client; None: not needed."""
 
     @property
     def is_pending(self) -> bool:
@@ -38,13 +38,13 @@ class Endings:
         return bool(self._failed or self._finished)
 
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        """The request ends with this reason."""
+        """End the request with this reason."""
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """The client takes a request back whose end it was not told; None: there is none of that name."""
+        """Remove a request that the client takes back before it got its end; None: there is none of that name."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)
@@ -52,11 +52,11 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """The client has been told the end of this request."""
+        """Note that the client has got the end of this request."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
-    def told(
+    def with_ends(
         self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
     ) -> dict[int, EngineCoreOutputs]:
         """Return the message for every client, by its index: these outputs and the ends. Failed requests are taken out of `requests`."""
@@ -67,12 +67,12 @@ class Endings:
             _log.warning("request %s ends: %s", request.request_id, failed.why)
             outputs.setdefault(request.client_index, []).append(_output_of(failed))
         self._failed.clear()
-        told = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
+        by_client = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
         if self._finished:
             for client, names in self._finished.items():
-                told.setdefault(client, EngineCoreOutputs()).finished_requests = names
+                by_client.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished = {}
-        return told
+        return by_client
 
 
 class RefusedStreams:
@@ -89,7 +89,7 @@ class RefusedStreams:
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # the client is told of a refused chunk, so it is not logged
+            if not is_known:  # the client gets the refusal of a chunk, so it is not logged
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:
@@ -100,15 +100,15 @@ class RefusedStreams:
 
 
 def _output_of(failed: _Failed) -> EngineCoreOutput:
-    told: Any = EngineCoreOutput(
+    output: Any = EngineCoreOutput(
         failed.request.request_id,
         [],
         finish_reason=failed.reason,
         stop_reason=failed.why,
         events=failed.request.take_events(),
     )
-    if failed.reason is FinishReason.ERROR and hasattr(told, "error"):  # vLLM 0.33 passes it on to the client
+    if failed.reason is FinishReason.ERROR and hasattr(output, "error"):  # vLLM 0.33 passes it on to the client
         from vllm.outputs import RequestError
 
-        told.error = RequestError(code="internal_error", message=failed.why)
-    return told
+        output.error = RequestError(code="internal_error", message=failed.why)
+    return output

@@ -53,7 +53,7 @@ class VllmBlockHashes(TokenBlockHashes):
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` knows no adapter; see `TokenBlockHashes`."""
+        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` is without the adapter; see `TokenBlockHashes`."""
         super().__init__(tokens, block_size, salt, output, reads_cache=reads_cache)
         self._function = function
         self._salt = own_salt
@@ -84,8 +84,8 @@ class VllmBlockHashes(TokenBlockHashes):
         keys = [tuple(key[1] for key in self._extra_keys(index) or ()) or None for index in range(first, stop)]
         lora = self._lora
         return BlockStored(
-            block_hashes=[_told(one) for one in hashes],
-            parent_block_hash=_told(self._digests[first - 1]) if first else None,
+            block_hashes=[_in_events(one) for one in hashes],
+            parent_block_hash=_in_events(self._digests[first - 1]) if first else None,
             token_ids=self._tokens[first * size : stop * size].tolist(),
             block_size=size,
             lora_id=None if lora is None else lora.lora_int_id,
@@ -121,7 +121,7 @@ class KvFeed(ContentEvents):
 
     def removed(self, block_hash: Hashable) -> None:
         """See `ContentEvents`."""
-        self.events.append(BlockRemoved(block_hashes=[_told(block_hash)], medium=MEDIUM_GPU, group_idx=0))
+        self.events.append(BlockRemoved(block_hashes=[_in_events(block_hash)], medium=MEDIUM_GPU, group_idx=0))
 
     def cleared(self) -> None:
         """See `ContentEvents`."""
@@ -168,5 +168,5 @@ def kv_events_of(vllm_config: Any, kv_cache_config: Any, block_size: int) -> KvE
     return KvEvents(publisher, KvFeed(kind), get_hash_fn_by_name(cache.prefix_caching_hash_algo))
 
 
-def _told(block_hash: Hashable) -> Any:
+def _in_events(block_hash: Hashable) -> Any:
     return maybe_convert_block_hash(cast(BlockHash, block_hash))

@@ -1,7 +1,7 @@
 """Requests of vLLM as a connector reads them: brought up to date when they are read, so that a steady step touches no request.
 
 Output, block hashes and computed tokens of a request change with every step, and a connector looks at few of them. A request that is
-made lazy takes them from its record and from the mechanism, also through views of its tokens and hashes that somebody keeps.
+made lazy takes them from its record and from the mechanism, also through views of its tokens and hashes that are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LazyRequest(VllmRequest):  # type: ignore[misc]
 
     @property
     def num_computed_tokens(self) -> int:
-        """Computed tokens: those that were set, or those that the mechanism knows of."""
+        """Computed tokens: those that were set, or the mechanism's."""
         was_set: int | None = self.__dict__["num_computed_tokens"]
         return self._find_computed(self._record) if was_set is None else was_set
 

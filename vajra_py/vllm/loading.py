@@ -1,4 +1,4 @@
-"""Start vLLM's workers without its engine core: the model, its KV memory, and what they say of themselves.
+"""Start vLLM's workers without its engine core: the model, its KV memory, and their own figures.
 
 Importing this loads neither vLLM nor a tensor library.
 """
@@ -32,7 +32,7 @@ def load_vllm(options: RunnerOptions) -> VllmRunner:
     assert isinstance(options, VllmOptions)
     version = installed_version()
     check_version(version)
-    # Workers of vLLM's second kind are told of requests in another way.
+    # Workers of vLLM's second kind get requests in another form.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vajra_py.vllm.runner import VllmRunner
@@ -99,7 +99,7 @@ class VllmWorkers:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of one device's KV memory."""
+        """Bytes of a block in one device's KV memory."""
         return self.facts.kv_bytes_per_token * self.facts.block_size
 
     def num_blocks_in(self, memory_fraction: float) -> int:

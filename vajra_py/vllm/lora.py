@@ -1,6 +1,6 @@
 """LoRA adapters of vLLM's requests: what policies call them, and how many a step may have.
 
-vLLM's front end, its workers and its scheduler number adapters; the numbers say which of them share a slot.
+vLLM's front end, its workers and its scheduler number adapters; adapters of one number share a slot.
 """
 
 from __future__ import annotations

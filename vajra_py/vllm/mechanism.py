@@ -1,4 +1,4 @@
-"""The mechanism behind a scheduler of vLLM's: a driver whose steps somebody else executes, in turns.
+"""The mechanism behind a scheduler of vLLM's: a driver whose steps vLLM executes, in turns.
 
 vLLM asks for a step, executes it, and brings the tokens. A turn is what happens at one tick between two steps: the last
 step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that is given the same events at
@@ -103,7 +103,7 @@ class Submission:
         prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
         hash_blocks: makes the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if its blocks are looked up there; they are kept for others either way.
-        on_ended: told of its end, whatever ended it.
+        on_ended: called with its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
         num_kept: number of them that it had when it was handed in.
         request: the mechanism's request, once it has been taken in.
@@ -242,7 +242,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
-        """Return the requests that lost their KV blocks since this was last asked."""
+        """Return the requests that lost their KV blocks since the last call."""
         names = self._gave_way.names
         if names:
             self._gave_way.names = []
@@ -293,7 +293,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
-        """From the turn that is open, or the next one, on: see `Gate`."""
+        """Change the gate from the open turn on, or from the next one; see `Gate`."""
         self._gate = replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True
@@ -301,7 +301,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """A request comes in with the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        """Add a request to the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
         self.open_turn()
         self._arriving.append(submission)
 
@@ -320,7 +320,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The request is over: it ends with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        """End the request with the turn that is open, or with the step in flight, by itself or because it is taken back."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
@@ -398,12 +398,20 @@ class Mechanism(Backend[_VllmReplica]):
                 if is_recorded:
                     request.note_proposal(len(tokens))
 
-    def planned_drafts(self, request: Request, drafts: PlannedDrafts) -> list[int]:
-        """Return the tokens that a plan verifies for a request; -1: a place that holds none."""
-        if drafts.is_padding or self._executor.is_unseen:
-            return [-1] * drafts.num_tokens
-        tokens = self._executor.proposals[request][1]
-        return tokens if len(tokens) == drafts.num_tokens else tokens[: drafts.num_tokens]
+    @property
+    def is_ahead_of_drafts(self) -> bool:
+        """True if steps are formed before it is known which drafts of the last one are accepted."""
+        return self._executor.is_unseen
+
+    def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
+        """Return the tokens that a plan verifies for each of these requests, in their order; -1: a place that holds none."""
+        if self._executor.is_unseen:
+            return [[-1] * one.num_tokens for one in drafts.values()]
+        known, found = self._executor.proposals, list[list[int]]()
+        for request, (num_tokens, _, is_padding, _) in drafts.items():
+            tokens = [] if is_padding or not num_tokens else known[request][1]
+            found.append([-1] * num_tokens if is_padding else tokens[:num_tokens])
+        return found
 
     def land(self, report: KvReport | None = None) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.
@@ -427,7 +435,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
-        """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
+        """Return the next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))

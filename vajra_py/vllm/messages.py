@@ -1,4 +1,4 @@
-"""Tell vLLM's workers what a plan computes, as changes to what they know.
+"""Send vLLM's workers what a plan computes, as changes to what they know.
 
 A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
 every count grows by one, and who needs a block is known from the counts.
@@ -7,6 +7,8 @@ every count grows by one, and who needs a block is known from the counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add, attrgetter
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from vajra_py.vllm.mechanism import Mechanism, PlannedChunk, PlannedDrafts, Requ
 from vajra_py.vllm.records import Record
 from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
 
+_num_unverified = attrgetter("num_unverified")
 Ints = npt.NDArray[np.int64]
 
 
@@ -34,14 +37,14 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """True when resumed requests are told like new ones (vLLM's second model runner)."""
+        """True when resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
         """VLLM's own memory, which has several tables; None: this project's."""
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """The decodes that the arrays below describe; its identity changes when somebody joins or leaves."""
+        """The decodes that the arrays below describe; its identity changes when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._ids: list[str] = []
         self._computed: Ints = np.empty(0, dtype=np.int64)
@@ -51,16 +54,29 @@ class Messages:
         self._last = -1
         """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
         self._step = 0
+        self._drafted: tuple[Request, ...] = ()
+        """Requests of the step before, if it had drafts; what follows describes them, and so do `_decodes` and `_ids` unless empty."""
+        self._room: list[int] = []
+        """Tokens for which the workers have blocks, without those that a drafter reads ahead."""
+        self._outputs_ahead: list[int] = []
+        """Output tokens less those that are computed."""
+        drafts = replica.parts.options.drafts
+        self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
+        """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
         self._step += 1
         return self.next.take()
 
-    def tell(self, plan: StepPlan) -> SchedulerOutput:
+    def message(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
-        self._add_chunks(plan.chunks, plan.drafts)
+        if plan.drafts:
+            self._add_drafted(plan)
+        else:
+            if self._drafted:
+                self._settle_drafted(())
+            self._add_chunks(plan.chunks)
         if plan.pool is not None:
             self._add_decodes(plan)
         if self._managed is not None:
@@ -69,15 +85,18 @@ class Messages:
 
     # One by one
 
-    def _add_chunks(self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts]) -> None:
+    def _add_chunks(
+        self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts] = MappingProxyType({})
+    ) -> None:
         find, message, step = self._records.get, self.next, self._step
+        verified = dict(zip(drafts, self._mechanism.planned_drafts(drafts), strict=True)) if drafts else {}
         for chunk in chunks:
             request, num_tokens, computed, kind = chunk
             planned = drafts.get(request)
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # nothing is to be said of it but its new blocks
+            if kind == "running" and record.ran_in == step - 1:  # nothing is sent of it but its new blocks
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):
@@ -90,13 +109,13 @@ class Messages:
             else:
                 self._add_chunk(record, chunk)
             if planned is not None and planned.num_tokens:
-                message.verify(record.request_id, self._mechanism.planned_drafts(request, planned))
+                message.verify({record.request_id: verified[request]})
 
     def _add_chunk(self, record: Record, chunk: PlannedChunk) -> None:
         request, num_tokens, computed, kind = chunk
         is_resumed = kind != "running"
         if is_resumed:
-            record.num_told = 0
+            record.num_sent = 0
         blocks = self._new_blocks(record, request)
         if self._zeroes and not isinstance(blocks, Tables):
             self.next.clear(blocks[computed // self._block_size :] if is_resumed else blocks)
@@ -108,24 +127,24 @@ class Messages:
             self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens, vllms.lora_request)
             record.is_known = True
             return
-        is_told_tokens = (was_absent or is_resumed) and not self._resumes_as_new
+        with_tokens = (was_absent or is_resumed) and not self._resumes_as_new
         self.next.add_known(
             scheduled,
             record.num_kept + request.num_output_tokens,
             is_resumed=is_resumed,
-            all_tokens=record.all_tokens() if is_told_tokens else None,
+            all_tokens=record.all_tokens() if with_tokens else None,
         )
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
         """Return the entries of the request's block table, or tables, that the workers do not have."""
-        memory, known = self._replica.memory, record.num_told
+        memory, known = self._replica.memory, record.num_sent
         if self._managed is not None:
-            record.num_told = self._managed.num_entries(request)
+            record.num_sent = self._managed.num_entries(request)
             return Tables(self._managed.numbers(request, known))
         held = memory.num_held_blocks(request)
         if held == known:
             return ()
-        record.num_told = held
+        record.num_sent = held
         return memory.block_table(request)[known:]
 
     # All at once
@@ -138,7 +157,7 @@ class Messages:
         self._at_step = plan.pool.num_committed
         if len(self._decodes) != len(order) or self._are_absent():
             self._settle()
-            self._add_chunks((chunk for chunk in plan.entries() if chunk.request in plan.pool), {})
+            self._add_chunks(chunk for chunk in plan.entries() if chunk.request in plan.pool)
             self._order = None
             return
         computed = self._computed
@@ -153,6 +172,52 @@ class Messages:
         self._last = self._step
         computed += 1
         self._output += 1
+
+    def _add_drafted(self, plan: StepPlan) -> None:
+        """Add the chunks of a plan with drafts, at once where all are of decodes that were together in the step before."""
+        drafts = plan.drafts
+        requests, counts, computed, kinds = zip(*plan.chunks, strict=True)
+        is_alike = requests == self._drafted and kinds.count("running") == len(kinds) == len(drafts)
+        if is_alike and not self._decodes:
+            self._look_at_drafted(requests, computed)
+        if not is_alike or not self._are_all_known() or self._are_absent():
+            self._settle_drafted(requests)
+            self._add_chunks(plan.chunks, drafts)
+            return
+        if self._mechanism.is_ahead_of_drafts:  # the workers take the rejected ones off themselves
+            computed = tuple(map(add, computed, map(_num_unverified, drafts.values())))
+        new: dict[int, Sequence[int] | Tables] = {}
+        room = self._room
+        for index, end in enumerate(map(add, computed, counts)):
+            if end > room[index]:
+                blocks = self._new_blocks(self._decodes[index], requests[index])
+                room[index] += len(blocks) * self._block_size
+                if blocks:
+                    new[index] = blocks
+                    if self._zeroes and not isinstance(blocks, Tables):
+                        self.next.clear(blocks)
+        message = self.next
+        message.add_decodes(self._ids, new, computed, list(map(add, computed, self._outputs_ahead)), counts)
+        tokens = self._mechanism.planned_drafts(drafts)
+        message.verify({name: each for name, each in zip(self._ids, tokens, strict=True) if each})
+        self._last = self._step
+
+    def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
+        """Write down when decodes with drafts ran last; these requests are taken one by one, and may be together in the next step."""
+        self._settle()
+        self._drafted, self._decodes, self._last = requests, [], -1
+
+    def _look_at_drafted(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
+        find, size = self._records.get, self._block_size
+        found = [find(request.request_id) for request in requests]
+        self._decodes = decodes = [one for one in found if one is not None]
+        self._ids = [one.request_id for one in decodes]
+        self._room = [one.num_sent * size - self._lookahead for one in decodes]
+        self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
+
+    def _are_all_known(self) -> bool:
+        """Return whether the clients of all requests with drafts wait for more."""
+        return len(self._ids) == len(self._drafted) and all(map(self._records.__contains__, self._ids))
 
     def _look_at(self, order: Sequence[Request]) -> None:
         records = self._records
@@ -169,7 +234,7 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Return whether one of the decodes was not part of the step before, so that more must be said of it."""
+        """Return whether one of the decodes was not part of the step before, so that more must be sent of it."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)

@@ -99,9 +99,9 @@ class TimeToRecord(int):
 
 
 def grant_time_to_record(config: Any) -> None:
-    """Let the process that schedules finish its recording when vLLM is told to stop.
+    """Let the process that schedules finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it tells them to end. What it decides besides,
+    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it stops them. What it decides besides,
     whether running requests are aborted at once, stays as it is: see `abort_at_once`.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
@@ -109,13 +109,13 @@ def grant_time_to_record(config: Any) -> None:
 
 
 def abort_at_once(config: Any) -> None:
-    """In the process that schedules: requests are not waited for, if nothing but its recording is."""
+    """Stop waiting for requests at shutdown, in the process that schedules, if only its recording is waited for."""
     if isinstance(config.shutdown_timeout, TimeToRecord):
         config.shutdown_timeout = 0
 
 
 def end_before_workers() -> None:
-    """In the process that schedules: its scheduler ends before the workers, whose end vLLM does not always wait for."""
+    """Let the scheduler end before the workers, in the process that schedules; vLLM does not always wait for their end."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

@@ -1,7 +1,7 @@
 """Record a session of a vLLM as a run's folder, as `vajra serve --save-run` does: to compare, plot and replay it.
 
 The tokens of a request are written when they are known, which may be after the mechanism has ended it. A token that was computed
-after a request had stopped, as happens with asynchronous scheduling, is written as 0: nobody was told it.
+after a request had stopped, as happens with asynchronous scheduling, is written as 0: no client got it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SessionRecording:
             self._run.ended(request, reason, _tokens(request, submission))
 
     def finish(self) -> None:
-        """Nothing more will happen."""
+        """End the recording."""
         self.take_tokens()
         mechanism = self._mechanism
         alive = [(request, _tokens(request, submission)) for request, submission in mechanism.alive()]
@@ -47,14 +47,14 @@ class SessionRecording:
 def start_recording(
     run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
 ) -> SessionRecording:
-    """Begin a recording, and let a vLLM that is told to stop end it before its process does."""
+    """Begin a recording, and let a vLLM that is stopped end it before its process does."""
     abort_at_once(vllm_config)
     end_before_workers()
     return SessionRecording(run, mechanism, description)
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:
-    """As many tokens as the mechanism has counted since the request was handed in."""
+    """Return as many tokens as the mechanism has counted since the request was handed in."""
     count = request.num_output_tokens
     known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))

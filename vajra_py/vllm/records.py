@@ -26,7 +26,7 @@ class Record:
         "is_over",
         "is_plain",
         "limit",
-        "num_told",
+        "num_sent",
         "output",
         "plain_until",
         "ran_in",
@@ -47,7 +47,7 @@ class Record:
         self.output = submission.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
-        """Tokens that end it, with the reason that its client is told."""
+        """Tokens that end it, with the reason that its client gets."""
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
@@ -56,10 +56,10 @@ class Record:
         """Tokens before this one of the output end it only if they are among `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """True once its client was told the end."""
+        """True once its client has got the end."""
         self.is_known = False
         """True if the workers have its prompt and parameters."""
-        self.num_told = 0
+        self.num_sent = 0
         """Leading entries of its block table that the workers have."""
         self.ran_in = -1
         """The last step that it was part of."""
@@ -85,7 +85,7 @@ class Record:
         )
         tokens = None if before.prompt_token_ids is None else self.all_tokens()
         self.submission = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, request=None)
-        self.num_told = 0
+        self.num_sent = 0
         return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
@@ -123,25 +123,25 @@ class Record:
 
 
 class Arrivals:
-    """Arrival times of requests: as their frontends say, but never before one that arrived at the engine earlier, nor later than now.
+    """Arrival times of requests: as stated by their frontends, but never before one that arrived at the engine earlier, nor later than now.
 
     Several frontends, a prompt that takes long to tokenize or a clock that is set back put requests out of order; first come, first
-    served is by the order at the engine, in vLLM too. With `as_said` the frontends' times count, as with vLLM's priorities.
+    served is by the order at the engine, in vLLM too. With `as_stated` the frontends' times count, as with vLLM's priorities.
     """
 
-    def __init__(self, clock: Callable[[], int], *, as_said: bool) -> None:
+    def __init__(self, clock: Callable[[], int], *, as_stated: bool) -> None:
         self._clock = clock
         self._zero = time.time() - clock() / 1e9
-        self._as_said = as_said
+        self._as_stated = as_stated
         self._last = 0.0
 
     def __call__(self, request: VllmRequest) -> float:
         """Seconds on the scheduler's clock (which gives nanoseconds)."""
-        said = float(request.arrival_time) - self._zero
-        if self._as_said:
-            return said
+        stated = float(request.arrival_time) - self._zero
+        if self._as_stated:
+            return stated
         following = math.nextafter(self._last, math.inf)
-        self._last = max(following, min(said, self._clock() / 1e9))
+        self._last = max(following, min(stated, self._clock() / 1e9))
         return self._last
 
 

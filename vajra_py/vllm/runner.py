@@ -2,10 +2,10 @@
 
 A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`).
 
-A chunk of a prompt, or of tokens that are computed again, is told as a new request that has its earlier tokens computed
+A chunk of a prompt, or of tokens that are computed again, is sent as a new request that has its earlier tokens computed
 already; decodes go on with it. So a worker never has to know more of a prompt than it computes, and a preempted request is
 like any other. Requests whose tokens so far count for sampling (penalties), or whose prompt is scored, keep their identity
-instead, and are told with their whole prompt.
+instead, and are sent with their whole prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""Sampling of a token that nobody wants."""
+"""Sampling of an unneeded token."""
 
 
 class Workers(Protocol):
@@ -62,10 +62,10 @@ class _Row:
 
     Attributes:
         keeps: True if the workers know it from its first chunk to its end.
-        tokens: as far as they are known here; of one that keeps, all until it is told.
+        tokens: as far as they are known here; of one that keeps, all until it is sent.
         blocks: its block table.
         name: its name at the workers; empty: they do not know it.
-        num_told: leading entries of its block table that they have.
+        num_sent: leading entries of its block table that they have.
         num_computed: tokens in KV memory.
         num_sampled: tokens that they sampled under this name.
         is_moved: True if its block table is another one than they have.
@@ -76,7 +76,7 @@ class _Row:
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     name: str = ""
-    num_told: int = 0
+    num_sent: int = 0
     num_computed: int = 0
     num_sampled: int = 0
     num_outputs: int = 0
@@ -161,7 +161,7 @@ class VllmRunner:
             self._rows[new.slot] = _Row(new, keeps, tokens, num_outputs=new.num_output_tokens)
         for table in step.tables:
             row = self._rows[table.slot]
-            row.is_moved = row.is_moved or table.start < row.num_told
+            row.is_moved = row.is_moved or table.start < row.num_sent
             row.blocks[table.start :] = table.block_ids
 
     def _portions(self, step: StepInput) -> Iterator[tuple[Sequence[int], Sequence[Chunk]]]:
@@ -196,7 +196,7 @@ class VllmRunner:
         is_moved, row.is_moved = row.is_moved, False
         if row.keeps and row.name:
             if is_moved:
-                row.num_told = 0
+                row.num_sent = 0
             self._next.add_known(self._scheduled(row, num_tokens), row.num_sampled, is_resumed=is_moved)
         else:
             self._name(row)
@@ -205,21 +205,21 @@ class VllmRunner:
 
     def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
         """Return the next tokens of a row, with the blocks that the workers do not have; from now on they are computed."""
-        scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_told :])
-        row.num_told = len(row.blocks)
+        scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_sent :])
+        row.num_sent = len(row.blocks)
         row.num_computed += num_tokens
         return scheduled
 
     def _name(self, row: _Row) -> None:
-        """Let a row be a request that the workers do not know."""
+        """Give the row a name that is new to the workers."""
         if row.name:
             self._next.finished.add(row.name)
         self._num_named += 1
         row.name = str(self._num_named)
-        row.num_sampled = row.num_told = 0
+        row.num_sampled = row.num_sent = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
-        """The prompt that a request is told with: what is before its chunk is in KV memory, and not read."""
+        """The prompt that a request is sent with: what is before its chunk is in KV memory, and not read."""
         if not row.keeps:
             tokens, start = row.tokens, chunk.num_computed
             tokens += [0] * (start - len(tokens))

@@ -1,7 +1,7 @@
 """vLLM's scheduler interface on this project's mechanism: `--scheduler-cls vajra_py.vllm.Scheduler`.
 
 Requests come in by `add_request`, plans go out as `SchedulerOutput`, tokens come back by `update_from_output`. The policies
-of an experiment file decide (`vajra_py.vllm.settings` says how it is named).
+of an experiment file decide (`vajra_py.vllm.settings` has how it is named).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of, rules_of
-from vajra_py.vllm.drafting import DraftStats
+from vajra_py.vllm.drafting import DraftStats, num_tokens_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -44,12 +44,13 @@ from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
+from vajra_py.vllm.steady_tokens import SteadyTokens, TakenTokens
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
-"""Ends that a request's own tokens bring about, and that its client is told with the last of them."""
+"""Ends that a request's own tokens bring about, and that its client gets with the last of them."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
 """Ends while the policies are out of service for what one of them did."""
 
@@ -76,7 +77,7 @@ class Scheduler(WithoutExtras):
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
-        """Requests whose end no client was told yet, as vLLM's structured output wants them."""
+        """Requests whose end no client has got yet, as vLLM's structured output wants them."""
         self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -107,6 +108,7 @@ class Scheduler(WithoutExtras):
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
+        self._steady = SteadyTokens(self._records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._stopping: list[Request] = []  # a token of the step at hand ends them
         self._messages = Messages(
@@ -129,8 +131,8 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        told = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
-        init_logger("vllm.vajra").info(told)
+        line = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
+        init_logger("vllm.vajra").info(line)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
         """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
@@ -145,7 +147,7 @@ class Scheduler(WithoutExtras):
 
     def _record_rules(self, vllm_config: Any, kv_events: KvEvents | None) -> RecordRules:
         memory = only_replicaset(self.config).replica.memory
-        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
+        arrivals = Arrivals(self._clock, as_stated=orders_by_priority(self.config))
         rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         if vllm_config.lora_config is not None:
             rules = replace(rules, adapters=AdapterNames())
@@ -158,7 +160,8 @@ class Scheduler(WithoutExtras):
         return time.monotonic_ns() - self._zero_ns
 
     def _num_in_flight(self, request_id: str) -> int:
-        return sum(one.num_scheduled_tokens.get(request_id, 0) for one in self._in_flight)
+        """Tokens of a request in steps that have not come back, without drafts, which count when they are accepted."""
+        return sum(num_tokens_of(request_id, one) for one in self._in_flight)
 
     # Requests
 
@@ -189,7 +192,7 @@ class Scheduler(WithoutExtras):
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
-        """The mechanism has ended a request, for one reason or another."""
+        """Handle a request that the mechanism has ended, for whatever reason."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -212,6 +215,7 @@ class Scheduler(WithoutExtras):
         """End a request that its client does not expect to end."""
         self._forget_at_workers(record)
         del self._records[record.request_id]
+        self._steady.forget()
         record.is_over = True
         self._grammars.forget(record)
         if self._connected is not None:
@@ -255,11 +259,12 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """The client knows the end, or does not care."""
+        """End the request for a client that has got the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
         del self.requests[name]
+        self._steady.forget()
         self._grammars.forget(record)
         if record in self._held:
             self._held.remove(record)
@@ -290,9 +295,9 @@ class Scheduler(WithoutExtras):
                 self._messages.next.preempted.add(name)
                 if self.log_stats:
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
-        output = self._messages.empty() if plan is None else self._told(plan)
+        output = self._messages.empty() if plan is None else self._message(plan)
         if self._connected is not None:
-            self._connected.tell(output, is_formed=plan is not None)
+            self._connected.add_message(output, is_formed=plan is not None)
         self._in_flight.append(output)
         self._plans.append(plan)
         return output
@@ -320,7 +325,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
+        """Handle a turn in which the policies scheduled nothing and nothing is computed; too many in a row are a violation."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
         if self._connected is not None and self._connected.is_awaited:
             is_left_idle = True
@@ -373,6 +378,7 @@ class Scheduler(WithoutExtras):
     def _hand_in_held(self) -> None:
         """Submit held requests to the mechanism, except those with a token in flight."""
         held, self._held = self._held, []
+        self._steady.forget()
         for record in held:
             if any(record.request_id in one.num_scheduled_tokens for one in self._in_flight):
                 self._held.append(record)
@@ -381,11 +387,11 @@ class Scheduler(WithoutExtras):
                 self._messages.next.preempted.add(record.request_id)
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
-    def _told(self, plan: StepPlan) -> SchedulerOutput:
+    def _message(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
-        output = self._messages.tell(plan)
+        output = self._messages.message(plan)
         if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
@@ -425,17 +431,16 @@ class Scheduler(WithoutExtras):
         """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         plan = self._plans.popleft()
-        outputs: dict[int, list[EngineCoreOutput]] = {}
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
-            void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
+            void = self._connected.voided_by(reported, scheduler_output)
         if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
             self._draft_stats.observe(scheduler_output, model_runner_output, self._records)
-        accepted: dict[Request, int] = {}
+        taken = TakenTokens({}, {})
         if model_runner_output.sampled_token_ids:
-            accepted = self._take_tokens(model_runner_output, outputs, void)
+            taken = self._take_tokens(model_runner_output, void)
         if plan is not None and self._draft_stats.num_tokens:
-            self.mechanism.accept(plan, accepted)
+            self.mechanism.accept(plan, taken.accepted)
         if self._stopping:
             self._stop()
         if not self._in_flight:
@@ -452,52 +457,51 @@ class Scheduler(WithoutExtras):
             if self.connector is not None:
                 self._events.feed.events += self.connector.take_events()
             self._events.publish()
-        told = self._endings.told(outputs, self.requests)
+        by_client = self._endings.with_ends(taken.outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
-            if not told:
-                told[0] = EngineCoreOutputs()
-            next(iter(told.values())).scheduler_stats = stats
-        return told
+            if not by_client:
+                by_client[0] = EngineCoreOutputs()
+            next(iter(by_client.values())).scheduler_stats = stats
+        return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
         """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have forgotten it, and are told prompts alone.
+            # The workers have forgotten it, and are sent prompts alone.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
                 self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
-    def _take_tokens(
-        self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
-    ) -> dict[Request, int]:
-        """Take in the tokens of a step, but for requests whose part of it is void; return the drafts that became output, where any did."""
+    def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
+        """Take in the tokens of a step, but for requests whose part of it is void."""
+        has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
+        if not has_more and not void:
+            taken = self._steady.take(output.req_ids, output.sampled_token_ids)
+            if taken is not None:
+                return taken
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
-        says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
-        first = sys.maxsize if says_more else 2
-        """The first token of a request that is told by its id alone, unless it ends the request."""
-        client, told, accepted = None, [], dict[Request, int]()
+        first = sys.maxsize if has_more else 2
+        """The first token of a request that is sent as its id alone, unless it ends the request."""
+        outputs, accepted = dict[int, list[EngineCoreOutput]](), dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
-            produced, stops, is_one = record.output, record.stops, len(tokens) == 1
-            count = len(produced) + len(tokens)
-            if record.client_index != client:
-                client = record.client_index
-                told = outputs.setdefault(client, [])
-            goes_on = tokens[0] not in stops if is_one else stops.keys().isdisjoint(tokens)
-            if goes_on and first <= count < record.plain_until:
+            produced = record.output
+            own_outputs = outputs.setdefault(record.client_index, [])
+            goes_on = record.stops.keys().isdisjoint(tokens)
+            if goes_on and first <= len(produced) + len(tokens) < record.plain_until:
                 produced += tokens
-                told.append(EngineCoreOutput(name, tokens))
+                own_outputs.append(EngineCoreOutput(name, tokens))
             else:
                 tokens, is_last = record.take(tokens, self._max_model_len)
-                told.append(self._said_in_full(record, index, tokens, output, stops=is_last))
-            if not is_one and len(tokens) > 1 and (own := record.own) is not None:
+                own_outputs.append(self._full_output(record, index, tokens, output, stops=is_last))
+            if len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
-        return accepted
+        return TakenTokens(outputs, accepted)
 
     def _stop(self) -> None:
         """End requests whose last token is known, after the tokens before it were counted."""
@@ -505,7 +509,7 @@ class Scheduler(WithoutExtras):
         for request in stopping:
             self.mechanism.stop(request)
 
-    def _said_in_full(
+    def _full_output(
         self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
     ) -> EngineCoreOutput:
         """The first or last tokens of a request, or some with more to them than their ids."""
@@ -513,27 +517,27 @@ class Scheduler(WithoutExtras):
         if not self._grammars.accepts(request, tokens):
             _log.error("the grammar of request %s does not allow tokens %s; it ends", name, tokens)
             request.status, stops = RequestStatus.FINISHED_ERROR, True
-        told = EngineCoreOutput(name, tokens, trace_headers=request.trace_headers)
+        made = EngineCoreOutput(name, tokens, trace_headers=request.trace_headers)
         if record.wants_logprobs and output.logprobs:
-            told.new_logprobs = output.logprobs.slice_request(index, len(tokens))
-        told.new_prompt_logprobs_tensors = output.prompt_logprobs_dict.get(name)
-        told.prompt_token_id_logprobs = output.prompt_token_id_logprobs_dict.get(name)
+            made.new_logprobs = output.logprobs.slice_request(index, len(tokens))
+        made.new_prompt_logprobs_tensors = output.prompt_logprobs_dict.get(name)
+        made.prompt_token_id_logprobs = output.prompt_token_id_logprobs_dict.get(name)
         if output.num_nans_in_logits:
-            told.num_nans_in_logits = output.num_nans_in_logits.get(name, 0)
+            made.num_nans_in_logits = output.num_nans_in_logits.get(name, 0)
         stats = request.take_prefill_stats()
         if stats is not None:
             size = self.mechanism.replica.limits.block_size
             stats.finalize(request.num_prompt_tokens // size * size if self._caches else 0)
-            told.prefill_stats = stats
-        told.events = request.take_events()
+            made.prefill_stats = stats
+        made.events = request.take_events()
         if stops:
-            told.finish_reason, told.stop_reason = request.get_finished_reason(), request.stop_reason
+            made.finish_reason, made.stop_reason = request.get_finished_reason(), request.stop_reason
             if record.own is not None and len(record.output) < record.limit:
                 self._stopping.append(record.own)
             if self._connected is not None:
-                self._connected.ends_with(record, told)
+                self._connected.ends_with(record, made)
             self._end(record)
-        return told
+        return made
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""

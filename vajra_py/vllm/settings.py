@@ -33,7 +33,7 @@ _MANAGED = (
 )
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
-"""Keys that `--additional-config` takes under `vajra`, and the variables that say the same."""
+"""Keys that `--additional-config` takes under `vajra`, and the variables with the same meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.enviro
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
-    said = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
-    return VajraOptions(**{name: Path(value) for name, value in said.items() if value})
+    stated = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
+    return VajraOptions(**{name: Path(value) for name, value in stated.items() if value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Sizes:
     """Sizes that vLLM has room for.
 
     Attributes:
-        num_blocks: without vLLM's null block, which nobody ever gets.
+        num_blocks: without vLLM's null block, which is never used.
         max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
         max_loras: LoRA adapters that the requests of a step may have; 0: there are none.
         drafts: sizes of drafts (speculative decoding).
@@ -108,7 +108,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
 
 
 def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """Return the policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
+    """Return the policies of the preset that `backend.vllm.fallback` names; None: there is no fallback. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
         return None
@@ -124,13 +124,13 @@ def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyC
 
 
 def orders_by_priority(config: SystemConfig) -> bool:
-    """Return whether requests go by their priorities, so that arrival times count as their frontends say them."""
+    """Return whether requests go by their priorities, so that arrival times count as stated by their frontends."""
     scheduling = only_replicaset(config).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
 def described(config: SystemConfig, options: VajraOptions, *, is_async: bool, is_managed: bool = False) -> str:
-    """Return one line: by which policies a vLLM is scheduled, and who says so."""
+    """Return one line: the policies by which a vLLM is scheduled, and where they were set."""
     scheduling = only_replicaset(config).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
     source = (

@@ -29,7 +29,7 @@ def installed_version() -> str:
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """The major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
+    """Return the major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
     found = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(found[1]), int(found[2])) if found else (0, 0)
     if minor not in VERSIONS:
@@ -56,7 +56,7 @@ def check_options(config: Any, *, has_core: bool = True) -> None:
             message = "proposed tokens are not planned for vLLM's workers alone"
             problems.append(Problem("--speculative-config", message, otherwise))
         if config.kv_transfer_config is not None:
-            message = "workers here are told nothing of what a connector loads and sends"
+            message = "workers here do not get what a connector loads and sends"
             problems.append(Problem("--kv-transfer-config", message, otherwise))
     if problems:
         raise ConfigError(problems)
@@ -135,7 +135,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--return-sampling-mask", "sampling masks are not passed on"
     for name, what in (
         ("data_parallel_size", "one engine core is scheduled; start several, and route between them"),
-        ("pipeline_parallel_size", "steps of several stages are not told to the workers"),
+        ("pipeline_parallel_size", "steps of several stages are not sent to the workers"),
         ("decode_context_parallel_size", "block tables are not split among ranks"),
         ("prefill_context_parallel_size", "block tables are not split among ranks"),
     ):

@@ -53,7 +53,7 @@ class StringColumn:
 
     @classmethod
     def of(cls, values: Iterable[str]) -> StringColumn:
-        """Any strings; equal ones are kept once."""
+        """Make the column of any strings; equal ones are kept once."""
         known: dict[str, int] = {}
         codes = np.fromiter((known.setdefault(value, len(known)) for value in values), dtype=np.int32)
         return cls(tuple(known), codes)
@@ -84,7 +84,7 @@ class StringColumn:
         return f"{label}{number}" if number >= 0 else label
 
     def tolist(self) -> list[str]:
-        """All strings."""
+        """Return all strings."""
         labels = self.labels
         if self.numbers is None:
             return [labels[code] for code in self.codes.tolist()]

@@ -280,7 +280,7 @@ ArrivalProcess: TypeAlias = Annotated[
     Poisson | Gamma | Weibull | QuantileGaps | FixedInterval | AtOnce | OnOff | PiecewiseConstant | CoxGamma,
     Field(discriminator="type"),
 ]
-"""Any of the arrival processes, told apart by `type`."""
+"""Any of the arrival processes, distinguished by `type`."""
 
 
 def arrival_times(
@@ -291,7 +291,7 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> F64:
-    """The first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
+    """Return the first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
 
     Raises:
         WorkloadError: neither is given for a process without an end, the rates end before `num_requests` arrivals, or nothing arrives.

@@ -55,7 +55,7 @@ def build_workload(
 
     `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
     `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
-    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`. What `source_of` gave
+    (else its `type`, numbered as `azure#2`) and a slash are put before it. The streams used are named in `source["streams"]`. What `source_of` gave
     need not be read again when it is handed over as `source`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Parse cells of traces into numbers, a million at a time.
 
-A parser takes the cells of one column and gives an array, or raises ValueError when any of them is not accepted; tried on one cell it
-tells which.
+A parser takes the cells of one column and gives an array, or raises ValueError if any of them is not accepted; the cell is found by
+trying them one by one.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Columns:
     follows: I64 | None = None
     """Row of the first request that each follows."""
     joins: ObjectArray | None = None
-    """Rows of the others that it follows, a tuple each; None: nobody follows several."""
+    """Rows of the others that it follows, a tuple each; None: no request follows several."""
     think_time_s: F64 | None = None
     metadata: ObjectArray | None = None
 
@@ -178,7 +178,7 @@ class Columns:
         return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
 
     def _parent_calls(self, programs: StringColumn, start: int, stop: int) -> list[tuple[str, ...]]:
-        """The calls that each call of a program follows, which it states where the workload does not say what it states."""
+        """The calls that each call of a program follows, which it states where the workload does not have its statement."""
         ids = self.request_id
         return [
             tuple(ids[parent] for parent in self.parents(row)) if program else ()
@@ -233,7 +233,7 @@ def _kept_ancestors(follows: I64, rows: I64) -> I64:
 
 
 def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64) -> list[tuple[int, ...]]:
-    """For each of `rows`, the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
+    """Return for each of `rows` the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
     new_row = int64s(size, -1)
     new_row[rows] = np.arange(len(rows))
     place = new_row.tolist()

@@ -466,7 +466,7 @@ WorkloadConfig: TypeAlias = Annotated[
     | SyntheticConfig,
     Field(discriminator="type"),
 ]
-"""Any kind of workload, told apart by `type`."""
+"""Any kind of workload, distinguished by `type`."""
 
 
 def _check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:

@@ -175,7 +175,7 @@ class ContentBuilder:
         return node
 
     def store(self, spaces: tuple[SegmentSpace, ...] | None = None) -> ContentStore:
-        """Everything added so far; `spaces` replaces those given at the start, where a table was not known before."""
+        """Return everything added so far; `spaces` replaces those given at the start, where a table was not known before."""
         arrays = (np.array(a, dtype=np.int64) for a in (self._parent, self._space, self._number, self._tokens))
         return ContentStore(spaces if spaces is not None else self._spaces, *arrays)
 

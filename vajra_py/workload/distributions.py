@@ -1,7 +1,7 @@
 """Distributions of lengths, gaps and think times, and joint draws of two of them.
 
 A distribution is given by its inverse: it turns standard normal numbers z into values at the same quantile, so that any two are joined
-by a Gaussian copula (correlated z) and one more draw never moves another. Fields say their units where they are used: tokens for
+by a Gaussian copula (correlated z) and one more draw never moves another. Fields have their units where they are used: tokens for
 lengths, seconds for times.
 """
 
@@ -65,7 +65,7 @@ class Constant(_Model):
     value: Bounded = Field(description="The value.")
 
     def quantiles(self, z: F64) -> F64:
-        """The value, as often as asked."""
+        """The value, any number of times."""
         return np.full(len(z), float(self.value))
 
 
@@ -185,7 +185,7 @@ class QuantileTable(_Model):
 Distribution: TypeAlias = Annotated[
     Constant | Uniform | Lognormal | LognormalMixture | Geometric | QuantileTable, Field(discriminator="type")
 ]
-"""Any of the distributions, told apart by `type`."""
+"""Any of the distributions, distinguished by `type`."""
 
 
 def normal_cdf(z: F64) -> F64:

@@ -19,7 +19,7 @@ _SIZE = 16
 
 
 def fingerprint(columns: Columns) -> str:
-    """A digest of everything that these requests say, in hexadecimal; equal requests have equal ones.
+    """A digest of all facts of these requests, in hexadecimal; equal requests have equal ones.
 
     Requests drawn or read in the same way are meant: the same prompts put together otherwise have another one.
     """

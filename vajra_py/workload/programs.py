@@ -1,7 +1,7 @@
 """Programs: calls that follow one another, run side by side and are joined, with tools that run in between.
 
 A graph of calls is drawn for each program; a call is sent some time after the last of its parents has ended. Its prompt is that of its
-first parent, the answers of its parents, and new text (what a tool gave back), so that caching finds what the program has said before.
+first parent, the answers of its parents, and new text (what a tool gave back), so that caching finds the program's earlier answers.
 """
 
 from __future__ import annotations
@@ -209,12 +209,12 @@ def _declared(declares: Sequence[Declared], graph: CallGraph, delay_s: F64) -> d
     num_sinks = np.bincount(programs[is_sink], minlength=len(counts))
     has_last = num_sinks[programs] == 1
     stated: dict[str, FactColumn] = {} if "parents" in declares else {"parent_calls": objects([()] * size)}
-    says_size = np.ones(size, dtype=np.bool_) if "size" in declares else np.zeros(size, dtype=np.bool_)
+    states_size = np.ones(size, dtype=np.bool_) if "size" in declares else np.zeros(size, dtype=np.bool_)
     if "end" in declares:
         stated["is_last_call"] = (is_sink & has_last).astype(np.int64)
-        says_size |= ~has_last
-    if says_size.any():
-        stated["num_program_calls"] = np.where(says_size, counts[programs], np.iinfo(np.int64).min)
+        states_size |= ~has_last
+    if states_size.any():
+        stated["num_program_calls"] = np.where(states_size, counts[programs], np.iinfo(np.int64).min)
     if "next_call" in declares:
         soonest = [min((delay_s[child] for child in each), default=np.nan) for each in children]
         stated["next_call_after_s"] = np.array(soonest, dtype=np.float64)

@@ -149,7 +149,7 @@ def read_agentic(
     `num_sessions` takes the first ones of the file. `closed`: a turn waits for the end of the one before, then for its thinking time;
     `open`: it arrives at its recorded time; `programs`: as `closed`, and a session is a program whose calls state their parents, and the
     last one that it is. Prompts share tool definitions (and with them the system prompt) between sessions that have
-    them equally long, and whatever the recorded block ids of the session say; requests without output are left out and counted.
+    them equally long, and whatever its recorded block ids; requests without output are left out and counted.
 
     Raises:
         WorkloadError: the file is not as `read_agentic_sessions` wants it, or has fewer sessions than asked for.

@@ -226,7 +226,7 @@ def _read(file: Path, kind: str, layout: CsvLayout) -> Workload:
 
 
 def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, dict[str, Any]]:
-    """The table, the requests of the rows kept, and what the manifest says about them."""
+    """The table, the requests of the rows kept, and their description in the manifest."""
     table = read_table(file, _wanted(layout))
     facts: dict[str, Any] = {**file_facts(kind, file), "num_rows": len(table), "columns": dict(layout.columns)}
     keep = np.ones(len(table), dtype=np.bool_)
@@ -304,7 +304,7 @@ def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
 
 
 def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
-    """The columns of parents. A cell is an id or, where it is none, several ids with `;` between them."""
+    """Return the columns of parents. A cell is an id or, where it is none, several ids with `;` between them."""
     row_of = {request_id: row for row, request_id in enumerate(ids)}
     parents_of: dict[str, list[str]] = {}
     for request_id, cell in zip(ids, table["follows"].tolist(), strict=True):

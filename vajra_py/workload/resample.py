@@ -68,7 +68,7 @@ def random_window(
 ) -> Workload:
     """A stretch of the workload that begins at a place drawn uniformly: `num_requests` in a row, or `duration_s` seconds. One of the two is given.
 
-    It is cut as `Workload.slice` cuts: whoever follows a request before the window arrives at its nominal time. The clock starts at the window's start.
+    It is cut as `Workload.slice` cuts: a follower of a request before the window arrives at its nominal time. The clock starts at the window's start.
 
     Raises:
         WorkloadError: the workload is no longer than the window.
@@ -130,7 +130,7 @@ def block_bootstrap(
 
     With `block_s` the sample is as long in time and its number of requests varies; with `block_requests` it has as many units, each at its own distance from the one before, and its
     length varies. A unit belongs to the block that it begins in and comes whole. One of the two is given; `first` ends the sample once that many requests are there.
-    Ids are numbered anew; those of sessions say which draw of the session it is.
+    Ids are numbered anew; those of sessions have the number of the draw.
 
     Raises:
         WorkloadError: the trace is no longer than a block, or its prompts share content: blocks that are drawn twice would be served from a cache.
@@ -245,7 +245,7 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """The time from the first arrival to the one after the last, were it all to begin anew after a mean gap: arrivals over this are their rate."""
+    """Return the time from the first arrival to the one after the last, were it all to begin anew after a mean gap: arrivals over this are their rate."""
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 

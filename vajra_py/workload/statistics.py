@@ -71,7 +71,7 @@ class WorkloadStatistics:
     prefix_share_fraction: float | None
 
     def to_dict(self) -> dict[str, object]:
-        """The numbers as JSON knows them."""
+        """The numbers as JSON values."""
         return asdict(self)
 
 
@@ -160,7 +160,7 @@ class _Seen:
 
 
 def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
-    """For each request in order, its prompt tokens that lie in a leading prefix seen before."""
+    """Return for each request in order its prompt tokens that lie in a leading prefix seen before."""
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs
     outputs = columns.num_output_tokens.tolist()

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 RngFor: TypeAlias = Callable[[str], np.random.Generator]
-"""Gives the random stream of a name; asked once per name and workload."""
+"""Gives the random stream of a name; called once per name and workload."""
 
 
 class Lengths(BaseModel):

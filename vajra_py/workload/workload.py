@@ -119,7 +119,7 @@ class Workload(Sequence[RequestSpec]):
         return mean_rate(self.columns.arrived_at)
 
     def true_lengths(self) -> Mapping[str, int]:
-        """The output tokens of every request by its id: what a simulation knows and policies do not."""
+        """The output tokens of every request by its id: known to a simulation and not to policies."""
         return TrueLengths(self.columns)
 
     def statistics(self) -> WorkloadStatistics:
@@ -127,7 +127,7 @@ class Workload(Sequence[RequestSpec]):
         return workload_statistics(self.columns)
 
     def shared_prefix_tokens(self) -> I64 | None:
-        """For each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
+        """Return for each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
         return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
     def renamed(self, name: str) -> Workload:
@@ -139,7 +139,7 @@ class Workload(Sequence[RequestSpec]):
         return Workload(columns, self.name, {**self.source, "operations": operations})
 
     def scale_time(self, factor: float) -> Workload:
-        """All arrivals and think times times `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
+        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
         return self._derived(
             self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
         )
@@ -205,7 +205,7 @@ class Workload(Sequence[RequestSpec]):
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
         """Return this workload and others on one clock, sorted by arrival.
 
-        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are told apart as `conv#2/17`), so
+        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are numbered as `conv#2/17`), so
         that they stay unique. Prompts of different workloads share no prefix unless `share_content`.
         """
         parts = [self, *others]
@@ -271,7 +271,7 @@ class Workload(Sequence[RequestSpec]):
         """Hold prompts to `max_prompt_tokens`, prompt and output together to `max_total_tokens`.
 
         `drop` leaves longer requests out (their followers follow the nearest request kept), `clip` shortens prompts first, then outputs,
-        to at least 1 token each; how many it touched stands in `source["operations"]`.
+        to at least 1 token each; the number of changed requests is in `source["operations"]`.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for a token of each.
@@ -336,7 +336,7 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """A number per request, equal within a program or session; a request without either stands alone."""
+    """A number per request, equal within a program or session; a request without either is its own."""
     rows = np.arange(len(columns), dtype=np.int64)
     units = columns.unit_id
     if units is None:

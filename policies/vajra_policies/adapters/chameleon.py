@@ -9,7 +9,6 @@ from pydantic import Field
 
 from vajra_policies.adapters.size_queues import SizeFacts, SizeQueues
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import (
     BatchBuilder,
@@ -49,9 +48,9 @@ class Chameleon(FixedChunk):
 
     - K queues: k-means on the WRS of recent requests, cut midway between centroids.
     - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, of its largest request, mean duration and rate of arrivals. The smallest sizes
-      have what they need of the KV memory first; what nobody needs is shared out equally.
+      have what they need of the KV memory first; what is not needed is shared out equally.
     - Phase 1: each queue, the smallest sizes first, admits while p + d of those that it has admitted is within its quota; one that
-      has nobody admits its first request, whatever its size. Phase 2: what queues leave in which nobody waits goes to the others,
+      has no request running admits its first one, whatever its size. Phase 2: what queues leave in which no request waits goes to the others,
       the smallest first. Tokens return to the queue that gave them when a request ends or is preempted. Steps are `fixed_chunk`'s.
     - The idle adapter goes with the least frequency f / f_max, recency (rank of the last use, 0 to 1) and size a / a_max, weighted.
 
@@ -60,17 +59,17 @@ class Chameleon(FixedChunk):
 
     Left out: the choice of K by an elbow, prefetches for those that wait, memory for the cache beyond the slots, and the rule that
     a request may overtake one that waits for its adapter only if it ends before that is loaded (here every scheduler skips such a
-    request). How the paper weighs what nobody needs, and what it does where needs exceed the memory, was not found.
+    request). How the paper weighs what is not needed, and what it does where needs exceed the memory, was not found.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference Environments" (MICRO'25,
     arXiv:2411.17741); the weights of the score from secondary sources, which give 0.45 or 0.55 for size.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues are looked at only where somebody waits and the batch has room; one that has admitted nobody admits its first."""
+    """Queues are looked at only where a request waits and the batch has room; one that has admitted none admits its first."""
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._config = config
         self._lengths = Lengths(config, context.output_lengths)
         num_tokens = context.limits.num_blocks * context.limits.block_size
@@ -115,7 +114,7 @@ class Chameleon(FixedChunk):
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Tokens return, durations are learnt."""
+        """Return tokens to quotas, and learn durations."""
         for request in requests:
             self.queues.forget(request, now)
 
@@ -152,7 +151,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if it can be; False where memory is short, so that nobody else is tried."""
+        """Admit a request if it can be; False where memory is short, so that no other request is tried."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:
@@ -174,19 +173,15 @@ class Chameleon(FixedChunk):
             self._uses[name] /= 2.0
 
 
-def _build(config: ChameleonConfig, context: PolicyContext) -> Chameleon:
-    return Chameleon(config, context)
-
-
 SPEC = PolicySpec(
     name="chameleon",
     layer=Layer.REPLICA_SCHEDULER,
     config=ChameleonConfig,
-    build=_build,
+    build=Chameleon,
     summary="Queues by predicted size with quotas of KV tokens, and adapters that stay loaded by use, recency and size.",
     source="Chameleon (Iliakopoulou et al., MICRO'25, arXiv:2411.17741)",
     advice=(
         "Use it where small requests wait behind large ones and many adapters share few slots. Not with equal sizes, or a batch "
-        "that is full before memory is: quotas then bind nobody."
+        "that is full before memory is: quotas then bind no one."
     ),
 )

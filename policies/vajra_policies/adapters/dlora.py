@@ -1,4 +1,4 @@
-"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, as load and credits say."""
+"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, by load and credits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 
 from pydantic import Field
 
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.preemptive import Preemptive, PreemptiveConfig
 from vajra_py.contract import (
     BatchBuilder,
@@ -101,7 +100,7 @@ class Dlora(Preemptive):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: DloraConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self.thresholds = Thresholds(config)
         self.merged: str | None = None
         """Adapter whose requests alone run; None: unmerged."""
@@ -113,7 +112,7 @@ class Dlora(Preemptive):
         """Adapters that go first by their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Requests of the adapters that are chosen, by urgency; all of them where nobody of those can run."""
+        """Requests of the adapters that are chosen, by urgency; all of them where none of those can run."""
         line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
         if not line:
             return
@@ -187,15 +186,11 @@ class Dlora(Preemptive):
             self.credits[name] -= price
 
 
-def _build(config: DloraConfig, context: PolicyContext) -> Dlora:
-    return Dlora(config, context)
-
-
 SPEC = PolicySpec(
     name="dlora",
     layer=Layer.REPLICA_SCHEDULER,
     config=DloraConfig,
-    build=_build,
+    build=Dlora,
     summary="Steps of one adapter, merged into the weights, where it has most of the load; credits for those passed over.",
     source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
     advice=(

@@ -8,14 +8,13 @@ from statistics import fmean
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, PeriodicWakeUps, by_pool, those_up
 from vajra_py.contract import (
     Layer,
     Move,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -38,7 +37,7 @@ class DloraMigrationConfig(PolicyConfig):
     default_s: float = Field(5.0, gt=0, description="Time of a request of an adapter of which none has ended, seconds.")
 
 
-class DloraMigration:
+class DloraMigration(BindsOnArrival):
     """cost(replica) = sum over adapters floor(n_a / B) * 0.6 + floor(rest / B), + `load_cost` if it has not the adapter.
 
     n_a requests with adapter a wait or run there; the rest is what full batches of one adapter leave. A request goes to the least cost; of
@@ -59,8 +58,7 @@ class DloraMigration:
     def __init__(self, config: DloraMigrationConfig, context: PolicyContext) -> None:
         self._config = config
         self._max_batch = context.limits.max_batch_size
-        self._wake = context.wake
-        self._is_set = False
+        self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._place: dict[RequestView, ReplicaId] = {}
         """Requests by the order in which they came."""
         self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
@@ -71,9 +69,7 @@ class DloraMigration:
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica of least cost that is up."""
-        if not self._is_set:
-            self._is_set = True
-            self._wake.at(now + self._config.interval_s)
+        self._looks.start(now)
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
             there = self._counts[replica.replica_id]
@@ -89,10 +85,6 @@ class DloraMigration:
         self._put(request, best.replica_id)
         return best.replica_id
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
-
     def cost(self, counts: Counter[str]) -> float:
         """Batches of the requests, by adapter, in mixed ones."""
         full = sum(count // self._max_batch for count in counts.values())
@@ -101,24 +93,19 @@ class DloraMigration:
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Requests from one replica to another of its pool."""
-        pools: dict[str, list[ReplicaLoadView]] = {}
-        for one in those_up(replicas):
-            pools.setdefault(one.pool, []).append(one)
-        return [move for pool in pools.values() for move in self._moves(pool)]
+        return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
         """Look again after the interval, while there are requests."""
-        self._is_set = bool(self._place)
-        if self._is_set:
-            self._wake.at(now + self._config.interval_s)
+        self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request is there, and its time begins."""
+        """Start the request's time on its replica."""
         self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The request is at its target."""
+        """Note that the request is at its target."""
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -190,15 +177,11 @@ def _can_move(request: RequestView) -> bool:
     return request.is_prefill_complete if request.is_resident else not request.is_swapped
 
 
-def _build(config: DloraMigrationConfig, context: PolicyContext) -> DloraMigration:
-    return DloraMigration(config, context)
-
-
 SPEC = PolicySpec(
     name="dlora_migration",
     layer=Layer.REPLICASET_SCHEDULER,
     config=DloraMigrationConfig,
-    build=_build,
+    build=DloraMigration,
     summary="To the replica with the fewest batches to run; moves requests, and their adapters after them, where loads come apart.",
     source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
     advice=(

@@ -1,6 +1,6 @@
 """Hold requests at the gate: the most urgent first, and of one priority first come, first served.
 
-Whoever is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
+A request that is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
 different replicasets do not wait for each other.
 """
 
@@ -52,7 +52,7 @@ class Line:
         return len(self._held)
 
     def waits_behind(self, request: RequestView) -> bool:
-        """Return True if somebody in the line goes before this request."""
+        """Return True if a request in the line goes before this one."""
         heap, held = self._heap, self._held
         while heap and heap[0][1] not in held:
             heappop(heap)
@@ -109,13 +109,13 @@ class Holding:
         self._num_held += len(line)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look at the line again later, as long as there is one; the mechanism asks about those in it now."""
+        """Look at the line again later, as long as there is one; the mechanism calls the policy for those in it now."""
         if self._num_held and now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A queue has become shorter."""
+        """Look at the line: a queue has become shorter."""
         if self._num_held:
             self._wake.at(now, "admission")
 

@@ -37,7 +37,7 @@ class SaturationShedding(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Let it in if it is protected, or there is room."""
+        """Accept a request that is protected, or for which there is room."""
         config = self._config
         if request.priority <= config.protected_priority:
             return ACCEPT

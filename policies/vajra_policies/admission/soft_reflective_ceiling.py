@@ -30,7 +30,7 @@ def opening_period(saturation: float, rank: int, num_bands: int) -> int:
 
 
 class SoftReflectiveCeiling(Holding):
-    """Bands of priorities that are open always, in some cycles, or not at all, as `opening_period` says.
+    """Bands of priorities that are open always, in some cycles, or not at all, by `opening_period`.
 
     A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every `recheck_s` while some wait. The
     priorities are those that have come so far.
@@ -78,6 +78,6 @@ SPEC = AdmissionSpec(
     source="llm-d router: soft-reflective-ceiling-policy",
     advice=(
         "Use it for several priorities where the less urgent should slow down rather than stop as load rises. Not "
-        "where results have to be explained: how often a priority is let in depends on how often the policy is asked."
+        "where results have to be explained: how often a priority is let in depends on how often the policy is called."
     ),
 )

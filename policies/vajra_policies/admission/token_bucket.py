@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class BucketConfig(PolicyConfig):
-    """Size and refill of one bucket, in prompt tokens or requests, as `cost` says."""
+    """Size and refill of one bucket, in prompt tokens or requests, by `cost`."""
 
     capacity: float = Field(10_000.0, gt=0, description="Most that may be used at once.")
     refill_per_s: float = Field(1_000.0, gt=0, description="What may be used in the long run, each second.")
@@ -73,7 +73,7 @@ class TokenBucket:
         self._buckets: dict[str, _Bucket] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Let it in if its bucket covers it."""
+        """Accept a request that its bucket covers."""
         bucket, cost = self._bucket_of(request, now), self._cost_of(request)
         due = bucket.due.get(request.request_id)
         if due is not None:

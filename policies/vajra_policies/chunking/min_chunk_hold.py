@@ -8,17 +8,7 @@ from itertools import chain
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
-from vajra_py.contract import (
-    BatchBuilder,
-    Layer,
-    LocalReplicaView,
-    PolicyContext,
-    PolicySpec,
-    PreemptionMode,
-    RequestView,
-    fill,
-)
+from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyContext, PolicySpec, RequestView, fill
 
 
 class MinChunkHoldConfig(FixedChunkConfig):
@@ -41,7 +31,7 @@ class MinChunkHoldConfig(FixedChunkConfig):
 class MinChunkHold(FixedChunk):
     """`fixed_chunk`, where a chunk of fewer than `min_chunk` tokens is held back while a request decodes.
 
-    Held chunks are computed together once they have `min_chunk` tokens in all, or one after `max_delay_steps` steps, or when nobody
+    Held chunks are computed together once they have `min_chunk` tokens in all, or one after `max_delay_steps` steps, or when no request
     decodes. So a step with prompts has enough of them to be worth its fixed cost, and the others are steps of decodes alone, for
     a bounded delay.
 
@@ -53,8 +43,8 @@ class MinChunkHold(FixedChunk):
     Source: vLLM, pull request 54145, "Batch small prefill chunks under decode load".
     """
 
-    def __init__(self, config: MinChunkHoldConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: MinChunkHoldConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._min_chunk = config.min_chunk
         self._max_delay_steps = config.max_delay_steps
         self._num_held: dict[RequestView, int] = {}
@@ -98,15 +88,11 @@ class MinChunkHold(FixedChunk):
         return num_tokens
 
 
-def _build(config: MinChunkHoldConfig, context: PolicyContext) -> MinChunkHold:
-    return MinChunkHold(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="min_chunk_hold",
     layer=Layer.REPLICA_SCHEDULER,
     config=MinChunkHoldConfig,
-    build=_build,
+    build=MinChunkHold,
     summary="Small chunks of prompts wait for one another while requests decode, for a bounded number of steps.",
     source="vLLM, pull request 54145",
     advice=(

@@ -6,14 +6,12 @@ from pydantic import Field
 
 from vajra_policies.chunking.prompt_budget import PromptBudget
 from vajra_policies.fixed_chunk import FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
 )
@@ -56,8 +54,8 @@ class MixedPrefillGovernor(PromptBudget):
     traits = SchedulerTraits(is_work_conserving=True)
     """Steps of decodes alone are counted, so that they are formed one by one."""
 
-    def __init__(self, config: MixedPrefillGovernorConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: MixedPrefillGovernorConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._config = config
         self._num_decode_steps = 0
         self._share = 0
@@ -102,15 +100,11 @@ class MixedPrefillGovernor(PromptBudget):
         return num_tokens
 
 
-def _build(config: MixedPrefillGovernorConfig, context: PolicyContext) -> MixedPrefillGovernor:
-    return MixedPrefillGovernor(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="mixed_prefill_governor",
     layer=Layer.REPLICA_SCHEDULER,
     config=MixedPrefillGovernorConfig,
-    build=_build,
+    build=MixedPrefillGovernor,
     summary="While requests decode, small steps with prompts and steps of decodes alone between them.",
     source="local-inference-lab/vllm, pull request 596",
     advice=("Use it where long prompts may not slow down streams. Not for short prompts, which wait for nothing."),

@@ -6,8 +6,7 @@ from pydantic import Field
 
 from vajra_policies.chunking.prompt_budget import PromptBudget
 from vajra_policies.fixed_chunk import FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
-from vajra_py.contract import Layer, LocalReplicaView, PolicyContext, PolicySpec, PreemptionMode
+from vajra_py.contract import Layer, LocalReplicaView, PolicyContext, PolicySpec
 
 
 class PPasConfig(FixedChunkConfig):
@@ -44,8 +43,8 @@ class PPas(PromptBudget):
     0.22.1.
     """
 
-    def __init__(self, config: PPasConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: PPasConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._capped_tokens = config.capped_tokens
         self._pressure_prefills = config.pressure_prefills
 
@@ -55,15 +54,11 @@ class PPas(PromptBudget):
         return self._capped_tokens if is_pressed else self._chunk_size
 
 
-def _build(config: PPasConfig, context: PolicyContext) -> PPas:
-    return PPas(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="p_pas",
     layer=Layer.REPLICA_SCHEDULER,
     config=PPasConfig,
-    build=_build,
+    build=PPas,
     summary="Large chunks, except while several prompts compete with decodes.",
     source="P-PAS (arXiv:2608.15171)",
     advice=(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
+from vajra_policies.preemption import give_way
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     Refusal,
     RequestView,
     SchedulerTraits,
@@ -31,7 +30,7 @@ class PrefillWavesConfig(FixedChunkConfig):
 
 
 class PrefillWaves(FixedChunk):
-    """With decodes for a full batch, a step has them alone. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
+    """Steps of decodes alone while they fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
 
     A wave's prompts have the slots that decodes leave, and take more of them from the decodes that were admitted last, which are
     paused and keep their KV; so there may be more decodes than slots later, and steps stay full, of decodes alone, until some
@@ -46,8 +45,8 @@ class PrefillWaves(FixedChunk):
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
 
-    def __init__(self, config: PrefillWavesConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: PrefillWavesConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._wave_slots = config.wave_slots
         self._num_new = 0
         """Waiting prompts that the wave may still take."""
@@ -74,7 +73,7 @@ class PrefillWaves(FixedChunk):
         for request in list(replica.decodes())[:num_kept]:
             while request.is_resident and batch.add(request, 1) is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)
-                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                if not give_way(batch, victim, self._mode):
                     break
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
@@ -90,15 +89,11 @@ class PrefillWaves(FixedChunk):
         return num_tokens
 
 
-def _build(config: PrefillWavesConfig, context: PolicyContext) -> PrefillWaves:
-    return PrefillWaves(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="prefill_waves",
     layer=Layer.REPLICA_SCHEDULER,
     config=PrefillWavesConfig,
-    build=_build,
+    build=PrefillWaves,
     summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
     source="vLLM, pull request 56455",
     advice=(

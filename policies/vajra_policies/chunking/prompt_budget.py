@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_py.contract import BatchBuilder, LocalReplicaView, PreemptionMode, RequestView, fill
+from vajra_py.contract import BatchBuilder, LocalReplicaView, PolicyContext, RequestView, fill
 
 
 class PromptBudget(FixedChunk):
     """`fixed_chunk`, whose prompts share at most `_budget` tokens of each step; decodes take what they need."""
 
-    def __init__(self, config: FixedChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: FixedChunkConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._most_tokens = 0
         self._num_decodes: int | None = None
         """Tokens of the batch before its first prompt; None while decodes are added."""

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
 from vajra_policies.fairness.accounts import QuantumConfig
 from vajra_policies.fairness.deficits import refill
-from vajra_policies.routing import load_in, those_up, whole_queue
-from vajra_py.contract import (
-    Layer,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival, load_in, those_up
+from vajra_py.contract import Layer, PolicyContext, PolicySpec, ReplicaId, ReplicaLoadView, RequestView
 
 
 class D2lpmConfig(QuantumConfig):
@@ -26,7 +18,7 @@ class D2lpmConfig(QuantumConfig):
     output_weight: float = Field(1.0, ge=0, description="Charge for a generated token, when its request ends.")
 
 
-class D2lpm:
+class D2lpm(BindsOnArrival):
     """The longest cached prefix among replicas w with q_{u,w} > 0, the deficit of the request's tenant u at w.
 
     - Placing a request takes w_p * (prompt - cached prefix) / f_u from q_{u,w}, its end w_q * outputs / f_u.
@@ -60,10 +52,6 @@ class D2lpm:
         self._placed[request] = chosen
         self._charge(request, chosen, self._config.prompt_weight * (request.num_prompt_tokens + minus_hit))
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Charge for outputs."""

@@ -24,7 +24,7 @@ class DeficitRoundRobinConfig(QuantumConfig):
 class DeficitRoundRobin:
     """Key of a tenant = its place in the circle; its requests go in order of arrival.
 
-    Tenants that wait stand in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
+    Tenants that wait are in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
     tenant waits; admitted prompts and generated tokens are subtracted, so that D_u falls below 0 (a debt, since costs are known
     afterwards only), and a tenant in debt is passed over until its turns have paid it. Credit that is left is lost when
     a tenant waits no more; a debt stays for as long as it is owed, and nothing else is kept of a tenant that has left.
@@ -79,7 +79,7 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """The turn may have ended with the tokens that were generated."""
+        """Pass the turn on if it has ended with the tokens that were generated."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -107,12 +107,12 @@ class DeficitRoundRobin:
         return self._credit[tenant]
 
     def _turn(self) -> None:
-        """Pass the turn on until somebody has credit, unless the tenant that has it waits and has credit left."""
+        """Pass the turn on until a tenant has credit, unless the tenant that has it waits and has credit left."""
         if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the next tenant its turn, and so on until one has credit; rounds that nobody could use are given at once."""
+        """Give the next tenant its turn, and so on until one has credit; rounds that no tenant could use are given at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

@@ -56,7 +56,7 @@ class Dlpm:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the tokens that the cache holds of it."""
+        """Return minus the tokens that the cache holds of it."""
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
@@ -86,7 +86,7 @@ class Dlpm:
         self._refill()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Tokens were generated: who has deficit left may have none now."""
+        """Charge the generated tokens: a tenant with deficit left may have none now."""
         self._collected.clear()
         self._refill()
 
@@ -105,7 +105,7 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits unless somebody who waits has some left; charges of the others can wait until then."""
+        """Refill deficits unless a waiting tenant has some left; charges of the others can wait until then."""
         left, waiting = self._left, self._accounts.num_waiting
         while left:
             tenant = next(iter(left))

@@ -118,15 +118,11 @@ class Equinox:
         return alpha * user + (1.0 - alpha) * device
 
 
-def _build(config: EquinoxConfig, context: PolicyContext) -> Equinox:
-    return Equinox(config, context)
-
-
 SPEC = PolicySpec(
     name="equinox",
     layer=Layer.REQUEST_PRIORITIZER,
     config=EquinoxConfig,
-    build=_build,
+    build=Equinox,
     summary="The tenant with the least mix of what its users got in time and what it cost, both predicted.",
     source="Equinox (arXiv:2508.16646)",
     advice=(

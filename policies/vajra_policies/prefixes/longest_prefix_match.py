@@ -41,13 +41,13 @@ class LongestPrefixMatch:
         self._num_changes = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the cached tokens; of one that runs, minus those that the cache spared it."""
+        """Return minus the cached tokens; of a running request, minus the cached tokens at its admission."""
         if self._goes_by_arrival():
             return 0.0
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
 
     def key_epoch(self) -> int:
-        """The number of times that it began to matter, or no longer matters, what is cached."""
+        """Number of switches between keys by cached tokens and order of arrival."""
         if self._goes_by_arrival() is not self._went_by_arrival:
             self._went_by_arrival = not self._went_by_arrival
             self._num_changes += 1
@@ -61,11 +61,11 @@ class LongestPrefixMatch:
         self._waiting.update((request, None) for request in requests if not request.is_resident)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Take the request out of the waiting ones."""
         self._waiting.pop(request, None)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._waiting[request] = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -87,7 +87,7 @@ SPEC = PolicySpec(
     source="SGLang (Zheng et al., arXiv:2312.07104)",
     aliases=("longest_prefix_match",),
     advice=(
-        "Use it where prompts share prefixes and the cache is too small for all of them. Not where somebody "
+        "Use it where prompts share prefixes and the cache is too small for all of them. Not where a request "
         "without a cached prefix may not wait for ever (`dlpm`, `residual_sjf`)."
     ),
 )

@@ -28,8 +28,8 @@ class Preflow:
     - The priority is 2^(A / D) / (P * R), with A the age; the key is minus its logarithm. All age alike, so the order does not depend on the
       time: work that is twice as large in both weighs as much as a wait of 2 D.
 
-    Short prompts go before long ones, a prompt near its end before one that begins, and nobody waits for ever. Waiting prompts and those
-    in progress stand in one line, so use it with a chunked scheduler such as `fixed_chunk`.
+    Short prompts go before long ones, a prompt near its end before one that begins, and no request waits for ever. Waiting prompts and those
+    in progress are in one line, so use it with a chunked scheduler such as `fixed_chunk`.
 
     Left out: nothing of the rule; the source runs on replicas that only compute prompts. Unverified: the default of D.
 
@@ -67,6 +67,6 @@ SPEC = PolicySpec(
     source="PREFLOW (vllm-ascend, pull request 16360)",
     advice=(
         "Use it with chunked schedulers where prompts differ by orders of magnitude: low slowdowns in the mean, "
-        "and nobody waits for ever. Not where outputs make up most of the work."
+        "and no request waits for ever. Not where outputs make up most of the work."
     ),
 )

@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 
 _EARLY_S = 1e-6
-"""Time by which the end of a wait is told early, beyond what rounding can do, seconds."""
+"""Time by which the end of a wait is announced early, beyond what rounding can do, seconds."""
 
 
 class ResidualShortestJobConfig(PolicyConfig):

@@ -56,7 +56,7 @@ class _Call:
 class Plas:
     """Key = running time of the program's ended calls when the call arrived (or the queue that this falls into).
 
-    Short programs go before long ones, although nobody knows their lengths: a program sinks as it is served. With `queue_bounds_s` a
+    Short programs go before long ones, although their lengths are unknown: a program sinks as it is served. With `queue_bounds_s` a
     call also sinks by its own running time. A request without a program is a program of its own.
 
     Left out: its router (short calls to the least used replica, long ones to their program's), looks every few steps, and swaps in bulk.
@@ -92,11 +92,11 @@ class Plas:
             self._call(request)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A call begins to run."""
+        """Note that a call begins to run."""
         self._call(request).admitted_at = now
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A call waits again."""
+        """Note that a call waits again."""
         call = self._call(request)
         if call.admitted_at is not None:
             call.run_s += now - call.admitted_at

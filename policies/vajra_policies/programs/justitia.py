@@ -8,15 +8,7 @@ from heapq import heappop, heappush
 from pydantic import Field
 
 from vajra_policies.size.lengths import LengthConfig, Lengths
-from vajra_py.contract import (
-    EndedStep,
-    KeyMotion,
-    Layer,
-    PolicyContext,
-    PolicySpec,
-    ProgramView,
-    RequestView,
-)
+from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
 
 _MOST = 1e18
 """Cost above which what a client states is not believed."""
@@ -43,7 +35,7 @@ class FluidShares:
         self._tags: list[float] = []
 
     def join(self, cost: float) -> float:
-        """An agent comes; returns its finish tag."""
+        """Add an agent; returns its finish tag."""
         tag = self.virtual_time + cost
         heappush(self._tags, tag)
         return tag
@@ -120,19 +112,15 @@ class Justitia:
         return (first.num_program_calls or 1) * length * (first.num_prompt_tokens + length / 2.0)
 
 
-def _build(config: JustitiaConfig, context: PolicyContext) -> Justitia:
-    return Justitia(config, context)
-
-
 SPEC = PolicySpec(
     name="justitia",
     layer=Layer.REQUEST_PRIORITIZER,
     config=JustitiaConfig,
-    build=_build,
+    build=Justitia,
     summary="Agents one after the other, in the order in which they would end under even sharing of the memory.",
     source="Justitia (arXiv:2510.17015)",
     advice=(
         "Use it for agents with many calls side by side: they end one after the other, hardly any later than "
-        "under even sharing. Not where costs cannot be told beforehand."
+        "under even sharing. Not where costs cannot be estimated beforehand."
     ),
 )

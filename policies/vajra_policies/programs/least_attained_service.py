@@ -70,31 +70,31 @@ class LeastAttainedService:
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
-        """Minus the score; 0 where no request of the program waits."""
+        """Return minus the score; 0 where no request of the program waits."""
         if self._scores is None:
             self._scores = self._scores_at(self._changed_at)
         return -self._scores.get(group, 0.0)
 
     def service(self, program: str, now: float) -> float:
-        """What is left at `now` of the program's service, weighted tokens."""
+        """Return the rest of the program's service at `now`, weighted tokens."""
         amount, at = self._services.get(program, (0.0, now))
         left: float = amount * 0.5 ** ((now - at) / self._config.half_life_s)
         return left
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Programs have more requests that wait."""
+        """Add requests to the waiting ones of their programs."""
         for request in requests:
             if not request.is_resident:
                 self._wait(request)
         self._change(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The program's next request is its first one."""
+        """Take the request out of the waiting ones of its program."""
         self._leave(request)
         self._change(now)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._wait(request)
         self._change(now)
 

@@ -1,4 +1,4 @@
-"""Parrot's order: calls that stand deeper in their application's graph first, so that applications end one after the other."""
+"""Parrot's order: calls deeper in their application's graph first, so that applications end one after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parrot:
     arrival it is (3 N + 1) / 2.
 
     Left out: groups of calls with a common successor, which Parrot places as one unit, and of calls with a common prompt, which it
-    places together; prompts with variables, by which its service knows the graph.
+    places together; prompts with variables, from which its service derives the graph.
 
     Source: Lin et al., "Parrot: Efficient Serving of LLM-based Applications with Semantic Variable", OSDI'24 (arXiv:2405.19888);
     the order of the task queue in its code.
@@ -42,7 +42,7 @@ class Parrot:
         self._depths: dict[ProgramView, dict[RequestId, int]] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the depth."""
+        """Return minus the depth."""
         program = request.program
         if program is None:
             return 0.0
@@ -55,7 +55,7 @@ class Parrot:
         return -float(depth)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note where calls stand."""
+        """Note the depths of calls."""
         for request in requests:
             self.key(request, now)
 

@@ -29,7 +29,7 @@ class NewestFirst:
     key_motion = KeyMotion.STATIC
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Minus the time of entry."""
+        """Return minus the time of entry."""
         return -block.stored_at
 
 

@@ -92,7 +92,7 @@ class Kvflow:
     # Programs
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """It is the turn of their stages."""
+        """Note that the stages of these requests run now."""
         for request in requests:
             program, stage = request.program, request.stage
             if program is None or not stage:
@@ -116,18 +116,18 @@ class Kvflow:
                 self._steps.pop(program, None)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Nobody waits for its content."""
+        """Forget the program: no request waits for its content any more."""
         for known in (self._alive, self._last, self._steps):
             known.pop(program, None)
 
     # Content
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """It is of the agent whose request entered it."""
+        """Assign new content to the agent of the request that stored it."""
         self.on_used(blocks, now)
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Another agent has it too."""
+        """Assign the content to another agent too."""
         for block in blocks:
             program, stage = block.request.program, block.request.stage
             if program is None or not stage:

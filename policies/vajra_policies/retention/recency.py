@@ -10,7 +10,7 @@ class LruConfig(PolicyConfig):
 
 
 class LeastRecentlyUsed:
-    """Key = the last use: what nobody has used for longest goes first."""
+    """Key = the last use: what was unused for longest goes first."""
 
     key_motion = KeyMotion.PROGRESS
 
@@ -32,7 +32,7 @@ class MostRecentlyUsed:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Minus the time of the last use."""
+        """Return minus the time of the last use."""
         return -block.last_used_at
 
 

@@ -18,7 +18,7 @@ class PriorityRetention:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Minus the priority, then the time of the last use."""
+        """Return minus the priority, then the time of the last use."""
         return (-block.priority, block.last_used_at)
 
 

@@ -20,7 +20,7 @@ class LoraAffinityScorer:
     """
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[float]:
-        """By the adapters that each replica has loaded, and those that requests wait for there."""
+        """Scores by the adapters that each replica has loaded, and those that requests wait for there."""
         return [_score(request.adapter, one) for one in replicas]
 
 

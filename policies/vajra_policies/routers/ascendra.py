@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, PeriodicWakeUps, those_up
 from vajra_py.contract import (
     Layer,
     Move,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -35,7 +34,7 @@ class AscendraConfig(PolicyConfig):
     interval_s: float = Field(0.05, gt=0, description="Time between two looks at those that wait, seconds.")
 
 
-class Ascendra:
+class Ascendra(BindsOnArrival):
     """Requests go to the least loaded low-priority replica (LP); one that still waits shortly before it would be late moves to an HP replica.
 
     It is handed over when now + `margin_s` + T(prompt) > arrival + promised TTFT, with T the predicted time of the prompt alone; to the HP
@@ -52,8 +51,7 @@ class Ascendra:
     def __init__(self, config: AscendraConfig, context: PolicyContext) -> None:
         self._config = config
         self._prefill_time = context.prefill_time
-        self._wake = context.wake
-        self._is_set = False
+        self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._waiting: dict[RequestView, ReplicaId] = {}
         """LP replicas of requests with a promised first token that wait there for the first time."""
 
@@ -65,15 +63,11 @@ class Ascendra:
         best = min(low, key=lambda one: (one.num_running + one.num_waiting, one.replica_id)).replica_id
         if request.ttft_slo_s is not None and not request.num_output_tokens:
             self._waiting[request] = best
-            self._set_alarm(now)
+            self._looks.start(now)
         return best
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
-
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Those that would be late where they wait, to HP replicas."""
+        """Move requests that would be late where they wait to HP replicas."""
         _, high = self._split(replicas)
         pending = {one.replica_id: one.num_pending_tokens for one in replicas}
         targets = [one.replica_id for one in high]
@@ -90,13 +84,11 @@ class Ascendra:
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while somebody waits."""
-        self._is_set = False
-        if self._waiting:
-            self._set_alarm(now)
+        """Look again after the interval, while a request waits."""
+        self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Forget the request as a waiting one."""
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -114,21 +106,12 @@ class Ascendra:
         num_high = min(max(round(self._config.high_priority_fraction * len(up)), 1), len(up) - 1) if up else 0
         return up[: len(up) - num_high], up[len(up) - num_high :]
 
-    def _set_alarm(self, now: float) -> None:
-        if not self._is_set:
-            self._is_set = True
-            self._wake.at(now + self._config.interval_s)
-
-
-def _build(config: AscendraConfig, context: PolicyContext) -> Ascendra:
-    return Ascendra(config, context)
-
 
 SPEC = PolicySpec(
     name="ascendra",
     layer=Layer.REPLICASET_SCHEDULER,
     config=AscendraConfig,
-    build=_build,
+    build=Ascendra,
     summary="The least loaded of most replicas; who would be late there moves to one of the few that are kept for that.",
     source="Ascendra (arXiv:2504.20828)",
     advice=(

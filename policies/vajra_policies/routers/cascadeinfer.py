@@ -9,14 +9,13 @@ from itertools import accumulate
 from pydantic import Field
 
 from vajra_policies.routers.length_ranges import Stage, partition
-from vajra_policies.routing import load_in, those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, PeriodicWakeUps, by_pool, load_in, those_up
 from vajra_py.contract import (
     Layer,
     Move,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -33,7 +32,7 @@ class CascadeinferConfig(PolicyConfig):
     )
 
 
-class Cascadeinfer:
+class Cascadeinfer(BindsOnArrival):
     """A request goes to the least loaded replica, by tokens, of those for its length; when it has outgrown them, it moves on with its KV.
 
     Ranges, and the replicas of each, are those of `partition` for the lengths (tokens known) of the requests that are here when a look is
@@ -49,19 +48,16 @@ class Cascadeinfer:
     def __init__(self, config: CascadeinferConfig, context: PolicyContext) -> None:
         self._config = config
         self._block_size = context.limits.block_size
-        self._wake = context.wake
-        self._is_set = False
+        self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._load = load_in("tokens")
         self._at: dict[RequestView, ReplicaId] = {}
         self._plans: dict[str, tuple[float, list[ReplicaId], list[Stage]]] = {}
-        """When it was made, for which replicas, and the ranges, by pool."""
+        """Time, replicas and ranges of the last plan of each pool."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The least loaded replica of those for its length."""
-        if not self._is_set:
-            self._is_set = True
-            self._wake.at(now + self._config.interval_s)
-        members = [one for pool in _by_pool(replicas) for one in self._members(pool, request.num_known_tokens, now)]
+        self._looks.start(now)
+        members = [one for pool in _pools(replicas) for one in self._members(pool, request.num_known_tokens, now)]
         best = min(members, key=lambda one: (self._load(one), one.replica_id), default=None)
         if best is None:
             self._at.pop(request, None)
@@ -69,14 +65,10 @@ class Cascadeinfer:
         self._at[request] = best.replica_id
         return best.replica_id
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
-
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Running requests that have outgrown the range of their replica."""
         moves = []
-        for pool in _by_pool(replicas):
+        for pool in _pools(replicas):
             load = {one.replica_id: self._load(one) for one in pool}
             for request, source in self._at.items():
                 if source not in load or not (request.is_resident and request.is_prefill_complete):
@@ -93,16 +85,14 @@ class Cascadeinfer:
 
     def on_wake(self, key: str, now: float) -> None:
         """Look again after the interval, while there are requests."""
-        self._is_set = bool(self._at)
-        if self._is_set:
-            self._wake.at(now + self._config.interval_s)
+        self._looks.woken(now, goes_on=bool(self._at))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It runs there."""
+        """Note that the request runs there."""
         self._at[request] = replica_id
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """It is at its target."""
+        """Note that the request is at its target."""
         self._at[request] = target
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -130,22 +120,16 @@ class Cascadeinfer:
         return stages
 
 
-def _by_pool(replicas: Sequence[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    pools: dict[str, list[ReplicaLoadView]] = {}
-    for one in sorted(those_up(replicas), key=lambda one: one.replica_id):
-        pools.setdefault(one.pool, []).append(one)
-    return list(pools.values())
-
-
-def _build(config: CascadeinferConfig, context: PolicyContext) -> Cascadeinfer:
-    return Cascadeinfer(config, context)
+def _pools(replicas: Sequence[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
+    """Replicas of each pool that are up, in order of their ids."""
+    return by_pool(sorted(those_up(replicas), key=lambda one: one.replica_id))
 
 
 SPEC = PolicySpec(
     name="cascadeinfer",
     layer=Layer.REPLICASET_SCHEDULER,
     config=CascadeinferConfig,
-    build=_build,
+    build=Cascadeinfer,
     summary="Replicas for ranges of lengths, chosen for the least cost; requests move on to the next range as they grow.",
     source="CascadeInfer (arXiv:2512.19179)",
     advice=(

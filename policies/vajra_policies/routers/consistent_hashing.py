@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from math import ceil
 from typing import Literal
 
 from pydantic import Field
 
-from vajra_policies.routing import load_in, those_up, whole_queue
-from vajra_py.contract import (
-    Layer,
-    PolicyConfig,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival, load_in, those_up
+from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicaId, ReplicaLoadView, RequestView
 
 
 class ConsistentHashingConfig(PolicyConfig):
@@ -37,7 +28,7 @@ class ConsistentHashingConfig(PolicyConfig):
     )
 
 
-class ConsistentHashing:
+class ConsistentHashing(BindsOnArrival):
     """The first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
 
     When a replica goes, its keys alone move, to the next ones on the ring; when it is back, they return. With the bound c
@@ -66,10 +57,6 @@ class ConsistentHashing:
         loads = {replica_id: self._load(one) for replica_id, one in up.items()}
         bound = ceil(self._factor * (sum(loads.values()) + 1) / len(up))
         return next(one for one in self._clockwise(request) if one in up and loads[one] < bound)
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def _clockwise(self, request: RequestView) -> Iterator[ReplicaId]:
         name = (request.tenant if self._by_tenant else request.session_id) or request.request_id

@@ -62,7 +62,7 @@ class ContextLengthAware:
         return [_NO_RANGE if own is None else range_score(length, own.min_tokens, own.max_tokens) for own in ranges]
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """With `enable_filtering` those whose range fits, and those without one."""
+        """Keep, with `enable_filtering`, the replicas whose range fits, and those without one."""
         if not self._config.enable_filtering:
             return replicas
         length = request.num_prompt_tokens

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import (
     BatchBuilder,
@@ -17,7 +16,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -28,7 +26,7 @@ from vajra_py.contract import (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a request is cut, and who computes its parts."""
+    """Position at which a request is cut, and the replicas of its parts."""
 
     first: ReplicaId
     second: ReplicaId
@@ -62,7 +60,7 @@ class DynaserveConfig(LengthConfig):
     )
 
 
-class Dynaserve:
+class Dynaserve(BindsOnArrival):
     """A request of p prompt and about d output tokens goes to the two least loaded replicas, cut at token s.
 
     Work is in prompt tokens: p + w * d. The less loaded replica a gets the first part, and s is chosen so that both have the same load
@@ -100,14 +98,10 @@ class Dynaserve:
         self._cuts[request] = Cut(first, second, at_token)
         return first
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
-
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """The replica of the second part, once the first one is done; None before and after."""
+        """Return the replica of the second part, once the first one is done; None before and after."""
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None
@@ -162,11 +156,11 @@ class MicroRequests(FixedChunk):
     """Requests leave in the middle of their decodes, so that steps need not repeat."""
 
     def __init__(self, config: MicroRequestConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._cuts = _cuts(context.shared).of
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Those whose first part is done leave; the others get chunks."""
+        """Hand off requests whose first part is done; give the others chunks."""
         if self._cuts:
             for request in replica.running():
                 cut = self._here(request, replica)
@@ -189,19 +183,11 @@ class MicroRequests(FixedChunk):
         return min(num_tokens, left) if left > 0 else num_tokens
 
 
-def _build(config: DynaserveConfig, context: PolicyContext) -> Dynaserve:
-    return Dynaserve(config, context)
-
-
-def _build_scheduler(config: MicroRequestConfig, context: PolicyContext) -> MicroRequests:
-    return MicroRequests(config, context)
-
-
 SPEC = PolicySpec(
     name="dynaserve",
     layer=Layer.REPLICASET_SCHEDULER,
     config=DynaserveConfig,
-    build=_build,
+    build=Dynaserve,
     summary="Requests cut at one token into two parts, on the two least loaded replicas, so that both have the same work.",
     source="DynaServe (arXiv:2504.09285)",
     advice=(
@@ -214,7 +200,7 @@ REPLICA_SPEC = PolicySpec(
     name="micro_requests",
     layer=Layer.REPLICA_SCHEDULER,
     config=MicroRequestConfig,
-    build=_build_scheduler,
+    build=MicroRequests,
     summary="Fixed chunks, and requests leave with their KV at the token where they were cut.",
     source="DynaServe (arXiv:2504.09285)",
     advice=("Use it with `dynaserve`. Not with other routers, where it is `fixed_chunk`."),

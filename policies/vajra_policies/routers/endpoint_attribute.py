@@ -136,7 +136,7 @@ class EndpointAttributeFilter:
         self._config = config
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those that fulfil the condition."""
+        """Keep the replicas that fulfil the condition."""
         threshold = self._config.algorithm.threshold
         holds = _OPERATORS[threshold.operator](figures.figure(replicas, self._config.attribute), threshold.value)
         return figures.fitting(replicas, holds, fallback=self._config.fallback_on_empty)

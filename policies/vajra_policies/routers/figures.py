@@ -77,11 +77,6 @@ def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
     return _floats(replicas, "num_waiting")
 
 
-def pending_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Tokens left to prefill."""
-    return _floats(replicas, "num_pending_tokens")
-
-
 def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
     """Tokens whose KV is held for running requests."""
     return _floats(replicas, "num_context_tokens")

@@ -7,19 +7,19 @@ Source: Llumnix (OSDI'24, arXiv:2406.03243), section 4.4; code AlibabaPAI/llumni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routers.request_places import RequestPlaces
+from vajra_policies.routing import BindsOnArrival, PeriodicWakeUps, by_pool, those_up
 from vajra_py.contract import (
     Layer,
     Move,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     ReplicaState,
@@ -28,7 +28,6 @@ from vajra_py.contract import (
 
 Counted: TypeAlias = Literal["all", "first"]
 """Waiting requests whose demand counts."""
-Choice: TypeAlias = Literal["shortest", "longest", "last", "first_waiting", "first_waiting_and_shortest"]
 
 
 class LlumnixConfig(PolicyConfig):
@@ -57,7 +56,7 @@ class LlumnixConfig(PolicyConfig):
             "the target stays above `migrate_below` and the difference of freeness shrinks without changing its sign."
         ),
     )
-    moved: Choice = Field(
+    moved: Literal["shortest", "longest", "last", "first_waiting", "first_waiting_and_shortest"] = Field(
         "shortest",
         description="Request that a replica gives away: of those that decode the shortest, the longest or the one admitted last; or the "
         "first that waits; or the first that waits and the shortest that decodes.",
@@ -68,7 +67,7 @@ class LlumnixConfig(PolicyConfig):
     )
 
 
-class Llumnix:
+class Llumnix(BindsOnArrival):
     """Binds on arrival to the freest replica that is up, and moves requests from the least free replicas to the freest.
 
     Freeness of a replica: the steps that its requests can still decode, (free blocks - demand) / requests. The demand is that of the
@@ -82,29 +81,22 @@ class Llumnix:
     def __init__(self, config: LlumnixConfig, context: PolicyContext) -> None:
         self._config = config
         self._block_size = context.limits.block_size
-        self._wake = context.wake
-        self._is_set = False
-        self._place: dict[RequestView, ReplicaId] = {}
-        self._running: dict[ReplicaId, dict[RequestView, None]] = {}
-        """Running requests by replica, in order of admission."""
-        self._waiting: dict[ReplicaId, dict[RequestView, None]] = {}
+        self._looks = PeriodicWakeUps(context.wake, config.interval_s)
+        self._places = RequestPlaces()
 
     # Dispatch
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The freest replica that is up."""
-        self._set_alarm(now)
+        if self._config.migrates:
+            self._looks.start(now)
         counted = self._config.dispatch_counts
         best = min(those_up(replicas), key=lambda one: (-self._freeness(one, counted), one.replica_id), default=None)
         if best is None:
-            self._forget(request)
+            self._places.forget(request)
             return None
-        self._put(self._waiting, request, best.replica_id)
+        self._places.wait(request, best.replica_id)
         return best.replica_id
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     # Freeness
 
@@ -112,20 +104,18 @@ class Llumnix:
         """Freeness, as it would be if running requests with so many blocks came (negative: left)."""
         if replica.state is ReplicaState.DRAINING:
             return -math.inf
-        waiting = self._waiting.get(replica.replica_id, {})
+        waiting = self._places.waiting[replica.replica_id]
         if counted == "first" and waiting:
             waiting = {min(waiting, key=_turn): None}
         num_requests = replica.num_running + len(waiting) + num_moved
         if num_requests <= 0:
             return math.inf
         demand = sum(map(self._blocks, waiting)) + moved_blocks
-        running = self._running.get(replica.replica_id, {})
-        if self._config.headroom_blocks and any(map(self._is_high, (*running, *waiting))):
-            demand += self._config.headroom_blocks
+        if self._config.headroom_blocks:
+            here = (*self._places.running[replica.replica_id], *waiting)
+            is_high = any(one.priority < self._config.high_priority_below for one in here)
+            demand += self._config.headroom_blocks if is_high else 0
         return (replica.free_blocks - demand) / num_requests
-
-    def _is_high(self, request: RequestView) -> bool:
-        return request.priority < self._config.high_priority_below
 
     def _blocks(self, request: RequestView) -> int:
         return -(-request.num_known_tokens // self._block_size)
@@ -136,105 +126,70 @@ class Llumnix:
         """A request for each pair of a replica that is short of memory and one of its pool that is not."""
         if not self._config.migrates:
             return []
-        pools: dict[str, list[ReplicaLoadView]] = {}
-        for one in replicas:
-            if one.is_up or one.state is ReplicaState.DRAINING:
-                pools.setdefault(one.pool, []).append(one)
-        return [move for pool in pools.values() for pair in self._pairs(pool) for move in self._moves(*pair)]
+        able = [one for one in replicas if one.is_up or one.state is ReplicaState.DRAINING]
+        return [move for pool in by_pool(able) for pair in self._pairs(pool) for move in self._moves(*pair)]
 
     def _pairs(self, pool: Sequence[ReplicaLoadView]) -> Iterator[tuple[ReplicaLoadView, ReplicaLoadView]]:
         """(source, target): the i-th least free of those that give away with the i-th freest of those that take."""
+        by_id = {one.replica_id: one for one in pool}
         freeness = {one.replica_id: self._freeness(one, "first") for one in pool}
-        gives, takes = [], []
-        for one in pool:
-            if freeness[one.replica_id] <= self._config.migrate_below or self._has_preempted(one):
-                gives.append(one)
-            elif one.is_up:
-                takes.append(one)
-        gives.sort(key=lambda one: (freeness[one.replica_id], one.replica_id))
-        takes.sort(key=lambda one: (-freeness[one.replica_id], one.replica_id))
+        least_free = sorted(by_id, key=lambda one: (freeness[one], one))
+        freest = sorted(by_id, key=lambda one: (-freeness[one], one))
+        below, has_preempted = self._config.migrate_below, self._places.has_preempted
+        gives = [one for one in least_free if freeness[one] <= below or has_preempted(one)]
+        takes = [one for one in freest if by_id[one].is_up and one not in gives]
         for source, target in zip(gives, takes, strict=False):
-            if self._config.pairs == "defrag" or self._balances(source, target, freeness):
-                yield source, target
-
-    def _has_preempted(self, replica: ReplicaLoadView) -> bool:
-        return any(one.preempted_index > 0 for one in self._waiting.get(replica.replica_id, ()))
+            if self._config.pairs == "defrag" or self._balances(by_id[source], by_id[target], freeness):
+                yield by_id[source], by_id[target]
 
     def _balances(self, source: ReplicaLoadView, target: ReplicaLoadView, freeness: Mapping[ReplicaId, float]) -> bool:
-        chosen = (choose(self, source) for choose in _CHOICES[self._config.moved])
-        request = next((one for one in chosen if one is not None), None)
-        if request is None:
+        chosen = self._chosen(source)
+        if not chosen:
             return False
-        blocks = self._blocks(request)
+        blocks = self._blocks(chosen[0])
         target_after = self._freeness(target, "first", blocks, 1)
         source_after = self._freeness(source, "first", -blocks, -1)
         before = freeness[target.replica_id] - freeness[source.replica_id]
         return target_after > self._config.migrate_below and 0 < target_after - source_after < before
 
     def _moves(self, source: ReplicaLoadView, target: ReplicaLoadView) -> Iterator[Move]:
-        for choose in _CHOICES[self._config.moved]:
-            request = choose(self, source)
-            if request is None:
-                continue
+        for request in self._chosen(source):
             if not request.is_resident:
-                self._put(self._waiting, request, target.replica_id)
+                self._places.wait(request, target.replica_id)
             yield Move(request, target.replica_id)
 
-    def _decoding(self, replica: ReplicaLoadView) -> list[RequestView]:
-        running = self._running.get(replica.replica_id, ())
-        return [one for one in running if one.is_resident and one.is_prefill_complete]
-
-    def _shortest(self, replica: ReplicaLoadView) -> RequestView | None:
-        return min(self._decoding(replica), key=lambda one: one.num_known_tokens, default=None)
-
-    def _longest(self, replica: ReplicaLoadView) -> RequestView | None:
-        return max(self._decoding(replica), key=lambda one: one.num_known_tokens, default=None)
-
-    def _last(self, replica: ReplicaLoadView) -> RequestView | None:
-        return next(reversed(self._decoding(replica)), None)
-
-    def _first_waiting(self, replica: ReplicaLoadView) -> RequestView | None:
-        waiting = [one for one in self._waiting.get(replica.replica_id, ()) if not one.is_swapped]
-        return min(waiting, key=_turn, default=None)
+    def _chosen(self, source: ReplicaLoadView) -> list[RequestView]:
+        """Requests that a replica gives away."""
+        moved = self._config.moved
+        running = self._places.running[source.replica_id]
+        decoding = [one for one in running if one.is_resident and one.is_prefill_complete]
+        waiting = self._places.waiting[source.replica_id] if moved.startswith("first_waiting") else ()
+        movable = [one for one in waiting if not one.is_swapped]
+        first = [min(movable, key=_turn)] if movable else []
+        if moved == "first_waiting" or not decoding:
+            return first
+        if moved == "last":
+            return [decoding[-1]]
+        best = max if moved == "longest" else min
+        return [*first, best(decoding, key=lambda one: one.num_known_tokens)]
 
     # What is where
 
     def on_wake(self, key: str, now: float) -> None:
         """Look again after the interval, while there are requests."""
-        self._is_set = False
-        if self._place:
-            self._set_alarm(now)
-
-    def _set_alarm(self, now: float) -> None:
-        if self._config.migrates and not self._is_set:
-            self._is_set = True
-            self._wake.at(now + self._config.interval_s)
+        self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request runs there from now on."""
-        self._put(self._running, request, replica_id)
+        """Count the request as running there from now on."""
+        self._places.run(request, replica_id)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request waits there again."""
-        self._put(self._waiting, request, replica_id)
+        """Count the request as waiting there again."""
+        self._places.wait(request, replica_id)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
-        for request in requests:
-            self._forget(request)
-
-    def _put(
-        self, where: dict[ReplicaId, dict[RequestView, None]], request: RequestView, replica_id: ReplicaId
-    ) -> None:
-        self._forget(request)
-        self._place[request] = replica_id
-        where.setdefault(replica_id, {})[request] = None
-
-    def _forget(self, request: RequestView) -> None:
-        replica_id = self._place.pop(request, None)
-        if replica_id is not None:
-            for where in (self._running, self._waiting):
-                where.get(replica_id, {}).pop(request, None)
+        self._places.forget(*requests)
 
 
 def _turn(request: RequestView) -> tuple[float, float, float, int]:
@@ -242,24 +197,11 @@ def _turn(request: RequestView) -> tuple[float, float, float, int]:
     return -request.preempted_index, request.priority, request.arrived_at, request.index
 
 
-_CHOICES: Mapping[Choice, Sequence[Callable[[Llumnix, ReplicaLoadView], RequestView | None]]] = {
-    "shortest": (Llumnix._shortest,),
-    "longest": (Llumnix._longest,),
-    "last": (Llumnix._last,),
-    "first_waiting": (Llumnix._first_waiting,),
-    "first_waiting_and_shortest": (Llumnix._first_waiting, Llumnix._shortest),
-}
-
-
-def _build(config: LlumnixConfig, context: PolicyContext) -> Llumnix:
-    return Llumnix(config, context)
-
-
 SPEC = PolicySpec(
     name="llumnix",
     layer=Layer.REPLICASET_SCHEDULER,
     config=LlumnixConfig,
-    build=_build,
+    build=Llumnix,
     summary="Each arriving request to the freest replica; live migration from replicas that are short of KV blocks.",
     source="Llumnix (OSDI'24, arXiv:2406.03243); code AlibabaPAI/llumnix",
     advice=(

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
-from vajra_py.contract import (
-    Layer,
-    PolicyConfig,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival, those_up
+from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicaId, ReplicaLoadView, RequestView
 
 
 class LmetricConfig(PolicyConfig):
@@ -31,7 +22,7 @@ class LmetricConfig(PolicyConfig):
     )
 
 
-class Lmetric:
+class Lmetric(BindsOnArrival):
     """Least P * B, with P the tokens to prefill and B the requests, running and waiting, of a replica if the request goes there.
 
     P = prompt - cached prefix, and what is left to prefill there (`counts_pending`); B counts the request too
@@ -56,10 +47,6 @@ class Lmetric:
         scored = [(*self._score(request, one), one.replica_id <= self._last, one.replica_id) for one in up]
         self._last = min(scored)[-1]
         return self._last
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def _score(self, request: RequestView, replica: ReplicaLoadView) -> tuple[int, int]:
         num_tokens = request.num_prompt_tokens - replica.prefix_hit_tokens(request)

@@ -60,7 +60,7 @@ class LoadAwareConfig(PolicyConfig):
 
 
 class LoadAwareScorer:
-    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it weighs half of what its weight says."""
+    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it has half of its weight."""
 
     def __init__(self, config: LoadAwareConfig) -> None:
         self._threshold = config.threshold
@@ -90,7 +90,7 @@ class ActiveRequestScorer:
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """By requests that this router has sent and that have not ended."""
+        """Scores by requests that this router has sent and that have not ended."""
         counts = np.asarray(self._load.num_requests(replicas), dtype=np.float64)
         most = max(float(counts.max(initial=0.0)), 1.0)
         busy = (most - counts) / most * self._config.max_busy_score
@@ -114,7 +114,7 @@ class TokenLoadScorer:
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """By tokens that this router has sent and that are not computed, as far as it knows."""
+        """Scores by tokens that this router has sent and that are not computed, as far as it has seen."""
         in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
         tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
         score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
     PrefillTime,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -22,7 +21,7 @@ class MooncakeConductorConfig(PolicyConfig):
     """`mooncake_conductor` has no parameters."""
 
 
-class MooncakeConductor:
+class MooncakeConductor(BindsOnArrival):
     """Least T = T_queue + T_prefill(p, h): the prefill times of what was sent there and is not computed, and the request's own.
 
     T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached; h is what the replica holds of it now. Ties go to
@@ -60,10 +59,6 @@ class MooncakeConductor:
         self._queues.setdefault(chosen, {})[request] = hit
         self._sent_to[request] = chosen
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""

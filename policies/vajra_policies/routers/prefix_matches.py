@@ -84,7 +84,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Nothing is kept of a request but its blocks."""
+        """Do nothing: only its blocks are kept of a request."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:
@@ -103,7 +103,7 @@ class PreciseConfig(PolicyConfig):
 
 
 class PrecisePrefixMatches:
-    """Asks each replica what its prefix cache holds now, as an index that is fed by KV events without delay."""
+    """Queries each replica's prefix cache as it is now, like an index that is fed by KV events without delay."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.block_size = context.limits.block_size
@@ -135,7 +135,7 @@ class OfPrefixProducer(PolicyConfig):
 
 
 def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
-    """The router's producer of this name. Raises `ValueError` if it knows no prefixes."""
+    """The router's producer of this name. Raises `ValueError` if it has no prefix figures."""
     found = context.producer(name)
     if not isinstance(found, PrefixMatches):
         raise ValueError(f"producer {name!r} knows no prefixes; {APPROXIMATE} and {PRECISE} do")

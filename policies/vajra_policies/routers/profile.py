@@ -10,6 +10,7 @@ import numpy as np
 
 from vajra_policies.routers.figures import Candidates, Floats, candidates, position_of
 from vajra_py.contract import (
+    LeavesOutPools,
     PolicyContext,
     ProducerChoice,
     ReplicaFilter,
@@ -41,7 +42,7 @@ class Parts:
         self._context = context
         self._producers: dict[str, Any] = {}
         self.built: list[Any] = []
-        """Every part; those that others read stand before them."""
+        """Every part; those that others read come before them."""
 
     def build(self, choice: RoutingPartChoice) -> Any:
         """Build one part."""
@@ -58,23 +59,23 @@ class Parts:
 
     def listeners(self) -> Mapping[str, Callable[..., None]]:
         """Callbacks of every part that has a method, by method."""
-        told = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
-        return {name: _tell_all(methods) for name, methods in told.items() if methods}
+        found = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
+        return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Methods to tell of a placement, each part's before those of the producers that it reads."""
+        """Methods to notify of a placement, each part's before those of the producers that it reads."""
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 
-def _tell_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+def _notify_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if len(methods) == 1:
         return methods[0]
 
-    def tell(*facts: Any) -> None:
+    def notify(*facts: Any) -> None:
         for method in methods:
             method(*facts)
 
-    return tell
+    return notify
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class Profile:
         if position_of(chosen, left) < 0:
             raise ValueError(f"the picker took replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
         return chosen
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return False if the filters leave out replicas of this pool and role for good."""
+        return all(one.may_take(pool, role) for one in self._filters if isinstance(one, LeavesOutPools))
 
     def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
         """Return the replicas that the filters leave."""

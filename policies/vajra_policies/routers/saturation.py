@@ -88,7 +88,7 @@ class UtilizationDetector:
         self._most_usage = config.kv_cache_util_threshold * (1.0 + config.headroom)
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those that are not saturated."""
+        """Keep the replicas that are not saturated."""
         fits = (figures.waiting(replicas) < self._most_waiting) & (figures.kv_usage(replicas) < self._most_usage)
         return figures.fitting(replicas, fits, fallback=True)
 
@@ -111,7 +111,7 @@ class ConcurrencyDetector:
         self._load = load
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those below the limits."""
+        """Keep the replicas below the limits."""
         config, room = self._config, 1.0 + self._config.headroom
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         if config.concurrency_mode != "tokens":

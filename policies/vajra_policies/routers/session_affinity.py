@@ -79,7 +79,7 @@ class SessionAffinityScorer(_Sessions):
     """1 for the session's replica, 0 for all others."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """All 0 for a request without a session, or the first of one."""
+        """Return 0 for all, for a request without a session, or the first of one."""
         bound = self.replica_of(request, now)
         if bound is None:
             return np.zeros(len(replicas))
@@ -91,7 +91,7 @@ class SessionAffinityFilter(_Sessions):
     """Keeps the session's replica alone, where it is among the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """All, for a request without a session, the first of one, or one whose replica is not among them."""
+        """Keep all for a request without a session, for the first of one, and if its replica is not among them."""
         bound = self.replica_of(request, now)
         return [one for one in replicas if one.replica_id == bound] or replicas
 

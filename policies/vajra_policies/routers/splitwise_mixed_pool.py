@@ -6,19 +6,18 @@ Left out: the search for the numbers and kinds of machines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routers.scheduled_tokens import Placement, ScheduledTokens
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_py.contract import (
     EndedStep,
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -37,33 +36,7 @@ class MixedPoolConfig(PolicyConfig):
     )
 
 
-@dataclass(eq=False, slots=True)
-class Placement:
-    """Replicas of a request's prompt and of its decodes, and what it counts there."""
-
-    prompt_at: ReplicaId
-    token_at: ReplicaId
-    num_prompt_tokens: int
-    most_tokens: int
-    is_pending: bool = True
-    """True until its prompt is computed."""
-    has_left: bool = False
-    """True once its KV is no longer where the prompt was computed."""
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """Tokens that requests have been given at one replica."""
-
-    pending: int = 0
-    """Prompts that are not computed, and one for each request that is to decode there."""
-    memory: int = 0
-    """Tokens whose KV it holds or is to hold."""
-    here: dict[RequestView, None] = field(default_factory=dict)
-    """Requests that wait or run there."""
-
-
-class MixedPool:
+class MixedPool(BindsOnArrival):
     """Places both phases of a request when it arrives; replicas belong to the pool of prompts, of decodes, or the mixed one.
 
     A prompt goes to the replica of its pool with the fewest pending tokens, unless that has a long queue; then to one of the mixed pool;
@@ -76,49 +49,43 @@ class MixedPool:
     def __init__(self, config: MixedPoolConfig, context: PolicyContext) -> None:
         self._config = config
         self._block_size = context.limits.block_size
-        self._placed: dict[RequestView, Placement] = {}
-        self._scheduled: dict[ReplicaId, Scheduled] = {}
+        self._scheduled = ScheduledTokens()
         self._home: dict[ReplicaId, dict[ReplicaId, None]] = {}
         """The own pool of each replica that was seen."""
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}
-        """Pools, by how long replicas have been in them."""
+        """Replicas of each pool, by the time since when they are in it."""
 
     # Placing
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica of the prompt."""
-        self._forget(request)
+        self._scheduled.forget(request)
         self._see(replicas)
         up = {one.replica_id: one for one in those_up(replicas)}
         if not up:
             return None
         prompt_at, token_at = self._chosen(request, up)
-        placed = Placement(
-            prompt_at, token_at, request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
-        )
-        self._placed[request] = placed
-        self._scheduled[prompt_at].here[request] = None
-        self._count(placed, 1)
+        num_prompt_tokens = request.num_prompt_tokens
+        placement = Placement(prompt_at, token_at, num_prompt_tokens, num_prompt_tokens + request.max_tokens)
+        self._scheduled.place(request, placement)
         return prompt_at
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
         """The replica of the decodes; another one if it takes no requests now."""
-        placed = self._placed.get(request)
+        placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}
         if placed is None or not up:
             return None
-        if placed.token_at not in up:
-            self._see(replicas)
-            self._give_to(min(up, key=lambda one: (self._scheduled[one].memory, one)), placed)
-        return placed.token_at
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
+        if placed.token_at in up:
+            return placed.token_at
+        self._see(replicas)
+        token_at = min(up, key=lambda one: (self._scheduled.at[one].memory, one))
+        self._scheduled.change(request, token_at=token_at)
+        return token_at
 
     def _see(self, replicas: Sequence[ReplicaLoadView]) -> None:
         for one in replicas:
@@ -128,7 +95,6 @@ class MixedPool:
                     home = self._mixed
                 self._home[one.replica_id] = home
                 home[one.replica_id] = None
-                self._scheduled.setdefault(one.replica_id, Scheduled())
 
     def _chosen(self, request: RequestView, up: Mapping[ReplicaId, ReplicaLoadView]) -> tuple[ReplicaId, ReplicaId]:
         pools = (self._prompts, self._tokens, self._mixed)
@@ -161,10 +127,10 @@ class MixedPool:
         return best if needed <= best.num_blocks * self._block_size else None
 
     def _pending(self, replica: ReplicaLoadView) -> int:
-        return self._scheduled[replica.replica_id].pending
+        return self._scheduled.at[replica.replica_id].pending
 
     def _memory(self, replica: ReplicaLoadView) -> int:
-        return self._scheduled[replica.replica_id].memory
+        return self._scheduled.at[replica.replica_id].memory
 
     def _has_waiting(self, replica: ReplicaLoadView) -> bool:
         return replica.num_waiting > 0
@@ -176,83 +142,50 @@ class MixedPool:
         self._mixed[replica.replica_id] = None
 
     def _return_if_idle(self, replica_id: ReplicaId) -> None:
-        home = self._home.get(replica_id)
-        is_lent = home is not None and home is not self._mixed and replica_id in self._mixed
-        if home is not None and is_lent and not self._scheduled[replica_id].here:
+        home = self._home.get(replica_id, self._mixed)
+        is_lent = home is not self._mixed and replica_id in self._mixed
+        if is_lent and not self._scheduled.at[replica_id].here:
             del self._mixed[replica_id]
             home[replica_id] = None
 
     # What has been done
 
-    def _count(self, placed: Placement, sign: int) -> None:
-        """Add what a request counts at its replicas, or take it away (-1)."""
-        at_prompt, at_tokens = self._scheduled[placed.prompt_at], self._scheduled[placed.token_at]
-        at_tokens.pending += sign
-        at_tokens.memory += sign * placed.most_tokens
-        if placed.is_pending:
-            at_prompt.pending += sign * placed.num_prompt_tokens
-        if at_prompt is not at_tokens and not placed.has_left:
-            at_prompt.memory += sign * (placed.num_prompt_tokens + 1)
-
-    def _give_to(self, token_at: ReplicaId, placed: Placement) -> None:
-        self._count(placed, -1)
-        placed.token_at = token_at
-        self._count(placed, 1)
-
     def on_step_end(self, step: EndedStep) -> None:
         """Prompts that are computed are pending no more; a mixed replica without work returns to its pool."""
+        placements = self._scheduled.placed
         for request in step.requests:
-            placed = self._placed.get(request)
+            placed = placements.get(request)
             if placed is None:
                 continue
             if placed.is_pending and request.num_output_tokens > 0:
-                self._count(placed, -1)
-                placed.is_pending = False
-                self._count(placed, 1)
+                self._scheduled.change(request, is_pending=False)
                 if placed.token_at != placed.prompt_at:
-                    self._scheduled[placed.prompt_at].here.pop(request, None)
+                    self._scheduled.at[placed.prompt_at].here.pop(request, None)
             if request.end_reason is not None:
-                self._forget(request)
+                self._scheduled.forget(request)
         self._return_if_idle(step.replica_id)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The source holds nothing of the request any more; it is at the target."""
-        placed = self._placed.get(request)
-        if placed is None:
-            return
-        self._count(placed, -1)
-        placed.token_at, placed.has_left = target, True
-        self._count(placed, 1)
-        self._scheduled[source].here.pop(request, None)
-        self._scheduled[target].here[request] = None
+        if request in self._scheduled.placed:
+            self._scheduled.change(request, token_at=target, has_left=True)
+            self._scheduled.at[source].here.pop(request, None)
+            self._scheduled.at[target].here[request] = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
         for request in requests:
-            placed = self._placed.get(request)
+            placed = self._scheduled.forget(request)
             if placed is not None:
-                self._forget(request)
                 self._return_if_idle(placed.prompt_at)
                 self._return_if_idle(placed.token_at)
-
-    def _forget(self, request: RequestView) -> None:
-        placed = self._placed.pop(request, None)
-        if placed is None:
-            return
-        self._count(placed, -1)
-        for replica_id in (placed.prompt_at, placed.token_at):
-            self._scheduled[replica_id].here.pop(request, None)
-
-
-def _build(config: MixedPoolConfig, context: PolicyContext) -> MixedPool:
-    return MixedPool(config, context)
 
 
 SPEC = PolicySpec(
     name="splitwise_mixed_pool",
     layer=Layer.REPLICASET_SCHEDULER,
     config=MixedPoolConfig,
-    build=_build,
+    build=MixedPool,
     summary="Prompts and decodes in pools of their own that lend each other replicas while one is full.",
     source="Splitwise (ISCA'24, arXiv:2311.18677); splitwise-sim, MixedPoolScheduler",
     advice=("Use it with pools of prompts and decodes whose load changes. Not with one pool."),

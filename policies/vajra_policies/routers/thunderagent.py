@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderAgentConfig, ThunderTable
-from vajra_policies.routing import has_room, load_in, those_up
+from vajra_policies.routers.thunderagent_programs import AgentProgram, ThunderAgentConfig
+from vajra_policies.routers.thunderagent_rules import Passage, ThunderTable
+from vajra_policies.routing import PeriodicWakeUps, has_room, load_in, those_up
 from vajra_py.contract import (
     EmitFigure,
     EndReason,
@@ -41,7 +42,6 @@ class ThunderAgent:
     def __init__(self, config: ThunderAgentConfig, block_size: int, wake: WakeUps, emit: EmitFigure) -> None:
         self._block_size = block_size
         self._timeout_s = config.resume_timeout_s
-        self._interval_s = config.scheduler_interval_s
         self._load = load_in("tokens")
         self._wake = wake
         self._emit = emit
@@ -52,14 +52,14 @@ class ThunderAgent:
         """Calls of each paused program."""
         self._ready: dict[ReplicaId, dict[RequestView, float]] = {}
         """Calls in the shared queue that a replica may take, with the time by which they are ordered; -1: any replica."""
-        self._ticks = False
+        self._ticks = PeriodicWakeUps(wake, config.scheduler_interval_s, _TICK)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica of the request's program; None while the program is paused."""
         self._look_at(replicas)
         if request.program is None:
             return self._least_loaded(request, replicas)
-        self._start_ticks(now)
+        self._ticks.start(now)
         name = request.program.program_id
         if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # its replica was lost
             program = self._table.programs.get(name)
@@ -87,21 +87,19 @@ class ThunderAgent:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)
             return
-        self._ticks = False
         for name, calls in self._calls.items():
             program = self._table.programs.get(name)
             if program is not None and calls:
                 program.tokens = self._num_tokens(name)
         self._let_go_on(self._table.tick(now), now)
-        if self._table.programs:
-            self._start_ticks(now)
+        self._ticks.woken(now, goes_on=bool(self._table.programs))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request that waited in the shared queue has been taken."""
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """A program's turn ends with its last living call."""
+        """End a program's turn with its last living call."""
         for request in requests:
             self._forget_ready(request)
             if request.program is None:
@@ -147,11 +145,6 @@ class ThunderAgent:
         """Tokens of the program's calls that run or wait at their replica."""
         return sum(request.num_known_tokens for request in self._calls.get(name, ()))
 
-    def _start_ticks(self, now: float) -> None:
-        if not self._ticks:
-            self._ticks = True
-            self._wake.at(now + self._interval_s, _TICK)
-
     # Held calls
 
     def _let_go_on(self, passages: Iterable[Passage], now: float) -> None:
@@ -165,7 +158,7 @@ class ThunderAgent:
                 self._ready.setdefault(place, {})[request] = now - passage.priority_jump_s
 
     def _drop_held(self, name: str, request: RequestView, held: dict[RequestView, None]) -> None:
-        """A held call was taken back: the program is as if it had not been sent."""
+        """Forget a held call that was taken back, as if it had not been sent."""
         del held[request]
         program: AgentProgram | None = self._table.programs.get(name)
         if program is not None:

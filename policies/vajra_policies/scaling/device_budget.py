@@ -1,7 +1,6 @@
 """Budget of devices for scaling decisions: a ceiling that is never passed, and a floor that guards against scaling down.
 
-A decision that passes the budget is cut without turning it round: no pool ends beyond what was asked for it or moves the other way,
-and where one pool grows at another's cost, both move or neither does.
+A decision that passes the budget is cut without turning it round: the pool neither ends beyond what was asked for it nor moves the other way.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -9,12 +8,7 @@ Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
-
-Counts: TypeAlias = tuple[int, int]
-"""Replicas of the pool that computes prompts and of the one that decodes."""
 
 HOLD = "gpu_budget_guard_hold"
 """Reason of a decision that the budget keeps from happening."""
@@ -77,141 +71,9 @@ def guard_one(current: int, wanted: int, devices: int, budget: Budget, least: in
     if budget.ceiling is not None and total >= budget.ceiling and wanted > current:
         return current, HOLD
     fitted = clamp_one(wanted, devices, budget, least)
-    return (fitted, None) if _is_between(fitted, current, wanted) else (current, HOLD)
+    return (fitted, None) if is_between(fitted, current, wanted) else (current, HOLD)
 
 
-@dataclass(frozen=True, slots=True)
-class PairBudget:
-    """Budget over two pools with the devices and the fewest replicas of each."""
-
-    budget: Budget
-    devices: Counts
-    least: Counts
-
-    @property
-    def tolerance(self) -> int:
-        """Devices by which the floor may be missed."""
-        return max(self.devices)
-
-    def total(self, counts: Counts) -> int:
-        """Number of devices of these replicas."""
-        return counts[0] * self.devices[0] + counts[1] * self.devices[1]
-
-    def admits(self, counts: Counts) -> bool:
-        """Return True if these numbers of replicas are within both bounds."""
-        return self.budget.admits(self.total(counts), self.tolerance)
-
-    def without_floor(self) -> PairBudget:
-        """Return the same with the ceiling alone."""
-        return PairBudget(self.budget.without_floor(), self.devices, self.least)
-
-    def clamp(self, wanted: Counts) -> Counts:
-        """Shrink or grow both pools in proportion into the budget; (0, 0) where the fewest replicas pass the ceiling."""
-        if self.budget.is_open or self.admits(wanted):
-            return wanted
-        ceiling = self.budget.ceiling
-        if ceiling is not None and self.total(wanted) > ceiling:
-            return self._shrink(wanted, ceiling)
-        assert self.budget.floor is not None
-        return self._grow(wanted, self.budget.floor)
-
-    def _shrink(self, wanted: Counts, ceiling: int) -> Counts:
-        (p_devices, d_devices), (p_least, d_least) = self.devices, self.least
-        if ceiling < self.total(self.least):
-            return 0, 0
-        scale = ceiling / self.total(wanted)
-        most = (ceiling - d_least * d_devices) // p_devices
-        num_p = max(p_least, min(most, math.floor(wanted[0] * scale)))
-        return num_p, max(d_least, (ceiling - num_p * p_devices) // d_devices)
-
-    def _grow(self, wanted: Counts, floor: int) -> Counts:
-        (p_devices, d_devices), (p_least, d_least) = self.devices, self.least
-        total = self.total(wanted)
-        share = wanted[0] * (floor / total) if total > 0 else floor / 2 / p_devices
-        num_p = max(p_least, math.ceil(share))
-        num_d = max(d_least, math.ceil(max(0, floor - num_p * p_devices) / d_devices))
-        would_shrink, num_d = num_d < wanted[1], max(num_d, wanted[1])
-        if self.budget.ceiling is not None and self.total((num_p, num_d)) > self.budget.ceiling:
-            return self.fit(wanted, (num_p, wanted[1])) if would_shrink else wanted
-        return num_p, num_d
-
-    def fit(self, current: Counts, wanted: Counts) -> Counts:
-        """Return the counts within the budget nearest to the wanted ones, each between its current and its wanted count.
-
-        Of equally near ones the most even progress of both, then the most progress. Where one pool is to grow and the other to
-        shrink, both move or neither does. Without such counts the current ones.
-        """
-        if wanted[0] >= self.least[0] and wanted[1] >= self.least[1] and self.admits(wanted):
-            return wanted
-        requested = abs(wanted[0] - current[0]), abs(wanted[1] - current[1])
-        best: tuple[tuple[int, ...], Counts] | None = None
-        for counts in self._between(current, wanted):
-            progress = abs(counts[0] - current[0]), abs(counts[1] - current[1])
-            distance = abs(wanted[0] - counts[0]) + abs(wanted[1] - counts[1])
-            skew = abs(progress[0] * requested[1] - progress[1] * requested[0])
-            score = (distance, skew, -sum(progress), *counts)
-            if best is None or score < best[0]:
-                best = score, counts
-        return current if best is None else best[1]
-
-    def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Counts within the budget, for each of one pool the best of the other; the shorter range is gone through."""
-        ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
-        outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1
-        inner = 1 - outer
-        is_opposed = is_exchange(current, wanted)
-        lowest, ceiling = self.budget.lowest(self.tolerance), self.budget.ceiling
-        for count in ranges[outer]:
-            spent = count * self.devices[outer]
-            low, high = (ranges[inner].start, ranges[inner].stop - 1)
-            if lowest is not None:
-                low = max(low, -((spent - lowest) // self.devices[inner]))
-            if ceiling is not None:
-                high = min(high, (ceiling - spent) // self.devices[inner])
-            if is_opposed and count == current[outer]:
-                low, high = max(low, current[inner]), min(high, current[inner])
-            elif is_opposed and wanted[inner] > current[inner]:
-                low = max(low, current[inner] + 1)
-            elif is_opposed:
-                high = min(high, current[inner] - 1)
-            if low <= high:
-                other = min(max(wanted[inner], low), high)
-                yield (count, other) if outer == 0 else (other, count)
-
-    def _range(self, pool: int, current: Counts, wanted: Counts) -> range:
-        low = max(min(current[pool], wanted[pool]), self.least[pool])
-        high = max(current[pool], wanted[pool])
-        if self.budget.ceiling is not None:
-            least_other = max(min(current[1 - pool], wanted[1 - pool]), self.least[1 - pool])
-            high = min(high, (self.budget.ceiling - least_other * self.devices[1 - pool]) // self.devices[pool])
-        return range(low, high + 1)
-
-    def guard(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget to a decision on both pools; returns the counts and the reason if the budget decided."""
-        if not self.admits(current):
-            return self.clamp(current), RECONCILE
-        total, floor, ceiling = self.total(current), self.budget.floor, self.budget.ceiling
-        grows = wanted[0] > current[0] or wanted[1] > current[1]
-        shrinks = wanted[0] < current[0] or wanted[1] < current[1]
-        is_opposed = is_exchange(current, wanted)
-        at_floor = floor is not None and total <= floor
-        if at_floor and shrinks and not grows:
-            return current, HOLD
-        at_ceiling = ceiling is not None and total >= ceiling and grows
-        if at_ceiling and not is_opposed:
-            return current, HOLD
-        if (at_floor or at_ceiling) and is_opposed:
-            fitted = self.fit(current, wanted)
-            return fitted, HOLD if fitted == current else None
-        fitted = self.clamp(wanted)
-        keeps_direction = all(map(_is_between, fitted, current, wanted))
-        return (fitted, None) if keeps_direction and self.admits(fitted) else (current, HOLD)
-
-
-def is_exchange(current: Counts, wanted: Counts) -> bool:
-    """Return whether one pool is to grow and the other to shrink."""
-    return (wanted[0] - current[0]) * (wanted[1] - current[1]) < 0
-
-
-def _is_between(value: int, one: int, other: int) -> bool:
+def is_between(value: int, one: int, other: int) -> bool:
+    """Return whether a value is one of two ends or between them."""
     return min(one, other) <= value <= max(one, other)

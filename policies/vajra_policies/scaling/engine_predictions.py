@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_policies.scaling.planner import Traffic
-from vajra_policies.scaling.planner_rules import EngineLoad, Promises
+from vajra_policies.scaling.planner_rules import EngineLoad, Promises, Traffic
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192

@@ -1,52 +1,22 @@
-"""Rules of Dynamo's planner for one pool: how many replicas the load of its engines asks for, by steps of one.
+"""Rules of Dynamo's planner and what it observes: pools, the load of engines, thresholds, promises, traffic that is expected.
 
-One more replica as soon as one engine is over a threshold of load; with promised latencies, when every engine is predicted to miss its own.
-One less where all engines are below the lower threshold and those that remain would not be over the upper one with the load shared out.
-
-Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
+Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, Protocol, TypeAlias
 
+from vajra_policies.scaling.device_budget import NO_BUDGET, Budget
+from vajra_policies.scaling.pair_budget import Counts, PairBudget
 from vajra_py.contract import PoolRole
 
 Target: TypeAlias = Literal["throughput", "latency", "load", "sla"]
 
 NO_CHANGE = "no_change"
-REFUSED = "scale_down_refused_consolidation"
-INSUFFICIENT = "insufficient_data"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Load of one replica, tokens."""
-
-    queued_prefill: int = 0
-    """Left to prefill."""
-    scheduled_kv: int = 0
-    """In KV for requests that decode."""
-    queued_kv: int = 0
-    """Contexts of requests that wait to decode."""
-    num_decodes: int = 0
-    """Requests that decode."""
-
-
-class EngineModel(Protocol):
-    """Predictions for one replica."""
-
-    def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
-        """Time to first token of a request that arrives now with `queue_scale` times the queue.
-
-        `kv_scale`: decodes beside it count so many times, those that wait included; None: those that are scheduled, as they are.
-        """
-
-    def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """Time between tokens with `scale` times the decodes, waiting ones included; `counts_prefill`: as if queued prompts decoded too."""
+"""Reason of decisions by load and by throughput, by the name that the program gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,125 +75,104 @@ UNKNOWN_SIZES = EngineSizes(None, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
-    """Replicas that the load asks for."""
+class PoolRules:
+    """Rules of one pool."""
 
-    wanted: int | None
-    """None: no opinion, for `reason`."""
-    reason: str = ""
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    """Largest predictions over the engines."""
-
-    @property
-    def is_refusal(self) -> bool:
-        """True if scaling down was refused, since the engines that remain could not take the load."""
-        return self.reason == REFUSED
+    role: PoolRole
+    devices: int = 1
+    """Devices of a replica."""
+    least: int = 1
+    """Fewest replicas."""
+    thresholds: Thresholds | None = None
+    """Factor of its load, unless the target is latencies that are promised."""
+    sizes: EngineSizes = UNKNOWN_SIZES
 
 
-class Consolidation(Enum):
-    """Outcome of asking whether the other engines could take over the load of one."""
+@dataclass(frozen=True, slots=True)
+class PlannerRules:
+    """Rules of a deployment."""
 
-    SAFE = "safe"
-    REFUSED = "refused"
-    NOT_ASKED = "not asked"
-
-
-def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
-    """One up when any load is over, one down when all are below and would not be over afterwards. `ready`: replicas that are up."""
-    if ready == 0 or not loads or thresholds is None:
-        return Opinion(None, INSUFFICIENT)
-    if any(map(thresholds.is_over, loads)):
-        return Opinion(ready + 1)
-    if ready > 1 and all(map(thresholds.is_below, loads)):
-        wanted = max(ready - 1, least)
-        if 0 < wanted < ready and max(loads) * ready / wanted >= thresholds.up:
-            return Opinion(ready)
-        return Opinion(wanted)
-    return Opinion(None, NO_CHANGE)
+    target: Target
+    promises: Promises
+    budget: Budget = NO_BUDGET
+    scales_by_load: bool = True
+    scales_by_throughput: bool = False
+    max_change: int = 8
+    """Most replicas by which one decision on throughput changes a pool."""
 
 
-def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
-    """The load by which an engine is judged; None where a size is unknown."""
-    if role is PoolRole.PREFILL:
-        if target == "load":
-            return float(engine.queued_prefill)
-        return engine.queued_prefill / sizes.context_length if sizes.context_length else None
-    if not sizes.max_kv_tokens:
-        return None
-    queued = engine.queued_kv + (engine.queued_prefill if role is PoolRole.MIXED else 0)
-    return (engine.scheduled_kv + queued) / sizes.max_kv_tokens
+# What is observed
 
 
-def by_prompts(
-    engines: Sequence[EngineLoad], model: EngineModel, promises: Promises, counts: tuple[int, int], role: PoolRole
-) -> Opinion:
-    """Opinion by times to first token. `counts`: replicas that are up, and the fewest."""
-    ready = counts[0]
-    if ready == 0:
-        return Opinion(None, INSUFFICIENT)
-    share = _share(ready)
-    kv_scale = share if role is PoolRole.MIXED else None
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of one replica, tokens."""
 
-    def check(engine: EngineLoad) -> Consolidation:
-        own_s = model.ttft_s(engine, queue_scale=0.0, kv_scale=kv_scale)
-        budget_s = (promises.ttft_s - own_s) * promises.sensitivity
-        induced_s = model.ttft_s(engine, queue_scale=share, kv_scale=kv_scale) - own_s
-        return Consolidation.REFUSED if budget_s <= 0 or induced_s >= budget_s else Consolidation.SAFE
-
-    found = [model.ttft_s(engine, queue_scale=1.0, kv_scale=None) for engine in engines]
-    opinion = _by_latency(found, promises.ttft_s, counts, _consolidation(engines, ready, check))
-    return Opinion(opinion.wanted, opinion.reason, ttft_s=max(found, default=None))
+    queued_prefill: int = 0
+    """Left to prefill."""
+    scheduled_kv: int = 0
+    """In KV for requests that decode."""
+    queued_kv: int = 0
+    """Contexts of requests that wait to decode."""
+    num_decodes: int = 0
+    """Requests that decode."""
 
 
-def by_decodes(
-    engines: Sequence[EngineLoad],
-    model: EngineModel,
-    promises: Promises,
-    counts: tuple[int, int],
-    where: tuple[PoolRole, EngineSizes],
-) -> Opinion:
-    """Opinion by times between tokens. `counts`: replicas that are up, and the fewest."""
-    ready, (role, sizes) = counts[0], where
-    if ready == 0:
-        return Opinion(None, INSUFFICIENT)
-    share, is_mixed = _share(ready), role is PoolRole.MIXED
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A pool as it is now."""
 
-    def check(engine: EngineLoad) -> Consolidation:
-        held = engine.scheduled_kv + engine.queued_kv + (engine.queued_prefill if is_mixed else 0)
-        if sizes.max_kv_tokens and int(held * share) >= sizes.max_kv_tokens:
-            return Consolidation.REFUSED
-        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / promises.accept_length
-        is_late = itl_s >= promises.itl_s * promises.sensitivity
-        return Consolidation.REFUSED if is_late else Consolidation.SAFE
-
-    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / promises.accept_length for engine in engines]
-    opinion = _by_latency(found, promises.itl_s, counts, _consolidation(engines, ready, check))
-    return Opinion(opinion.wanted, opinion.reason, itl_s=max(found, default=None))
+    rules: PoolRules
+    ready: int
+    """Replicas that are up."""
+    engines: Sequence[EngineLoad]
+    is_changing: bool = False
+    """A replica is starting or draining."""
+    floor: int = 1
+    """Fewest replicas by throughput."""
 
 
-def _share(ready: int) -> float:
-    """Factor by which the load of each engine grows when one is gone."""
-    return ready / (ready - 1) if ready > 1 else 1.0
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests that are expected."""
+
+    requests_per_s: float
+    num_prompt_tokens: float
+    num_output_tokens: float
+    """Means over the requests."""
+    hit_fraction: float = 0.0
+    """Part of the prompts that is in prefix caches."""
 
 
-def _consolidation(
-    engines: Sequence[EngineLoad], ready: int, check: Callable[[EngineLoad], Consolidation]
-) -> Consolidation:
-    if ready < 2:
-        return Consolidation.NOT_ASKED
-    is_safe = all(check(engine) is Consolidation.SAFE for engine in engines)
-    return Consolidation.SAFE if is_safe else Consolidation.REFUSED
+def both_ready(pools: tuple[PoolState, PoolState]) -> Counts:
+    """Replicas of two pools that are up."""
+    return pools[0].ready, pools[1].ready
 
 
-def _by_latency(
-    found_s: Sequence[float], promised_s: float, counts: tuple[int, int], consolidation: Consolidation
-) -> Opinion:
-    ready, least = counts
-    if not found_s:
-        return Opinion(None, INSUFFICIENT)
-    if all(one > promised_s for one in found_s):
-        return Opinion(ready + 1)
-    if consolidation is Consolidation.SAFE:
-        return Opinion(max(ready - 1, least))
-    return Opinion(None, REFUSED if consolidation is Consolidation.REFUSED else NO_CHANGE)
+def budget_of_two(rules: PlannerRules, pools: tuple[PoolState, PoolState]) -> PairBudget:
+    """The budget that two pools share."""
+    one, other = pools[0].rules, pools[1].rules
+    return PairBudget(rules.budget, (one.devices, other.devices), (one.least, other.least))
+
+
+# What is predicted
+
+
+class EngineModel(Protocol):
+    """Predictions for one replica."""
+
+    def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
+        """Time to first token of a request that arrives now with `queue_scale` times the queue.
+
+        `kv_scale`: decodes beside it count so many times, those that wait included; None: those that are scheduled, as they are.
+        """
+
+    def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
+        """Time between tokens with `scale` times the decodes, waiting ones included; `counts_prefill`: as if queued prompts decoded too."""
+
+
+class CapacityModel(EngineModel, Protocol):
+    """Predictions for one replica, its highest rate among them."""
+
+    def requests_per_s(self, role: PoolRole, traffic: Traffic) -> float:
+        """Requests of this traffic a second of a replica of such a pool that keeps the promises; 0 when unknown."""

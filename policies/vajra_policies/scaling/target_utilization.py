@@ -125,7 +125,7 @@ SPEC = ScalerSpec(
     summary="As many replicas as keep a load figure (KV usage, requests, queued tokens) at its target.",
     source="Kubernetes, HorizontalPodAutoscaler",
     advice=(
-        "Use it where one figure of load tells when replicas are full, as for services on Kubernetes. Not where "
+        "Use it where one figure of load shows when replicas are full, as for services on Kubernetes. Not where "
         "replicas take longer to start than a peak lasts: it reacts, and expects nothing."
     ),
 )

@@ -16,7 +16,7 @@ class HighestResponseRatio:
     """Key = -(now - arrival) / S, with S = w * prompt + output expected at arrival, in output tokens.
 
     The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
-    long one overtakes every later short one after a while, so nobody starves.
+    long one overtakes every later short one after a while, so no request starves.
 
     Left out: nothing.
 
@@ -44,15 +44,11 @@ class HighestResponseRatio:
         self._lengths.forget(requests)
 
 
-def _build(config: HighestResponseRatioConfig, context: PolicyContext) -> HighestResponseRatio:
-    return HighestResponseRatio(config, context)
-
-
 SPEC = PolicySpec(
     name="hrrn",
     layer=Layer.REQUEST_PRIORITIZER,
     config=HighestResponseRatioConfig,
-    build=_build,
+    build=HighestResponseRatio,
     summary="Highest response ratio next: the longest wait in relation to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),

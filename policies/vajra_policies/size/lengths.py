@@ -50,7 +50,7 @@ class Lengths:
 
 
 class FirstLengths:
-    """Lengths as they were expected when a request was first asked about: at its arrival."""
+    """Lengths as expected at a request's first query: at its arrival."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths

@@ -15,7 +15,7 @@ class ShortestJobFirstConfig(SizeConfig):
 class ShortestJobFirst:
     """Key = w * prompt + expected output, in output tokens, fixed at arrival.
 
-    With a replica scheduler that preempts nobody for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
+    With a replica scheduler that preempts no request for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
     Left out: nothing.
@@ -38,20 +38,16 @@ class ShortestJobFirst:
         self._lengths.forget(requests)
 
 
-def _build(config: ShortestJobFirstConfig, context: PolicyContext) -> ShortestJobFirst:
-    return ShortestJobFirst(config, context)
-
-
 SPEC = PolicySpec(
     name="sjf",
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestJobFirstConfig,
-    build=_build,
+    build=ShortestJobFirst,
     summary="Shortest job first, by the size expected at arrival.",
     source="Smith (1956)",
     aliases=("shortest_job_first",),
     advice=(
-        "Use it for a low mean latency where lengths can be told apart beforehand. Not where nobody may starve: "
+        "Use it for a low mean latency where lengths can be estimated beforehand. Not where nobody may starve: "
         "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
     ),
 )

@@ -33,15 +33,11 @@ class ShortestRemaining:
         return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
 
 
-def _build(config: ShortestRemainingConfig, context: PolicyContext) -> ShortestRemaining:
-    return ShortestRemaining(config, context)
-
-
 SPEC = PolicySpec(
     name="srpt",
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestRemainingConfig,
-    build=_build,
+    build=ShortestRemaining,
     summary="Shortest remaining processing time first, by expected output and what is left of the prompt.",
     source="Schrage (1968)",
     aliases=("shortest_remaining_processing_time",),

@@ -1,4 +1,4 @@
-"""TRAIL: shortest remaining output first, and nobody is preempted who is far on."""
+"""TRAIL: shortest remaining output first, and no request is preempted who is far on."""
 
 from __future__ import annotations
 
@@ -51,15 +51,11 @@ class Trail:
         self._first.forget(requests)
 
 
-def _build(config: TrailConfig, context: PolicyContext) -> Trail:
-    return Trail(config, context)
-
-
 SPEC = PolicySpec(
     name="trail",
     layer=Layer.REQUEST_PRIORITIZER,
     config=TrailConfig,
-    build=_build,
+    build=Trail,
     summary="Shortest remaining output first, with preemption only of requests that are not far on.",
     source="TRAIL (Shahout et al., ICLR'25, arXiv:2410.01035)",
     advice=(

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -55,7 +54,7 @@ class Wish(NamedTuple):
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
-    """How many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
+    """Return how many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
     1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by one, the draft that is accepted with the greatest chance q^j.
     """
     most_needed = min(most_needed, most_each)
@@ -107,7 +106,7 @@ class AdaServe(FixedChunk):
     `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt. Prompts follow as under `fixed_chunk`.
 
     Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from what was accepted of the request's
-    drafts so far), and the choice of depth and width by load. B is a parameter, since only a profile of the device tells it.
+    drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a profile of the device.
 
     Source: Li et al., "AdaServe: Accelerating Multi-SLO LLM Serving with SLO-Customized Speculative Decoding" (arXiv:2501.12162).
     """
@@ -115,7 +114,7 @@ class AdaServe(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: AdaServeConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._budget, self._most_needed = config.budget_tokens, config.most_needed
         self._prior = (config.prior_drafts, config.prior_drafts * config.acceptance)
         self._latency = context.latency
@@ -153,15 +152,11 @@ class AdaServe(FixedChunk):
         return Wish((now - known.begun_at + step_s) / pace_s - (request.num_output_tokens - 1), chance)
 
 
-def _build(config: AdaServeConfig, context: PolicyContext) -> AdaServe:
-    return AdaServe(config, context)
-
-
 SPEC = PolicySpec(
     name="adaserve",
     layer=Layer.REPLICA_SCHEDULER,
     config=AdaServeConfig,
-    build=_build,
+    build=AdaServe,
     summary="Gives each decode the drafts that its promised pace needs, and the rest of a budget to the likeliest drafts.",
     source="AdaServe (arXiv:2501.12162)",
     advice=(

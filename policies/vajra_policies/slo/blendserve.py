@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import (
     BatchBuilder,
@@ -43,7 +42,7 @@ def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
 
 
 class Blendserve(FixedChunk):
-    """Waiting requests stand in a line by density rho = T_comp / T_mem, and are admitted from both of its ends.
+    """Waiting requests are sorted by density rho = T_comp / T_mem, and are admitted from both of its ends.
 
     - T_comp is the time to compute p + d tokens, without those that a sibling with the same prefix computes; T_mem the time to read
       p * d + d^2 / 2 tokens of context in its decodes. Requests with the same first block stay together, by the density of them all, so
@@ -61,7 +60,7 @@ class Blendserve(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: BlendserveConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._compute_rate, self._read_rate = config.compute_tokens_per_s, config.read_tokens_per_s
         self._lengths = Lengths(config, context.output_lengths)
         self._block_size = context.limits.block_size
@@ -88,7 +87,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """(rho, request) of all that waits, the densest first, and rho of them together (0 of nobody)."""
+        """(rho, request) of all that waits, the densest first, and rho of them together (0 of none)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)
@@ -128,15 +127,11 @@ class Blendserve(FixedChunk):
                 return
 
 
-def _build(config: BlendserveConfig, context: PolicyContext) -> Blendserve:
-    return Blendserve(config, context)
-
-
 SPEC = PolicySpec(
     name="blendserve",
     layer=Layer.REPLICA_SCHEDULER,
     config=BlendserveConfig,
-    build=_build,
+    build=Blendserve,
     summary="Offline requests from both ends of an order by computing over reading, so that both overlap.",
     source="BlendServe (ASPLOS'26, arXiv:2411.16102)",
     advice=(

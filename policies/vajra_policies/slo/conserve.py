@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.preemptive import PreemptiveConfig
 from vajra_policies.slo.hygen import Hygen, HygenConfig
 from vajra_policies.slo.promises import promised_tpot_s
-from vajra_py.contract import (
-    BatchBuilder,
-    Layer,
-    LocalReplicaView,
-    PolicyContext,
-    PolicySpec,
-    PreemptionMode,
-)
+from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyContext, PolicySpec
 
 
 class ConserveConfig(PreemptiveConfig):
@@ -49,9 +41,9 @@ class Conserve(Hygen):
     Source: Qiao et al., "ConServe: Harvesting GPUs for Low-Latency and High-Throughput LLM Serving" (arXiv:2410.01228).
     """
 
-    def __init__(self, config: ConserveConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+    def __init__(self, config: ConserveConfig, context: PolicyContext) -> None:
         shared = config.model_dump(include={*PreemptiveConfig.model_fields, "offline_from_priority"})
-        super().__init__(HygenConfig(**shared), mode)
+        super().__init__(HygenConfig(**shared), context)
         self._default_tpot_s = config.default_tpot_s
         self._offline_step_s = config.offline_step_s
 
@@ -69,15 +61,11 @@ class Conserve(Hygen):
         super().schedule(replica, batch, now)
 
 
-def _build(config: ConserveConfig, context: PolicyContext) -> Conserve:
-    return Conserve(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="conserve",
     layer=Layer.REPLICA_SCHEDULER,
     config=ConserveConfig,
-    build=_build,
+    build=Conserve,
     summary="Online requests first; offline ones fill what the tightest promise leaves, and all of a step without online ones.",
     source="ConServe (arXiv:2410.01228)",
     advice=(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.preemptive import Preemptive, PreemptiveConfig
 from vajra_py.contract import (
     BatchBuilder,
@@ -12,7 +11,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
 )
@@ -47,8 +45,8 @@ class Hygen(Preemptive):
     traits = SchedulerTraits(is_work_conserving=True)
     """Offline decodes may be left out of a step as contexts grow, so that steps need not repeat."""
 
-    def __init__(self, config: HygenConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: HygenConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._budget_s = config.latency_budget_s
         self._offline_from = config.offline_from_priority
 
@@ -73,15 +71,11 @@ class Hygen(Preemptive):
         return batch.predicted_time_with(request, num_tokens) <= self._budget_s
 
 
-def _build(config: HygenConfig, context: PolicyContext) -> Hygen:
-    return Hygen(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="hygen",
     layer=Layer.REPLICA_SCHEDULER,
     config=HygenConfig,
-    build=_build,
+    build=Hygen,
     summary="Online requests first; offline ones fill what is left of a step's latency budget.",
     source="HyGen (NeurIPS'25, arXiv:2501.14808)",
     advice=(

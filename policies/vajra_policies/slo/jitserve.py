@@ -76,7 +76,7 @@ class Jitserve:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the priority, weighted tokens a second, as it was computed last."""
+        """Return minus the priority, weighted tokens a second, as it was computed last."""
         priority = self._priorities.get(request)
         if priority is None:
             priority = self._priorities[request] = self._priority(request, now)
@@ -151,15 +151,11 @@ class Jitserve:
         return sum(self._durations) / len(self._durations)
 
 
-def _build(config: JitserveConfig, context: PolicyContext) -> Jitserve:
-    return Jitserve(config, context)
-
-
 SPEC = PolicySpec(
     name="jitserve",
     layer=Layer.REQUEST_PRIORITIZER,
     config=JitserveConfig,
-    build=_build,
+    build=Jitserve,
     summary="The most reward, in tokens served in time, for the remaining time first.",
     source="JITServe (NSDI'26, arXiv:2504.20068)",
     advice=(

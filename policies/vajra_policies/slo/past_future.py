@@ -10,7 +10,6 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     EndReason,
@@ -60,7 +59,7 @@ class PastFuture(FixedChunk):
 
     - a_i: known tokens; b_i: tokens to come. b is drawn anew in each step from the last output lengths that are longer
       than what the request has generated; before there are any, what it may generate at most.
-    - Who does not fit waits, and nobody is admitted past it. Steps are those of `fixed_chunk`.
+    - Who does not fit waits, and no request is admitted past it. Steps are those of `fixed_chunk`.
 
     Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each, and requests in flight under pipelining. Window and reserve
     are round figures; the paper's were not found.
@@ -74,7 +73,7 @@ class PastFuture(FixedChunk):
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._window = config.window
         self._length_source = config.lengths
         self._predictor = context.output_lengths
@@ -107,7 +106,7 @@ class PastFuture(FixedChunk):
         return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return whether the peak fits with one more; once it does not, nobody else is asked about in this step."""
+        """Return whether the peak fits with one more; once it does not, no other request is tried in this step."""
         if self._is_closed or not replica.num_running:
             return not self._is_closed
         if self._entries is None:
@@ -140,15 +139,11 @@ def _to_come(entry: tuple[float, float]) -> float:
     return entry[1]
 
 
-def _build(config: PastFutureConfig, context: PolicyContext) -> PastFuture:
-    return PastFuture(config, context)
-
-
 SPEC = PolicySpec(
     name="past_future",
     layer=Layer.REPLICA_SCHEDULER,
     config=PastFutureConfig,
-    build=_build,
+    build=PastFuture,
     summary="Fixed chunks; a request is admitted while the expected peak of KV memory fits.",
     source="Past-Future (Gong et al., ASPLOS'25, arXiv:2507.10150)",
     advice=(

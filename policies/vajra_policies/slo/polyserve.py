@@ -6,15 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from vajra_policies.routing import load_in, those_up
 from vajra_policies.slo.tiers import TierConfig, Tiers
-from vajra_py.contract import (
-    Layer,
-    PolicyContext,
-    PolicySpec,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_py.contract import Layer, PolicyContext, PolicySpec, QueueView, ReplicaId, ReplicaLoadView, RequestView
 
 
 class PolyserveConfig(TierConfig):
@@ -99,15 +91,11 @@ class Polyserve:
                 del self._num_there[replica_id], self._tier_of[replica_id]
 
 
-def _build(config: PolyserveConfig, context: PolicyContext) -> Polyserve:
-    return Polyserve(config, context)
-
-
 SPEC = PolicySpec(
     name="polyserve",
     layer=Layer.REPLICASET_SCHEDULER,
     config=PolyserveConfig,
-    build=_build,
+    build=Polyserve,
     summary="Tiers of promised times per token on replicas of their own; each request to the fullest that keeps its promises.",
     source="PolyServe (arXiv:2507.17769)",
     advice=(

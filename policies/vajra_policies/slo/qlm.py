@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
 
+from vajra_policies.slo.waiting_time import WaitingTimeEstimator
 from vajra_py.contract import (
     FallenGroups,
     KeyMotion,
@@ -75,7 +75,7 @@ class Qlm:
         self._of: dict[RequestView, Group] = {}
         self._num_groups = 0
         self._by_deadline = False
-        self._ended: deque[tuple[float, int]] = deque(maxlen=config.window)
+        self.estimator = WaitingTimeEstimator(config.window, config.output_tokens, config.throughput)
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
@@ -87,20 +87,11 @@ class Qlm:
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
-        """Deadline, or number while nobody is predicted to be late."""
+        """Deadline, or number while no request is predicted to be late."""
         own = self._alive.get(int(group))
         if own is None:
             return 0.0
         return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
-
-    def wait_s(self, num_ahead: int) -> float:
-        """Predicted wait behind so many requests, seconds."""
-        ended, config = self._ended, self._config
-        if len(ended) < 2 or ended[-1][0] <= ended[0][0]:
-            return num_ahead * config.output_tokens / config.throughput
-        tokens = sum(num for _, num in ended)
-        throughput = (tokens - ended[0][1]) / (ended[-1][0] - ended[0][0])
-        return num_ahead * tokens / len(ended) / throughput if throughput > 0 else 0.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Form groups, and look whether one would be late."""
@@ -110,18 +101,17 @@ class Qlm:
             self._order(by_deadline=True)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Take the request out of the waiting ones."""
         self._leave(request)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._wait(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Learn lengths and throughput."""
         for request in requests:
-            if request.num_output_tokens:
-                self._ended.append((now, request.num_output_tokens))
+            self.estimator.learn(request.num_output_tokens, now)
             self._leave(request)
             group = self._of.pop(request, None)
             if group is not None:
@@ -172,7 +162,7 @@ class Qlm:
     def _is_late(self, now: float) -> bool:
         num_ahead = 0
         for _, group in sorted(self._groups.items()):
-            if self.wait_s(num_ahead) > group.arrived_at + group.slo_s - now:
+            if self.estimator.wait_s(num_ahead) > group.arrived_at + group.slo_s - now:
                 return True
             num_ahead += len(group.waiting)
         return False

@@ -8,7 +8,7 @@ from math import ceil
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
+from vajra_policies.preemption import give_way
 from vajra_policies.slo.promises import promised_tpot_s
 from vajra_py.contract import (
     BatchBuilder,
@@ -48,7 +48,7 @@ class Scorpio(FixedChunk):
     - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
       predicted to take at most the tightest promise.
     - TTFT guard: in the order of urgency, a waiting request that would miss its promised first token behind the prompts before it is
-      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step asks about all that wait.
+      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all that wait.
 
     Left out: predicted output lengths, by which the paper allows for memory. Decodes that are left out keep their KV.
 
@@ -56,10 +56,10 @@ class Scorpio(FixedChunk):
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Steps differ by their credits; whoever has the tightest promise runs in each, and nobody is kept out of an idle replica."""
+    """Steps differ by their credits; the request with the tightest promise runs in each, and no request is kept out of an idle replica."""
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._default_tpot_s = config.default_tpot_s
         self._rejects = config.rejects
         self._latency = context.latency
@@ -101,7 +101,7 @@ class Scorpio(FixedChunk):
             refusal = batch.add(request, 1)
             while refusal is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)
-                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                if not give_way(batch, victim, self._mode):
                     break
                 refusal = batch.add(request, 1) if victim is not request else None
             if refusal is None and request in batch:
@@ -138,15 +138,11 @@ class Scorpio(FixedChunk):
         return True
 
 
-def _build(config: ScorpioConfig, context: PolicyContext) -> Scorpio:
-    return Scorpio(config, context)
-
-
 SPEC = PolicySpec(
     name="scorpio",
     layer=Layer.REPLICA_SCHEDULER,
     config=ScorpioConfig,
-    build=_build,
+    build=Scorpio,
     summary="Decodes run as often as their promises need; prompts are let in while these hold, and turned away when late.",
     source="SCORPIO (arXiv:2505.23022)",
     advice=(

@@ -14,7 +14,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
     SteadyState,
@@ -45,7 +44,7 @@ class SlackChunk:
     """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or the smallest of all.
 
     Slack of a decode: arrival + max(time to its first token, promised one) + TBT * i - now, with i the tokens that it has and TBT
-    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise have no say,
+    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise do not count,
     and without any decode the largest size is taken.
 
     Left out: smaller sizes when KV memory runs short.
@@ -54,12 +53,12 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
-    def __init__(self, config: SlackChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+    def __init__(self, config: SlackChunkConfig, context: PolicyContext) -> None:
         self._sizes = config.sizes
         self._safety = config.safety_factor
-        self._mode = mode
+        self._mode = preemption_mode(config, context)
         self._due = DueTimes()
         self._slack_s = 0.0
 
@@ -71,7 +70,7 @@ class SlackChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the largest size."""
+        """Return the largest size, which a prompt has with the replica to itself."""
         return min(self._sizes[-1], num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -90,15 +89,11 @@ class SlackChunk:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
 
-def _build(config: SlackChunkConfig, context: PolicyContext) -> SlackChunk:
-    return SlackChunk(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="slack_chunk",
     layer=Layer.REPLICA_SCHEDULER,
     config=SlackChunkConfig,
-    build=_build,
+    build=SlackChunk,
     summary="Decodes first, then prompts by urgency, as many tokens as the tightest promise of a decode leaves time for.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     advice=(

@@ -16,7 +16,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
     SteadyState,
@@ -62,13 +61,11 @@ class SlidingServe:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
 
-    def __init__(
-        self, config: SlidingServeConfig, context: PolicyContext, mode: PreemptionMode = PreemptionMode.RECOMPUTE
-    ) -> None:
+    def __init__(self, config: SlidingServeConfig, context: PolicyContext) -> None:
         self._config = config
-        self._mode = mode
+        self._mode = preemption_mode(config, context)
         self._time_s = context.latency.stage_time_s
         largest = BatchFeatures().with_chunk(config.max_chunk, 0)
         self._token_s = config.safety_factor * self._time_s(largest) / config.max_chunk
@@ -92,7 +89,7 @@ class SlidingServe:
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the largest size."""
+        """Return the largest size, which a prompt has with the replica to itself."""
         return min(self._config.max_chunk, num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -140,15 +137,11 @@ class SlidingServe:
         return frozenset(one for index, one in enumerate(promised) if index not in chosen) if chosen else frozenset()
 
 
-def _build(config: SlidingServeConfig, context: PolicyContext) -> SlidingServe:
-    return SlidingServe(config, context, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="sliding_serve",
     layer=Layer.REPLICA_SCHEDULER,
     config=SlidingServeConfig,
-    build=_build,
+    build=SlidingServe,
     summary="Prompt tokens that this step and the next can afford; where not all prompts can be in time, as many as can.",
     source="SlidingServe (arXiv:2606.05933)",
     advice=(

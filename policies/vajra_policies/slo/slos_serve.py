@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
+from vajra_policies.slo.prompt_plans import Prompt, most_in_time
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -33,45 +32,8 @@ class SlosServeConfig(FixedChunkConfig):
     )
 
 
-class Prompt(NamedTuple):
-    """A prompt that a plan may contain."""
-
-    num_tokens: int
-    num_steps: int
-    """Whole steps until its first token is due."""
-    is_admitted: bool = False
-    """True if an earlier plan contains it, so that every plan must."""
-
-
-def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
-    """Which prompts to admit, most of them, by rising deadline: the a-th to be admitted needs, with all before it,
-    tokens <= steps until its deadline * (step_tokens - num_running - (a - 1)), since each that is done decodes.
-
-    Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
-    """
-    least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
-    num_before = 0
-    for index, prompt in enumerate(prompts):
-        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (len(least) + 1)
-        for num, state in enumerate(least):
-            if state is None:
-                continue
-            if not prompt.is_admitted and (following[num] is None or state < following[num]):  # type: ignore[operator]
-                following[num] = state
-            total = state[0] + prompt.num_tokens
-            is_in_time = total <= prompt.num_steps * max(step_tokens - num_running - num, 0)
-            if is_in_time or (prompt.is_admitted and num == num_before):  # late anyway, not because of new ones
-                taken = (total, (*state[1], index))
-                known = following[num + 1]
-                following[num + 1] = taken if known is None or taken < known else known
-        least = following
-        num_before += prompt.is_admitted
-    chosen = next(state[1] for state in reversed(least) if state is not None)
-    return [index in chosen for index in range(len(prompts))]
-
-
 class SlosServe(FixedChunk):
-    """When requests have come, the most of them are admitted whose promised first tokens can all be kept; the others are best effort.
+    """Of arrived requests, the largest set is admitted whose promised first tokens can all be kept; the others are best effort.
 
     - A step takes at most `step_s`, for the promised times per token, and so has B tokens by the latency model; n requests that run have
       one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for prompts, and one less for each that
@@ -89,7 +51,7 @@ class SlosServe(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: SlosServeConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._step_s = config.step_s
         self._latency = context.latency
         self._admitted: dict[RequestView, bool] = {}
@@ -115,7 +77,7 @@ class SlosServe(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """As many tokens of a prompt that has the replica to itself as take `step_s`; at least 1."""
+        """Return the tokens, of a prompt that has the replica to itself, that take `step_s`; at least 1."""
 
         def fits(num_tokens: int) -> bool:
             features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
@@ -161,7 +123,7 @@ class SlosServe(FixedChunk):
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
-        """At most so many tokens, as the step's time allows; 1 for a step that would be empty."""
+        """Return at most so many tokens, as the step's time allows; 1 for a step that would be empty."""
         most = _most(num_tokens, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 
@@ -183,15 +145,11 @@ def _due_at(request: RequestView) -> float:
     return request.arrived_at + (request.ttft_slo_s or 0.0)
 
 
-def _build(config: SlosServeConfig, context: PolicyContext) -> SlosServe:
-    return SlosServe(config, context)
-
-
 SPEC = PolicySpec(
     name="slos_serve",
     layer=Layer.REPLICA_SCHEDULER,
     config=SlosServeConfig,
-    build=_build,
+    build=SlosServe,
     summary="Admits the most requests whose promised first tokens can all be kept; the others are best effort.",
     source="SLOs-Serve (arXiv:2504.08784)",
     advice=(

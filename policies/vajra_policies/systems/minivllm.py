@@ -1,8 +1,9 @@
-"""MinivLLM as its documentation tells it: prefill first, decode else, one budget for both."""
+"""MinivLLM by its documentation: prefill first, decode else, one budget for both."""
 
 from __future__ import annotations
 
-from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_prompts, outgrows
+from vajra_policies.systems.prefill_first import decode_in_order
+from vajra_policies.systems.whole_prompts import needs_whole_prompts, outgrows
 from vajra_py.contract import (
     BatchBuilder,
     Layer,

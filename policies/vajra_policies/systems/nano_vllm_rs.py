@@ -6,6 +6,8 @@ from collections.abc import Container
 
 from pydantic import Field
 
+from vajra_policies.preemption import give_way
+from vajra_policies.systems.whole_prompts import outgrows
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -22,7 +24,7 @@ from vajra_py.contract import (
 )
 
 _NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_PREEMPTED})
-"""Refusals of a waiting request for which nobody is preempted."""
+"""Refusals of a waiting request for which no request is preempted."""
 
 
 class NanoVllmRsConfig(PolicyConfig):
@@ -61,11 +63,11 @@ class NanoVllmRs:
       priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
       is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
       that waits for its KV or its adapter. Under a prioritizer other than `priority`, a step may preempt who it has just
-      admitted; where that leaves it empty, since blocks are shared or pinned, nobody is preempted for that request again.
+      admitted; where that leaves it empty, since blocks are shared or pinned, no request is preempted for that request again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
-    - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
-    - The prefill budget counts prompt tokens alone, as its name says; it may be used up exactly.
+    - *`max_num_seqs` counts all that run*, prompts in progress too, as in its description ("to run concurrently").
+    - The prefill budget counts prompt tokens alone, as in its name; it may be used up exactly.
     - The head of the queue is never overtaken: who cannot be admitted ends the admissions of the step.
 
     Lower numbers are more urgent here, as everywhere in Vajra (in the Rust engine higher ones are).
@@ -83,7 +85,7 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request for which a step has preempted everybody whom it had admitted, and which was refused even so."""
+        """Request for which a step has preempted all that it had admitted, and which was refused even so."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""
@@ -91,13 +93,7 @@ class NanoVllmRs:
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head for ever."""
-        longest = request.num_prompt_tokens + request.max_tokens - 1
-        if self._chunk_size is not None or longest <= self._budget:
-            return None
-        return (
-            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
-            f"step, which takes at most {self._budget} prompt tokens"
-        )
+        return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, prompts in progress, admissions."""
@@ -110,7 +106,7 @@ class NanoVllmRs:
 
     def _decode(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         while (stop := batch.add_decodes()) is not None and stop.refusal is Refusal.KV_BLOCKS:
-            if not _swap_out(batch, max(replica.running(), key=_may_give_way)):
+            if not give_way(batch, max(replica.running(), key=_may_give_way), PreemptionMode.SWAP):
                 return
 
     def _continue_prompts(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> int:
@@ -173,14 +169,14 @@ class NanoVllmRs:
         takes_back = False
         while victims and needed > batch.free_blocks:
             victim = victims.pop()
-            if not _swap_out(batch, victim):
+            if not give_way(batch, victim, PreemptionMode.SWAP):
                 break
             takes_back |= victim in admitted
         return takes_back
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """The victim is the largest: the least urgent, of equals the one admitted last."""
+    """Return the order of victims, the largest first: the least urgent, of equals the one admitted last."""
     return request.priority, request.admitted_index
 
 
@@ -190,20 +186,11 @@ def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: Reques
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)
 
 
-def _swap_out(batch: BatchBuilder, victim: RequestView) -> bool:
-    """Swap the victim out, or recompute it where the host has no room."""
-    return batch.preempt(victim, PreemptionMode.SWAP) is None or batch.preempt(victim) is None
-
-
-def _build(config: NanoVllmRsConfig, context: PolicyContext) -> NanoVllmRs:
-    return NanoVllmRs(config, context)
-
-
 SPEC = PolicySpec(
     name="nano_vllm_rs",
     layer=Layer.REPLICA_SCHEDULER,
     config=NanoVllmRsConfig,
-    build=_build,
+    build=NanoVllmRs,
     summary="Rust nano-vllm: mixed steps, chunks, priorities, preemption to host memory with resume.",
     source="nano-vllm-rs, scheduler document",
     advice=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_policies.systems.prefill_first import needs_whole_prompts
+from vajra_policies.systems.whole_prompts import needs_whole_prompts
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -52,7 +52,7 @@ class Orca:
         return f"the prompt ({request.num_prompt_tokens} tokens) is computed in one step, which takes at most {limit} tokens"
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Everything that runs, then waiting requests while slots and memory last."""
+        """Add everything that runs, then waiting requests while slots and memory last."""
         if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
             return
         most = replica.limits.num_blocks * replica.limits.block_size  # less than the longest output where others decode

@@ -13,56 +13,59 @@ from typing import Any
 from vajra_py.contract.hookspecs import Preset
 
 NO_PREFIX_CACHE: Mapping[str, Any] = {"enabled": False}
+VICTIMS_FIRST: Mapping[str, Any] = {"policy": "fcfs", "params": {"preempted": "first"}}
 
 
 def _scheduling(prioritizer: Any, scheduler: Any, router: Any = "round_robin") -> dict[str, Any]:
     return {"request_prioritizer": prioritizer, "replicaset_scheduler": router, "replica_scheduler": scheduler}
 
 
-VICTIMS_FIRST: Mapping[str, Any] = {"policy": "fcfs", "params": {"preempted": "first"}}
+def _replica(
+    max_batch_size: int, max_batch_tokens: int | None, memory: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    return {"max_batch_size": max_batch_size, "max_batch_tokens": max_batch_tokens, **more, "memory": memory}
 
+
+def _memory(
+    block_size: int = 16, reservation: str = "prompt", watermark_fraction: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    return {"block_size": block_size, "reservation": reservation, "watermark_fraction": watermark_fraction, **more}
+
+
+def _prefix_cache(
+    *, publish: str, reuse_order: str, duplicates: str, release_order: str = "tail_first", retain_freed: bool = True
+) -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "publish": publish,
+        "reuse_order": reuse_order,
+        "release_order": release_order,
+        "retain_freed": retain_freed,
+        "duplicates": duplicates,
+    }
+
+
+def _vllm(prioritizer: Any, victim: str, router: str = "round_robin") -> dict[str, Any]:
+    return _scheduling(prioritizer, {"policy": "vllm_v1", "params": {"victim": victim}}, router)
+
+
+_VLLM_CACHE = _prefix_cache(publish="schedule", reuse_order="lru", duplicates="keep_first")
 _VLLM_REPLICA: Mapping[str, Any] = {
-    "max_batch_size": 256,
-    "max_batch_tokens": 2048,
-    "memory": {
-        "block_size": 16,
-        "reservation": "incremental",
-        "watermark_fraction": 0.0,
-        "prefix_cache": {
-            "enabled": True,
-            "publish": "schedule",
-            "reuse_order": "lru",
-            "release_order": "tail_first",
-            "retain_freed": True,
-            "duplicates": "keep_first",
-        },
-    },
+    **_replica(256, 2048, _memory(reservation="incremental", prefix_cache=_VLLM_CACHE)),
     "draft": {"rejected_blocks": "keep", "past_max_tokens": True},
 }
 
 _LINKS: Mapping[str, Any] = {"bandwidth_gb_s": 50}
-
-_NANO_CACHE: Mapping[str, Any] = {
-    "enabled": True,
-    "reuse_order": "fifo",
-    "release_order": "tail_first",
-    "retain_freed": True,
-    "duplicates": "keep_last",
+_SPLIT_POOLS: Mapping[str, Any] = {
+    "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
+    "hand_off": "distserve",
+    "links": _LINKS,
 }
 
 
 def _nano_replica(publish: str) -> dict[str, Any]:
-    return {
-        "max_batch_size": 512,
-        "max_batch_tokens": None,
-        "max_model_len": 4096,
-        "memory": {
-            "block_size": 256,
-            "reservation": "prompt",
-            "watermark_fraction": 0.0,
-            "prefix_cache": {**_NANO_CACHE, "publish": publish},
-        },
-    }
+    cache = _prefix_cache(publish=publish, reuse_order="fifo", duplicates="keep_last")
+    return _replica(512, None, _memory(block_size=256, prefix_cache=cache), max_model_len=4096)
 
 
 def _nano_scheduler(prefill: str) -> dict[str, Any]:
@@ -74,23 +77,21 @@ PRESETS: list[Preset] = [
         name="vllm-v1",
         summary="vLLM V1, first come first served, with a server's defaults on devices below 70 GiB and the A100.",
         source="vLLM 0.33: SchedulerConfig, CacheConfig, EngineArgs (max_num_seqs 256, max_num_batched_tokens 2048)",
-        scheduling=_scheduling(VICTIMS_FIRST, {"policy": "vllm_v1", "params": {"victim": "latest_admitted"}}),
+        scheduling=_vllm(VICTIMS_FIRST, "latest_admitted"),
         replica=_VLLM_REPLICA,
     ),
     Preset(
         name="vllm-v1-priority",
         summary="vLLM V1 with --scheduling-policy priority.",
         source="vLLM 0.33",
-        scheduling=_scheduling("priority", {"policy": "vllm_v1", "params": {"victim": "lowest_priority"}}),
+        scheduling=_vllm("priority", "lowest_priority"),
         replica=_VLLM_REPLICA,
     ),
     Preset(
         name="llumnix",
         summary="Llumnix over vLLM: to the freest replica, and live migration; `migration:` has its defaults.",
         source="Llumnix (OSDI'24); AlibabaPAI/llumnix, GlobalSchedulerConfig and MigrationConfig",
-        scheduling=_scheduling(
-            VICTIMS_FIRST, {"policy": "vllm_v1", "params": {"victim": "latest_admitted"}}, "llumnix"
-        ),
+        scheduling=_vllm(VICTIMS_FIRST, "latest_admitted", "llumnix"),
         replica=_VLLM_REPLICA,
     ),
     Preset(
@@ -99,11 +100,7 @@ PRESETS: list[Preset] = [
         source="DistServe (OSDI'24); hand-off as in its simulator, the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "least_loaded"),
         replica={"memory": {"prefix_cache": NO_PREFIX_CACHE}},
-        replicaset={
-            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
-            "hand_off": "distserve",
-            "links": _LINKS,
-        },
+        replicaset=_SPLIT_POOLS,
     ),
     Preset(
         name="splitwise",
@@ -125,11 +122,7 @@ PRESETS: list[Preset] = [
         summary="Mooncake: its conductor over split pools with prefix caches, and early rejection of what would be late.",
         source="Mooncake (FAST'25), Algorithm 1; the ratio of pools and the links (50 GB/s) are ours",
         scheduling={**_scheduling("fcfs", "fixed_chunk", "mooncake_conductor"), "admission": "mooncake"},
-        replicaset={
-            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
-            "hand_off": "distserve",
-            "links": _LINKS,
-        },
+        replicaset=_SPLIT_POOLS,
     ),
     Preset(
         name="dynaserve",
@@ -157,23 +150,20 @@ PRESETS: list[Preset] = [
         summary="MinivLLM as documented; sizes of its example.",
         source="MinivLLM, documentation and main.py",
         scheduling=_scheduling(VICTIMS_FIRST, "minivllm"),
-        replica={
-            "max_batch_size": 16,
-            "max_batch_tokens": 1024,
-            "memory": {
-                "block_size": 256,
-                "reservation": "prompt",
-                "watermark_fraction": 0.0,
-                "prefix_cache": {
-                    "enabled": True,
-                    "publish": "schedule",
-                    "reuse_order": "fifo",
-                    "release_order": "head_first",
-                    "retain_freed": False,
-                    "duplicates": "keep_last",
-                },
-            },
-        },
+        replica=_replica(
+            16,
+            1024,
+            _memory(
+                block_size=256,
+                prefix_cache=_prefix_cache(
+                    publish="schedule",
+                    reuse_order="fifo",
+                    duplicates="keep_last",
+                    release_order="head_first",
+                    retain_freed=False,
+                ),
+            ),
+        ),
     ),
     Preset(
         name="nano-vllm-rs",
@@ -191,59 +181,27 @@ PRESETS: list[Preset] = [
                 },
             },
         ),
-        replica={
-            "max_batch_size": 256,
-            "max_batch_tokens": None,
-            "memory": {
-                "block_size": 16,
-                "reservation": "prompt",
-                "watermark_fraction": 0.0,
-                "host_blocks": 1024,
-                "prefix_cache": NO_PREFIX_CACHE,
-            },
-        },
+        replica=_replica(256, None, _memory(host_blocks=1024, prefix_cache=NO_PREFIX_CACHE)),
     ),
     Preset(
         name="sarathi",
         summary="Sarathi-Serve: stall-free batching with chunks of 512 tokens, as in its paper and in the Vidur simulator.",
         source="Sarathi-Serve (OSDI'24); Vidur's SarathiSchedulerConfig",
         scheduling=_scheduling("fcfs", {"policy": "fixed_chunk", "params": {"chunk_size": 512}}),
-        replica={
-            "max_batch_size": 128,
-            "max_batch_tokens": None,
-            "memory": {
-                "block_size": 16,
-                "reservation": "prompt",
-                "watermark_fraction": 0.01,
-                "prefix_cache": NO_PREFIX_CACHE,
-            },
-        },
+        replica=_replica(128, None, _memory(watermark_fraction=0.01, prefix_cache=NO_PREFIX_CACHE)),
     ),
     Preset(
         name="orca",
         summary="ORCA: iteration-level batching, memory for the longest output set aside at admission.",
         source="ORCA (OSDI'22); batch limit of Vidur's OrcaSchedulerConfig",
         scheduling=_scheduling("fcfs", "orca"),
-        replica={
-            "max_batch_size": 128,
-            "max_batch_tokens": None,
-            "memory": {
-                "block_size": 16,
-                "reservation": "prompt",
-                "watermark_fraction": 0.0,
-                "prefix_cache": NO_PREFIX_CACHE,
-            },
-        },
+        replica=_replica(128, None, _memory(prefix_cache=NO_PREFIX_CACHE)),
     ),
     Preset(
         name="vajra",
         summary="Vajra: least relative slack first, late binding, chunks sized to a target step time.",
         source="Vajra's scheduling architecture",
         scheduling=_scheduling("lrs", "dynamic_chunk", "pull"),
-        replica={
-            "max_batch_size": 128,
-            "max_batch_tokens": None,
-            "memory": {"block_size": 16, "reservation": "prompt", "watermark_fraction": 0.01},
-        },
+        replica=_replica(128, None, _memory(watermark_fraction=0.01)),
     ),
 ]

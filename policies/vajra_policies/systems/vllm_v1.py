@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vajra_policies.systems.whole_prompts import outgrows
 from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
@@ -85,7 +86,7 @@ class VllmV1:
        victim leaves the step and its tokens return to the budget. The size of the needing request's chunk stays
        what it was when it was first tried.
     2. Unless someone was preempted, waiting requests are admitted from the head until budget, limit or blocks end it. No
-       looking past the head, and nobody is preempted for it.
+       looking past the head, and no request is preempted for it.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts it);
     exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
@@ -103,7 +104,7 @@ class VllmV1:
         self._interval = config.prefill_interval_steps
         steady = (
             frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # an interval counts steps: each is asked
+        )  # an interval counts steps, so every step calls
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
@@ -115,13 +116,9 @@ class VllmV1:
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head for ever."""
-        longest = request.num_prompt_tokens + request.max_tokens - 1
-        if self._config.chunked_prefill or self._budget is None or longest <= self._budget:
+        if self._config.chunked_prefill:
             return None
-        return (
-            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
-            f"step, which takes at most {self._budget} tokens without chunked prefill"
-        )
+        return outgrows(request, self._budget, "tokens without chunked prefill")
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Running requests, then waiting ones."""
@@ -136,7 +133,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts admits nobody and tells nothing about the queue
+            if not holds:  # a step that preempts admits no request and shows nothing about the queue
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -191,7 +188,9 @@ class VllmV1:
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
-        waiting = iter(replica.waiting())  # looking at one may ask a connector about it, so nobody is looked at in vain
+        waiting = iter(
+            replica.waiting()
+        )  # looking at one may ask a connector about it, so none is looked at without need
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
             request = next(waiting, None)
             if request is None:
@@ -227,15 +226,11 @@ def _priority_and_arrival(request: RequestView) -> tuple[int, float]:
     return request.priority, request.arrived_at
 
 
-def _build(config: VllmV1Config, context: PolicyContext) -> VllmV1:
-    return VllmV1(config, context)
-
-
 SPEC = PolicySpec(
     name="vllm_v1",
     layer=Layer.REPLICA_SCHEDULER,
     config=VllmV1Config,
-    build=_build,
+    build=VllmV1,
     summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
     source="vLLM 0.33, V1 scheduler",
     advice=(

@@ -12,24 +12,20 @@ from typing import Any, Literal, TypeAlias
 
 from tests.golden.readers.trace import Difference, Result
 from vajra_policies.scaling.device_budget import Budget
-from vajra_policies.scaling.planner import (
-    LoadDecision,
-    PlannerRules,
-    PoolRules,
-    PoolState,
-    ThroughputDecision,
-    Traffic,
-    decide_by_load,
-    decide_by_throughput,
-)
+from vajra_policies.scaling.load_scaling import LoadDecision, decide_by_load
 from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
     EngineLoad,
     EngineSizes,
+    PlannerRules,
+    PoolRules,
+    PoolState,
     Promises,
     Thresholds,
+    Traffic,
 )
+from vajra_policies.scaling.throughput_scaling import ThroughputDecision, decide_by_throughput
 from vajra_py.contract import PoolRole
 
 SCHEMA = "planner-golden/1"

@@ -282,11 +282,11 @@ class LendingRouter(MixedPool):
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The instance of the prompt."""
         self._see(replicas)
-        before = [self._scheduled[one.replica_id] for one in replicas]
+        before = [self._scheduled.at[one.replica_id] for one in replicas]
         loads = [(number, len(one.here), one.pending) for number, one in enumerate(before)]
         memory = [one.memory for one in before]
         prompt_at = super().assign(request, replicas, now)
-        placed = self._placed[request]
+        placed = self._scheduled.placed[request]
         mixed = list(self._mixed)
         self._seen[request.request_id] = Placed(placed.prompt_at, placed.token_at, loads, memory, mixed)
         return prompt_at

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tests.golden.readers.trace import Difference, Result
-from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderAgentConfig, ThunderTable
+from vajra_policies.routers.thunderagent_programs import AgentProgram, ThunderAgentConfig
+from vajra_policies.routers.thunderagent_rules import Passage, ThunderTable
 
 SCHEMA = "thunderagent-golden/1"
 UNIT = "operations"
@@ -29,7 +30,7 @@ class RankedTable(ThunderTable):
             self.waits_since[program_id] = now
         return passage
 
-    def _has_no_place(self, program: AgentProgram) -> bool:
+    def has_no_place(self, program: AgentProgram) -> bool:
         place: Any = program.replica
         return place is None or place[0] not in {worker for worker, _ in cast("Any", self.capacity)}
 

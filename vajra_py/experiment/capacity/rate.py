@@ -143,11 +143,11 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By seed and condition, probes inside a bracket."""
+    """Probes inside a bracket, by seed and condition."""
 
     @property
     def num_conditions(self) -> int:
-        """Of the SLO."""
+        """Number of conditions of the SLO."""
         return len(self.question.slo.conditions)
 
     def seed(self, position: int) -> SeedRuns:
@@ -241,7 +241,7 @@ class _Study:
         return lowest / _step(runs.rates, slacks[0], aim, upwards=False) if lowest > self.question.low else None
 
     def estimate(self, num_seeds: int) -> RateEstimate:
-        """Of the whole SLO."""
+        """Return the estimate for the whole SLO."""
         may_go_on = num_seeds < self.question.max_replications
         conditions = self.question.slo.conditions
         return rate_estimate(

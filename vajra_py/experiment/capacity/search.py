@@ -114,7 +114,7 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
     replicas of an existing kind never make it worse.
 
     Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
-    interval goes from the cheapest that cannot be told from holding to the cheapest that certainly holds.
+    interval goes from the cheapest that cannot be distinguished from holding to the cheapest that certainly holds.
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))

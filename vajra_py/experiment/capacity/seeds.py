@@ -178,7 +178,7 @@ def typical_curve(
 ) -> list[tuple[float, float]]:
     """(rate, slack) points of a curve that passes zero at the condition's capacity: at each slack the capacity that a limit there would have.
 
-    Where some seeds were not run far enough, the others say how far from the capacity that is.
+    Where some seeds were not run far enough, the others show how far from the capacity that is.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -219,7 +219,7 @@ class RateEstimate:
 
     least: float
     most: float
-    """As those of a condition."""
+    """Both as in `ConditionCapacity`."""
     interval: Interval | None
     confidence: float
     conditions: tuple[ConditionCapacity, ...]

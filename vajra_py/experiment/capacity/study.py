@@ -69,13 +69,13 @@ def find_capacity(
                 owners[number] = (search, setting, seed)
                 workers_pool.submit(number, task)
                 number += 1
-            _tell(progress, search)
+            _notify(progress, search)
             if todo or not owners:
                 continue
             for ended, error in workers_pool.ends():
                 search, setting, seed = owners.pop(ended)
                 search.take(setting, seed, error)
-                _tell(progress, search)
+                _notify(progress, search)
                 if search.is_ready:
                     for own_setting, own_seed, task in search.tasks():
                         owners[number] = (search, own_setting, own_seed)
@@ -88,7 +88,7 @@ def find_capacity(
     return answers
 
 
-def _tell(progress: SearchProgress | None, search: _Search) -> None:
+def _notify(progress: SearchProgress | None, search: _Search) -> None:
     if progress is not None:
         progress(search.label, search.num_done, search.num_asked, search.doing)
 
@@ -266,7 +266,7 @@ class _Search:
     _wanted: Sequence[Probe] = field(init=False, default=())
     _pending: set[tuple[Setting, int]] = field(init=False, default_factory=set)
     _slacks: dict[Setting, dict[int, tuple[float, ...]]] = field(init=False, default_factory=dict)
-    """By setting and seed, of each condition."""
+    """Slack of each condition, by setting and seed."""
     _answer: Answer | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
@@ -278,7 +278,7 @@ class _Search:
 
     @property
     def label(self) -> str:
-        """Of the setting."""
+        """Label of the setting."""
         return self.question.label
 
     @property

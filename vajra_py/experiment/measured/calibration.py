@@ -1,6 +1,6 @@
 """Fit what operator tables cannot know, host overhead and a few scale factors, to a measured run.
 
-Times at which fitted requests got their first and last tokens are ends of steps, and a simulation says which steps lie between two of them. So
+Times at which fitted requests got their first and last tokens are ends of steps, and a simulation gives the steps that lie between two of them. So
 what a figure adds to each step gives a linear problem, solved with each figure held to its prior, and again with the steps of the simulation
 that results. What the fit did not see judges it.
 """
@@ -92,7 +92,7 @@ def calibrate(
 ) -> Fit:
     """Fit the figures of measured operators to the run's first requests and judge them by the rest.
 
-    `latency` is what stands under `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
+    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
 
     Raises:
         ConfigError: too few requests to fit or to judge, or a latency model that is not made of measured operators.
@@ -146,7 +146,7 @@ class _Trials:
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
-        # Requests that run side by side share their steps and err together: they say as much as those that could follow one another.
+        # Requests that run side by side share their steps and err together: they carry as much information as those that could follow one another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}

@@ -1,7 +1,7 @@
 """Read measured requests from the files that load generators write, and from this project's own runs.
 
 Known are the detailed results of `vllm bench serve` (--save-result --save-detailed), reports of guidellm (JSON), runs of this project,
-and measured runs (`vajra_py.experiment.measured.run`). The files of load generators do not say how the engine was set up: that is given.
+and measured runs (`vajra_py.experiment.measured.run`). The files of load generators do not have the engine's settings, which are given.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> 
 
 
 def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) -> EngineSettings:
-    """The run's settings with what is given in place of what it says."""
-    said = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
+    """The run's settings, replaced by those that are given."""
+    stated = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
     names = {
         "tensor_parallel_size": "tensor_parallel",
         "data_parallel_size": "data_parallel",
@@ -88,7 +88,7 @@ def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) ->
         "gpu_memory_utilization": "memory_fraction",
         "kv_cache_dtype": "kv_dtype",
     }
-    changes = {names.get(name, name): getattr(said, names.get(name, name)) for name in given}
+    changes = {names.get(name, name): getattr(stated, names.get(name, name)) for name in given}
     return replace(settings, **changes)
 
 

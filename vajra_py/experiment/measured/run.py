@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 FILES = ("meta.json", "requests.jsonl", "workload.jsonl.gz or workload.jsonl")
 ASYNC_SINCE = (0, 14)
-"""vLLM schedules asynchronously unless told otherwise from this version on."""
+"""vLLM schedules asynchronously by default from this version on."""
 LONGEST_S = 7 * 86400.0
 
 
@@ -43,14 +43,14 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     num_blocks: int | None = None
-    """KV blocks of one data-parallel rank, vLLM's null block among them; None: the run does not say."""
+    """KV blocks of one data-parallel rank, vLLM's null block among them; None: the run does not have it."""
     block_size: int = 16
     prefix_caching: bool = True
     asynchronous: bool = True
     capture_limit: int | None = None
     """Largest CUDA graph, tokens; 0: none (eager execution)."""
     memory_fraction: float | None = None
-    """Part of the GPU's memory that the engine may use; None: the run does not say."""
+    """Part of the GPU's memory that the engine may use; None: the run does not have it."""
     kv_dtype: str | None = None
     """Dtype of the KV cache, where it is not the model's."""
 
@@ -122,7 +122,7 @@ class MeasuredRun:
 
     @property
     def has_engine_times(self) -> bool:
-        """True for times that the engine noted, which alone knows when it scheduled; a client's include the tokens' way to it."""
+        """True for times that the engine noted, the only source of scheduling times; a client's include the tokens' way to it."""
         return self.requests.scheduled_at is not None
 
     @property
@@ -139,7 +139,7 @@ def read_measured_run(path: str | Path) -> MeasuredRun:
     """The run of a folder.
 
     Raises:
-        ConfigError: a file is missing or broken, a time cannot be, or the files do not belong together; says the line.
+        ConfigError: a file is missing or broken, a time cannot be, or the files do not belong together; names the line.
     """
     folder = Path(path)
     meta_file, requests_file = folder / "meta.json", folder / "requests.jsonl"
@@ -240,9 +240,9 @@ def _kv_dtype(file: Path, given: Mapping[str, Any]) -> str | None:
     return "fp8"
 
 
-def _is_asynchronous(version: str, said: bool | None) -> bool:
-    if said is not None:
-        return said
+def _is_asynchronous(version: str, stated: bool | None) -> bool:
+    if stated is not None:
+        return stated
     try:
         parts = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:

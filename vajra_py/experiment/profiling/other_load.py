@@ -21,7 +21,7 @@ class OtherLoad:
         self._others_s = _others_s()
 
     def cores(self) -> float | None:
-        """Cores that other processes used on average; None where the system does not tell."""
+        """Cores that other processes used on average; None where the system does not show it."""
         now = _others_s()
         elapsed_s = time.perf_counter() - self._started
         if now is None or self._others_s is None or elapsed_s <= 0.0:

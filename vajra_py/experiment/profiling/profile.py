@@ -1,7 +1,7 @@
 """Measure step times of a model and device over a grid of shapes and fit a formula to them.
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
-alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
+alike. Before each a reference batch is computed, always the same one: its time shows how fast the machine is at that moment, and times
 count as they would be at its median pace. A batch's time is its median, times what single steps that something interrupted add on
 average over all shapes of its kind (decodes alone, and steps with prompts): steps add up in a run, so it is the mean that is predicted,
 and few measurements give a batch's median better than its mean. How far single measurements lie from their batch's is kept too, so that
@@ -80,7 +80,7 @@ def profile_config(
 
     Without `model` it is the one that the experiment's engine has.
     Steps are measured, not policies: of an experiment, simulated or not, its sizes and its engine count. Its policies may ask for
-    predictions although the profile that is to tell them is not there yet.
+    predictions although the profile that they come from does not exist yet.
     """
     given = system_keys(config)
     given.pop("sweep", None)
@@ -191,7 +191,7 @@ def _fitted(steady: _Steady, live: Sequence[LiveStep], ahead: bool, facts: Mappi
     """One formula for the step as the engine's clock sees it.
 
     Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
-    steps of the running engine and added to the grid's. Their whole times are only compared with what the formula says.
+    steps of the running engine and added to the grid's. Their whole times are only compared with the formula.
     Where decodes begin `ahead`, forming a step of them is hidden behind the one before; the running engine was measured without.
     """
     overhead = fit_steps([Measured(_counts_only(one.features), one.overhead_s) for one in live]) if live else None
@@ -290,7 +290,7 @@ def _ragged(rows: int, context: int, longest: int, stream: np.random.Generator) 
 
 
 def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
-    """Any batch that a step may be: sizes spread evenly over orders of magnitude."""
+    """Return a random batch that a step may have: sizes spread evenly over orders of magnitude."""
 
     def log_uniform(low: int, high: int) -> int:
         return int(np.exp(stream.uniform(np.log(low), np.log(max(low, high) + 1))))
@@ -355,7 +355,7 @@ class _Journal:
         return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 
     def remove(self) -> None:
-        """The profile is written."""
+        """Remove the file of partial results, once the profile is written."""
         self._path.unlink(missing_ok=True)
 
 
@@ -392,7 +392,7 @@ class _Steady:
 
     @classmethod
     def of(cls, shapes: Sequence[BatchFeatures], passes: int, journal: _Journal, typical_s: float) -> _Steady:
-        """From a whole journal."""
+        """Make it from a whole journal."""
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]

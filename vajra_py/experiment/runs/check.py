@@ -20,7 +20,7 @@ def problems_of_parts(
 ) -> Iterator[Problem]:
     """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
 
-    `where` stands before each problem of the settings whose line is not known.
+    `where` is put before each problem of the settings whose line is not known.
     """
     seen: set[tuple[str, ...]] = set()
     found: set[str] = set()

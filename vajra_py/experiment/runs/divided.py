@@ -2,7 +2,7 @@
 
 Replicasets share nothing but the requests' order. Within a replicaset whose scheduler binds on arrival and reads no load, neither do replicas, as
 long as no policy keeps state about others' requests. Each part goes through all requests in order, decides as the whole would which replica takes each, and
-simulates those of its own replicas. What cannot be divided exactly is not divided, and `why_whole` says why.
+simulates those of its own replicas. What cannot be divided exactly is not divided, and `why_whole` returns the reason.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class PartOfRun(SimulatedRun):
         raise RunError(f"{replicaset.scheduler_name} binds a request to no replica ({chosen!r})")
 
     def _next_index(self, facts: RequestFacts) -> int:
-        """Requests are submitted in the order in which they were planned."""
+        """Return the next index; requests are submitted in the order in which they were planned."""
         self._position += 1
         return int(self._rows[self._position])
 

@@ -1,4 +1,4 @@
-"""Status of a run, as it is told while runs go."""
+"""Status of a run, as it is reported while runs go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PointStatus:
     """Finished in an earlier sweep; not run again."""
     error: str | None = None
     is_copy: bool = False
-    """Not run: it would repeat the run of another seed."""
+    """True if it was not run because it would repeat the run of another seed."""
 
     @property
     def values_label(self) -> str:

@@ -1,6 +1,6 @@
 """Pools that execute runs: in this process, in processes of this machine, or (`vajra_py.cluster`) on a Ray cluster.
 
-A pool takes tasks under numbers of the caller's choice and says which have ended; while it waits it reports how the running ones stand. Results go to the folders that the tasks
+A pool takes tasks under numbers of the caller's choice and returns those that have ended; while it waits it reports the progress of the running ones. Results go to the folders that the tasks
 name, the same bytes wherever a task was executed.
 """
 

@@ -4,7 +4,7 @@ The folder is complete when the server has shut down. Until then its logs grow o
 last steps, and its tables in memory: about 200 bytes a request and a step, 8 a token; so a session is recorded when asked for.
 
 Invariants:
-    - A disk that is full ends the recording, and not the server: its manifest then says so.
+    - A disk that is full ends the recording, and not the server: its manifest then states it.
     - Once it has ended, nothing of it grows in memory.
     - Nobody but the server's user may read the folder: it holds prompts.
 """
@@ -58,10 +58,10 @@ _RESERVE_BYTES = 2**16
 class _Log(io.RawIOBase):
     """File that accepts all writes, and stores them until the disk fails."""
 
-    def __init__(self, path: Path, tell: Callable[[OSError], None]) -> None:
+    def __init__(self, path: Path, notify: Callable[[OSError], None]) -> None:
         super().__init__()
         self._file = path.open("wb", buffering=0)
-        self._tell = tell
+        self._notify = notify
         self._works = True
 
     def writable(self) -> bool:
@@ -77,7 +77,7 @@ class _Log(io.RawIOBase):
                 left = left[self._file.write(left) :]
         except OSError as error:
             self._works = False
-            self._tell(error)
+            self._notify(error)
         return size
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class RunRecording:
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
-        """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
+        """Begin recording once the model is loaded, before anything has happened; `description` has its sizes by replicaset."""
         import pyarrow as pa
 
         pa.array(
@@ -207,7 +207,7 @@ class RunRecording:
             self._inputs.note(entry)
 
     def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
-        """A request has ended with these tokens; `is_faulty`: it failed by itself, in the token after them."""
+        """Record the end of a request with these tokens; `is_faulty`: it failed by itself, in the token after them."""
         if self._keeps_on():
             assert self._outputs is not None
             self._outputs.note(request, reason.value, token_ids, is_faulty=is_faulty)
@@ -225,10 +225,10 @@ class RunRecording:
             self._stop(failed)
         for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
             partial.unlink()
-        said = (
+        reason = (
             "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
         )
-        why = "; ".join(one for one in (said, self.stopped) if one)
+        why = "; ".join(one for one in (reason, self.stopped) if one)
         try:
             if why:
                 self._place.note(FAILED, error=why, **facts)

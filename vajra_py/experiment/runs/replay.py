@@ -116,7 +116,7 @@ class ReplayReport:
     num_requests: int
     difference: str | None
     unit: str = "steps"
-    """What `num_steps` counts: a router has no steps, and its decisions are counted."""
+    """Unit of `num_steps`: steps, or decisions for a router, which has no steps."""
 
     @property
     def is_equal(self) -> bool:
@@ -489,10 +489,10 @@ def _difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) 
         return f"only {who} has step {row['step']} of replica {row['replica_id']} (formed at {row['formed_at']:.9f} s)"
     where = f"step {one['step']} of replica {one['replica_id']}, formed at {one['formed_at']:.9f} s"
     fields = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    said = "; ".join(
+    reasons = "; ".join(
         f"{name} {_short(one.get(name))} in the run, {_short(other.get(name))} in the replay" for name in fields
     )
-    return f"{where}: {said}"
+    return f"{where}: {reasons}"
 
 
 def _short(value: Any) -> str:

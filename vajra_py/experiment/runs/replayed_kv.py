@@ -38,7 +38,7 @@ class ReplayedConnector:
         return None if news is None else self._replica.report_of(news)
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
-        """See `KvConnector`; a request that was not asked about so often has nothing to load."""
+        """See `KvConnector`; a request without a recorded answer of this number has nothing to load."""
         answers = self._answers.get(request.index)
         return answers.popleft() if answers else NOTHING
 

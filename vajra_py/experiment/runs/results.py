@@ -55,7 +55,7 @@ class Tables:
     transfers: TransfersBuilder | None = None
     """KV on its way between replicas; None where requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
-    """Ideal makespans of programs, given the requests table; asked last, since predictions are counted. None: unknown."""
+    """Ideal makespans of programs, given the requests table; called last, since predictions are counted. None: unknown."""
     tiers: TierLog | None = None
     """Hits by memory tier, and what their links carried; None where there are no tiers."""
 
@@ -65,7 +65,7 @@ def write_results(
 ) -> None:
     """Write a run's tables and its summary into its folder.
 
-    `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
+    `ended_at`: seconds on the run's clock; `step_times`: their origin, for the summary.
     """
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
     records = tables.steps.records()

@@ -144,7 +144,7 @@ class _Attempt:
             raise RunInterrupted(f"interrupted; what was reached is in {self._place.path}") from None
         except Exception as error:  # keep partial results after any failure
             self._write()
-            self._place.note(FAILED, error=_said(error), **self._facts())
+            self._place.note(FAILED, error=_error_text(error), **self._facts())
             raise
         self._write()
         self._place.note(FINISHED, **self._facts(), **outcome.facts)
@@ -202,5 +202,5 @@ class _Attempt:
                 closing.result()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"

@@ -118,7 +118,7 @@ class SimulatedRun:
 
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
-    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where it says too little."""
+    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where the settings are incomplete."""
     settings = run.config.backend.settings.drafts
     most = max(
         pool.replica.draft.most_tokens
@@ -151,8 +151,8 @@ def _by_replicaset(
             latency = latencies.get(model_key(name, pool), latencies[name])
             is_other = of_pool.latency is not None or of_pool.predictions is not None
             place = f"{where}.pools.{pool}"
-            told = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
-            pools[pool] = ReplicasetModel(told, model_facts(latency))
+            predictions = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
+            pools[pool] = ReplicasetModel(predictions, model_facts(latency))
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]), pools)
     return models
 
@@ -185,7 +185,7 @@ def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Re
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:
-    """Return what a latency model says about memory and lengths."""
+    """Return a latency model's description of memory and lengths."""
     described = description_of(latency)
     return ModelFacts(described.kv_blocks, described.max_model_len, described.kv_bytes_per_token, described.num_layers)
 

@@ -52,7 +52,7 @@ def sweep(
 ) -> SweepResult:
     """Run every point of the sweep; points that are finished already are kept, and of seeds that give the same run one is run.
 
-    Simulations run several at once, one a core unless `workers` says otherwise, or in the `pool` given; points on a device one after the other, as
+    Simulations run several at once, one a core by default (`workers`), or in the `pool` given; points on a device one after the other, as
     they would measure each other.
     A point that fails does not stop the others. Raises `RunInterrupted` when the user stops it; what is finished stays.
     """
@@ -62,16 +62,18 @@ def sweep(
     alone = any(one.backend.kind != "simulator" for _, one, _ in points)
     failures: dict[int, str] = {}
 
-    def say(index: int, **facts: Any) -> None:
+    def note(index: int, **facts: Any) -> None:
         if progress is not None:
             progress(index, PointStatus(points[index][0].label, **facts))
 
     def report(index: int, done: int, total: int, now: float) -> None:
-        say(index, num_done=done, num_total=total, now_s=now)
+        note(index, num_done=done, num_total=total, now_s=now)
 
     todo = plan.missing(plan.kept())
-    told = None if progress is None else report
-    runs_pool = pool(told) if pool else local_pool(workers or (1 if alone else None), len(todo), registry, told)
+    on_progress = None if progress is None else report
+    runs_pool = (
+        pool(on_progress) if pool else local_pool(workers or (1 if alone else None), len(todo), registry, on_progress)
+    )
 
     def submit(wanted: Sequence[int]) -> None:
         for index in wanted:
@@ -80,12 +82,12 @@ def sweep(
 
     try:
         for index in sorted({*range(len(points))} - {*todo}):
-            say(index, is_finished=True, was_there=index not in plan.copies, is_copy=index in plan.copies)
+            note(index, is_finished=True, was_there=index not in plan.copies, is_copy=index in plan.copies)
         submit(todo)
         for index, error in runs_pool.ends():
             if error is not None:
                 failures[index] = error
-            say(index, is_finished=error is None, error=error)
+            note(index, is_finished=error is None, error=error)
             if error is None:
                 submit(plan.missing(plan.released_by(index)))
     finally:

@@ -54,7 +54,7 @@ def read_json_file(path: Path) -> Any:
     """The contents of a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or is not JSON; says the line.
+        ConfigError: it cannot be read, or is not JSON; names the line.
     """
     try:
         return json.loads(path.read_text("utf-8"))

@@ -24,13 +24,13 @@ class HostOverhead:
     step_per_request_s: float = 0.0
     """Host time for each request in the step."""
     exposed_s: float = 0.0
-    """Time that the GPU waits in every step although scheduling is asynchronous; no profile of operators says any, so that none is named here."""
+    """Time that the GPU waits in every step although scheduling is asynchronous; no profile of operators has it, so the default is 0."""
     asynchronous: bool = False
     """True where the host's work overlaps the step before."""
     arrival_s: float = 0.0
-    """From a request's arrival to its place in the scheduler's queue."""
+    """Time from a request's arrival to its place in the scheduler's queue."""
     first_token_s: float = 0.0
-    """From the end of the step that computed a request's token to the client."""
+    """Time from the end of the step that computed a request's token to the client."""
 
     @property
     def request_s(self) -> float:
@@ -53,7 +53,7 @@ HOST_OVERHEADS = MappingProxyType(
         ),
     }
 )
-"""Overheads by name; where the figures come from is said in docs/reference/latency-models.md."""
+"""Overheads by name; sources of the figures: docs/reference/latency-models.md."""
 
 
 def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:

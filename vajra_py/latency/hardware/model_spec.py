@@ -1,6 +1,6 @@
 """Parameters, bytes and floating-point operations of a decoder-only transformer.
 
-Counts are exact for the families that `hf_config` knows (they equal the parameter counts of the published checkpoints) and, for others,
+Counts are exact for the families that `hf_config` has (they equal the parameter counts of the published checkpoints) and, for others,
 miss at most their biases and unusual norms. Matrix products count two operations per weight.
 """
 

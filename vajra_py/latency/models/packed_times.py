@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
-"""Columns of a file of step records that say when steps were formed and ended; `duration_s` is NaN where the ticks say it."""
+"""Columns of a file of step records with the times at which steps were formed and ended; `duration_s` is NaN where it follows from the ticks."""
 
 _EXACT = 2**53
 """Whole numbers below this are exact as floats, so that dividing them rounds once."""
@@ -27,9 +27,9 @@ class PackedTimes:
     """Runs of steps; the steps of a run follow one another without a pause. Ticks; one value a run, but for `bends`."""
 
     gap: Ints
-    """From the end of the run before it in this list, whosever that was, to the forming of its first step; from 0 for the first."""
+    """Time from the end of the run before it in this list (of any replica) to the forming of its first step; from 0 for the first."""
     num_steps: Ints
-    """At least 1 each."""
+    """Number of steps of each, at least 1."""
     duration: Ints
     """Duration of the first step."""
     drift: Ints

@@ -167,7 +167,7 @@ class ProfiledModel:
     """A `LatencyModel` from a profile.
 
     Attributes:
-        variation: how much equal steps differ where they are simulated (see `VariesSteps`); policies are told their mean.
+        variation: how much equal steps differ where they are simulated (see `VariesSteps`); policies get the mean.
     """
 
     num_stages = 1

@@ -54,7 +54,7 @@ class RecordedDurations:
         """Seconds of the replica's next step; `step_index`, when given, must be the one that comes next.
 
         Raises:
-            ExecutorError: no recording of that replica, none left, or asked out of order.
+            ExecutorError: no recording of that replica, none left, or queried out of order.
         """
         steps = self._durations.get(replica_id)
         if steps is None:
@@ -128,10 +128,10 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 
 
 class RecordedModel:
-    """A recording in the place of a latency model: a simulator takes its durations, and nobody can ask it anything.
+    """A recording in the place of a latency model: a simulator takes its durations, and it predicts nothing.
 
     Policies that ask need `backend.simulator.predictions`; to replay a run decision for decision, that must be the model that the
-    recorded run's policies asked.
+    recorded run's policies used.
     """
 
     num_stages = 1
@@ -140,7 +140,7 @@ class RecordedModel:
         self.durations = durations
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Raises `ExecutorError`: a recording knows what was, not what would be."""
+        """Raises `ExecutorError`: a recording has no predictions."""
         raise ExecutorError(
             "recorded latency: a policy asked for a prediction, which a recording cannot give. "
             "Set backend.simulator.predictions to the latency model of the recorded run."

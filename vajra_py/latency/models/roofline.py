@@ -112,7 +112,7 @@ class RooflineModel:
         self._rows: dict[int, float] = {}
         """Head and overhead, by rows."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
-        """Of a step of nothing but decodes: its layers without attention, and what is outside them, by decodes."""
+        """Parts of a step of decodes alone, by number of decodes: its layers without attention, and what is outside them."""
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
@@ -150,7 +150,7 @@ class RooflineModel:
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each of `num_steps` steps of `num_decodes` decodes, whose contexts sum to `first_context_tokens` at first.
 
-        Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
+        Equal, bit for bit, to calling `batch_time_s` step by step while every context grows by one token a step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
@@ -217,7 +217,7 @@ class RooflineModel:
         }
 
     def _layers_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """All layers, decode attention left out."""
+        """Return the time of all layers without decode attention."""
         time = self._products.get(num_tokens)
         if time is None:
             time = self._products[num_tokens] = self._products_s(num_tokens)

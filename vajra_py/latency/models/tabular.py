@@ -23,7 +23,7 @@ def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()
     They are the needed ones and those of the optional ones that the file has. JSON is an object of lists, or a list of objects.
 
     Raises:
-        ConfigError: the file is missing, broken or of another kind, or lacks a needed column; a value is not a finite number (says the line).
+        ConfigError: the file is missing, broken or of another kind, or lacks a needed column; a value is not a finite number (names the line).
     """
     if not path.is_file():
         raise ConfigError(Problem(str(path), "there is no such file"))

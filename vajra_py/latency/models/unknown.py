@@ -9,7 +9,7 @@ from vajra_py.errors import ConfigError, Problem
 
 
 class NoPredictions:
-    """Predicts nothing; says which setting is missing."""
+    """Predicts nothing; raises, and names the missing setting."""
 
     num_stages = 1
 

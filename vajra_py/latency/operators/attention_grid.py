@@ -1,6 +1,6 @@
 """Interpolate measured attention times over chunk, chunk's context, decodes and decodes' context.
 
-Three kernels are told apart, because engines launch different ones: decodes alone, chunks alone, and both in one call. Inside the
+Three kernels are distinguished, because engines launch different ones: decodes alone, chunks alone, and both in one call. Inside the
 measured grid times are linear in each axis. Holes of the grid are filled once, when the tables are built: inside by interpolation, at
 its rim by continuing the line through the two nearest points. Above the grid the same lines continue; `reach` bounds how far.
 """

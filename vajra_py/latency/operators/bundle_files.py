@@ -29,7 +29,7 @@ ONCE_A_LAYER = ("qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "
 DENSE_LAYERS = (*ONCE_A_STEP, *TWICE_A_LAYER, *ONCE_A_LAYER)
 NEEDED_DENSE = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
 MLP_LAYERS = ("gate_up_proj", "act_fn", "down_proj")
-"""Missing where experts take their place."""
+"""Layers of the MLP; missing in models with experts."""
 SEQUENCE_LAYERS = ("lm_head", "sampler")
 ATTENTION_AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 LONGEST_US = 1e6
@@ -98,7 +98,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bo
 
     Raises:
         ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
-            was not measured (says which were).
+            was not measured (lists those that were).
     """
     root = Path(path)
     meta = _read_meta(root)
@@ -241,7 +241,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
 
 
 def _quick_table(path: Path, columns: Sequence[str]) -> Array | None:
-    """The numbers of these columns; None for a file in which anything is amiss, which then is read line by line to say what."""
+    """The numbers of these columns; None for a file in which anything is amiss, which is then read line by line for the error."""
     import pyarrow as arrow
     import pyarrow.csv as arrow_csv
 

@@ -88,8 +88,8 @@ def read_calibration(path: str | Path) -> Calibration:
             residuals={str(name): float(value) for name, value in data.get("residuals", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        said = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(Problem(where, f"is broken ({said})", "`vajra calibrate` writes it anew")) from error
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(Problem(where, f"is broken ({reason})", "`vajra calibrate` writes it anew")) from error
 
 
 def _figure(value: Any) -> float:

@@ -37,7 +37,7 @@ NUM_ORDERS = 4
 """Orders of the sequences in the batch, which is known to the engine alone, over which times are averaged."""
 GOLDEN = 0.6180339887498949
 MOST_FITTED = 2
-"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context tells most."""
+"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context has the largest effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def lognormal_quantiles(count: int, sigma: float) -> list[float]:
 
 
 def spread_orders(values: Sequence[float]) -> list[list[float]]:
-    """Some orders of the values, each of which spreads small and large ones evenly; the largest takes another place in each."""
+    """Return some orders of the values, each of which spreads small and large ones evenly; the largest has a different place in each."""
     places = [index * GOLDEN for index in range(len(values))]
     found = []
     for turn in range(NUM_ORDERS):
@@ -186,7 +186,7 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
-    """For each number of decodes that is not split, the batches with the fewest long contexts: one that has their median ratio."""
+    """Return for each number of decodes that is not split the batches with the fewest long contexts, as one with their median ratio."""
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]
     unsplit = [count for count in np.unique(alone[:, 0]) if not kernel.splits(int(count))]

@@ -72,7 +72,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
     """The operator times of a model.
 
     Raises:
-        ConfigError: the tables do not hold the model's heads, experts, precision or parallelism; says what there is.
+        ConfigError: the tables do not hold the model's heads, experts, precision or parallelism; lists what there is.
     """
     if model.num_heads % split.tensor:
         message = f"does not divide the {model.num_heads} attention heads of {model.name} ({split.tensor})"

@@ -19,8 +19,8 @@ from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBund
 class OperatorTablesModel(ProfileBundleModel):
     """A `ProfileBundleModel` whose operator times were looked up in tables by their sizes.
 
-    It is one wherever a bundle's model is wanted (calibrations, KV sizes, breakdowns), and gives the same answers; what it adds is
-    how much of the time of each step taken was not measured, which only the terms that the answer was summed from tell.
+    It can be used wherever a bundle's model can (calibrations, KV sizes, breakdowns), with the same results. In addition it counts
+    how much of the time of the steps taken was not measured, which is known only from the terms of the sum.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class OperatorTables:
     """The tables of one engine on one system.
 
     Raises:
-        ConfigError: no such system, or it has no tables of this engine; says which there are.
+        ConfigError: no such system, or it has no tables of this engine; lists those there are.
     """
 
     def __init__(self, folder: Path, system: str, engine: str, version: str | None = None) -> None:
@@ -172,7 +172,7 @@ def chosen(table: pa.Table, values: Mapping[str, Any], where: str) -> pa.Table:
     """The rows with these values, in the columns that the table has.
 
     Raises:
-        ConfigError: there are none; says what there is of the first column that leaves nothing.
+        ConfigError: there are none; lists the values of the first column that leaves nothing.
     """
     for name, value in values.items():
         if name not in table.column_names:
@@ -241,7 +241,7 @@ class GemmTimes:
                 curve = self._curve(i, j)
                 if curve is not None:
                     size = self._outputs[i] * self._inputs[j]
-                    # Where a corner was not measured, the others stand in, grown as the matrix is.
+                    # Where a corner was not measured, the others are used, scaled by the size of the matrix.
                     total += one * other * curve
                     weight += one * other * size / (outputs * inputs)
         if not weight:

@@ -394,7 +394,7 @@ class ProfileBundleModel:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
     def _attention_grid(self) -> AttentionGrid:
-        """Attention times of batches whose contexts vary as the options say."""
+        """Attention times of batches whose contexts vary as in the options."""
 
         def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
             return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)

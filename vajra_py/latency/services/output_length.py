@@ -29,7 +29,7 @@ _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 @dataclass(frozen=True, slots=True)
 class NoLengths:
-    """Knows nothing."""
+    """Predicts nothing."""
 
     def predict(self, request: object) -> LengthEstimate | None:
         """Always None."""
@@ -37,7 +37,7 @@ class NoLengths:
 
 
 class UnansweredLengths:
-    """Knows nothing either, and notes which policy wanted to know."""
+    """Predicts nothing either, and notes the policies that ask for lengths."""
 
     def __init__(self, policy: str, asked: set[str]) -> None:
         self._policy = policy
@@ -161,7 +161,7 @@ class OracleLengths:
 class NoisyOracleLengths:
     """The truth times exp(sigma z) with a standard normal z that depends on the seed and the request's id alone.
 
-    So the estimate of a request does not change with what else arrives or in which order requests are asked about.
+    So the estimate of a request does not change with what else arrives or with the order of queries.
     """
 
     num_output_tokens: Mapping[str, int]

@@ -6,29 +6,25 @@ the difference of two entries. Entries are computed when first asked for, each o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from vajra_py.contract.latency import BatchFeatures, LatencyModel
+from vajra_py.contract.policies import SoloChunkSize
 from vajra_py.errors import ExecutorError
 
 GRAIN_TOKENS = 256
 _ENDLESS = 1 << 40
 
-LoneChunk = Callable[[int, int], int]
-"""Tokens of the next chunk of a lone prompt, from the tokens that are done and those that remain; at least 1."""
-
 
 class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
-    A prompt's time is the sum of the predicted times of its chunks, each asked of `latency` once. `solo_chunk_size` is walked along one endless
+    A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. `solo_chunk_size` is walked along one endless
     prompt, so a chunk may depend on what remains only in that the last ones take what is left. With `num_stages` above 1 chunks
     follow one another through the pipeline without waiting (sequence pipelining), and the time is divided by it.
     """
 
-    def __init__(self, latency: LatencyModel, solo_chunk_size: LoneChunk, num_stages: int = 1) -> None:
+    def __init__(self, latency: LatencyModel, solo_chunk_size: SoloChunkSize, num_stages: int = 1) -> None:
         self._latency = latency
-        self._lone_chunk = solo_chunk_size
+        self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
         # Start of the chunk that the table's last entry ends in, and when it starts; the same of the chunk before.
@@ -63,7 +59,7 @@ class PrefillTimeTable:
             if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
                 # Shortly after a chunk's end a prompt may finish within that chunk, if the scheduler allows a larger last chunk.
                 left = num_tokens - start
-                if self._lone_chunk(start, left) >= left:
+                if self._solo_chunk_size(start, left) >= left:
                     time = start_s + self._chunk_s(start, left)
             table.append(time / self._stages)
 
@@ -71,7 +67,7 @@ class PrefillTimeTable:
         """Move the start of the last chunk on until that chunk reaches `num_tokens`."""
         while True:
             if not self._chunk:
-                self._chunk = self._lone_chunk(self._done, _ENDLESS)
+                self._chunk = self._solo_chunk_size(self._done, _ENDLESS)
                 if self._chunk < 1:
                     raise ExecutorError(
                         f"prefill time: the replica scheduler gives a lone prompt {self._chunk} tokens after {self._done}. "

@@ -1,7 +1,7 @@
 """Settings side by side: their values, what is best among them and how they differ.
 
 The scopes are all requests, each SLO class, each tenant and each pool. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
-in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark says only which value is lowest or highest.
+in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark shows the lowest or highest value only.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def positive_interval(values: Sequence[float]) -> Interval | None:
     """Interval for the mean of independent replications of a positive quantity, its ends above zero.
 
     Student's t for the logarithm of the mean, whose standard error is that of the mean over the mean (delta method): `mean · exp(± t s / (√n mean))`. The point between its ends is
-    the arithmetic mean. None with fewer than two values, and of values that are all equal, which do not say how much they vary.
+    the arithmetic mean. None with fewer than two values, and of values that are all equal, which do not show how much they vary.
     """
     half, mean = _half_width(values), float(np.mean(values)) if len(values) else 0.0
     if not half or not mean > 0:

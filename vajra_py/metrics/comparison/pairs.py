@@ -31,7 +31,7 @@ class Difference:
     p_value: float | None
     """Two-sided, of no difference, not adjusted for the number of comparisons; None where the difference is the same in every pair, which leaves a t test without a variance."""
     is_paired: bool
-    """By common seeds; otherwise the settings have no two seeds in common and are compared as independent samples."""
+    """True if compared by common seeds; otherwise the settings have no two seeds in common and are compared as independent samples."""
 
 
 def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:

@@ -31,7 +31,7 @@ class Versus:
     key: str
     is_primary: bool
     difference: Difference | None
-    """Of the setting from the baseline; None where either has fewer than two replications."""
+    """Difference of the setting from the baseline; None where either has fewer than two replications."""
     p_adjusted: float | None
     """Adjusted for the family; None for secondary metrics and where nothing is tested."""
     untested: str
@@ -80,7 +80,7 @@ class Field:
     stability: tuple[str, ...]
     primary: tuple[str, ...]
     samples: Mapping[str, tuple[Samples, ...]]
-    """By metric, for each setting; empty where no setting has replications."""
+    """Samples by metric, for each setting; empty where no setting has replications."""
     one_sample: tuple[str, ...] = ()
     """Reason that each setting's runs count as one observation; empty if each run is a replication."""
 

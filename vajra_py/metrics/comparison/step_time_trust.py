@@ -46,8 +46,8 @@ def _cost_origin(device: Mapping[str, Any]) -> str:
         parts.append(f"${device['price_per_hour']:g} an hour ({sources['price_per_hour']})")
     if device["power_w"] is not None:
         idle, decode, prefill = device["power_w"]
-        said = "; ".join(dict.fromkeys(sources[name] for name in POWER_FIELDS))
-        parts.append(f"{idle:g} W idle, {decode:g} W decoding one sequence, {prefill:g} W prefilling ({said})")
+        origin = "; ".join(dict.fromkeys(sources[name] for name in POWER_FIELDS))
+        parts.append(f"{idle:g} W idle, {decode:g} W decoding one sequence, {prefill:g} W prefilling ({origin})")
     return f"Cost and energy of {device['device']}: {', '.join(parts)}"
 
 

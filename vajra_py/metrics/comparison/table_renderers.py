@@ -42,7 +42,7 @@ def stacked(cell: Cell) -> int:
 class TerminalTable:
     """A table that is laid out when the terminal's width is known.
 
-    Intervals stand beside their values, or below them where that saves a cut; only then is the table cut into such with the same rows.
+    Intervals are shown beside their values, or below them where that saves a cut; only then is the table cut into such with the same rows.
     """
 
     table: Table

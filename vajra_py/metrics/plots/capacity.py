@@ -35,9 +35,9 @@ class CapacityCurve:
     knee: float | None
     interval: Interval | None = None
     lines: Mapping[str, Sequence[tuple[float, float]]] | None = None
-    """Of rates, by condition: the curve of a typical seed, which crosses the limit at the condition's own capacity. None: a line through the means."""
+    """Points (rate, value) by condition: the curve of a typical seed, which crosses the limit at the condition's own capacity. None: a line through the means."""
     ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
-    """By condition, its own capacity and the interval of that."""
+    """Own capacity of each condition, and its interval."""
 
 
 @styled

@@ -18,9 +18,9 @@ from vajra_py.metrics.plots.style import (
     line_entries,
     name_panel,
     new_figure,
+    note_empty,
     percent,
     plain_log,
-    say_empty,
     styled,
     tapered,
     token_count,
@@ -89,7 +89,7 @@ def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
     known = [curve.values for curve in curves if curve.values.size and curve.values[-1] > 0]
     for axes in column_axes:
         if not known:
-            say_empty(axes)
+            note_empty(axes)
             continue
         low = min(float(values[values > 0][0]) for values in known)
         high = max(float(values[-1]) for values in known)
@@ -128,7 +128,7 @@ def _ranges(settings: Sequence[Setting], metrics: Sequence[tuple[str, str, float
             dtype=np.float64,
         )
         if not np.isfinite(values).any():
-            say_empty(own)
+            note_empty(own)
             continue
         for row, (p50, p99, mean) in enumerate(values):
             hue = looks[row].hue
@@ -204,7 +204,7 @@ def _draw_slowdowns(
 
 def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
     if not used:
-        say_empty(axes)
+        note_empty(axes)
         return
     plain_log(axes.yaxis, most=5)
     axes.axhline(1.0, color=GRID, linewidth=1.4, zorder=1)
@@ -217,7 +217,7 @@ def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
 
 
 def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: Any) -> Floats:
-    """For each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
+    """Return for each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
     took_s = columns["first_token_at"] - columns[since]
     lengths = columns["num_prompt_tokens"]
     rates = took_s / np.maximum(lengths, 1)

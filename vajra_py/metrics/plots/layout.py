@@ -153,7 +153,7 @@ def _rank(run: RunData) -> float:
 
 
 def _offered_by_load(runs: Sequence[RunData]) -> list[float]:
-    """For each run the mean offered rate of the runs under its configured load."""
+    """Return for each run the mean offered rate of the runs under its configured load."""
     offered: dict[str, list[float]] = {}
     labels = load_labels(runs)
     for label, run in zip(labels, runs, strict=True):

@@ -31,9 +31,9 @@ from vajra_py.metrics.plots.style import (
     line_entries,
     name_panel,
     new_figure,
+    note_empty,
     patch_entries,
     percent,
-    say_empty,
     styled,
     tapered,
 )
@@ -68,7 +68,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             width = 0.7 if arrangement.looks[i].is_muted else 0.8 * tapered(place, len(members))
             look = arrangement.looks[i].line | {"linewidth": width}
             if not has_dashes:
-                # Dashes are hard to follow in a noisy line; here the colour alone tells the runs apart.
+                # Dashes are hard to follow in a noisy line; here the colour alone distinguishes the runs.
                 look["linestyle"] = "-"
             _draw_queue_and_kv(axes[panel], runs[i], look | {"label": names[i]})
     for row, title in enumerate(arrangement.panels):
@@ -77,7 +77,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
         for own, label in ((left, "waiting requests"), (right, "KV blocks in use")):
             name_panel(own, "waiting" if own is left else "kv_use")
             if not own.lines:
-                say_empty(own)
+                note_empty(own)
                 continue
             own.set_ylabel(label)
             own.set_ylim(bottom=0)
@@ -115,7 +115,7 @@ def batch_composition(runs: Sequence[RunData]) -> Figure:
         edges = time_edges(run, 120)
         decode, prefill = tokens_per_step(run, edges)
         if not (decode + prefill).any():
-            say_empty(own)
+            note_empty(own)
             continue
         own.stairs(decode, edges, fill=True, color=DECODE_COLOUR, linewidth=0, label="decode tokens")
         own.stairs(
@@ -149,7 +149,7 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
     rest = [tenant for tenant in totals if tenant not in named]
     for own, (edges, tenants) in zip(axes, service, strict=True):
         if not tenants:
-            say_empty(own)
+            note_empty(own)
             continue
         for i, tenant in enumerate(named):
             if tenant in tenants:
@@ -184,7 +184,7 @@ def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None =
                 width = 0.7 if look.is_muted else 0.8 * tapered(place, len(members))
                 own.plot(gaps.edges, gaps.by_end, **(look.line | {"linewidth": width, "label": names[i]}))
         if not own.lines:
-            say_empty(own, "no two tenants were backlogged together")
+            note_empty(own, "no two tenants were backlogged together")
             continue
         own.set_ylim(bottom=0)
         own.set_ylabel("service difference (weighted tokens)" if rows == 1 else "difference (tokens)")
@@ -211,7 +211,7 @@ def step_timeline(runs: Sequence[RunData], start_at: float | None = None, durati
         own.set_title(run.name if len(shown) > 1 else "")
         name_panel(own, "steps")
         if not bars:
-            say_empty(own, "no steps in this stretch")
+            note_empty(own, "no steps in this stretch")
             continue
         for kind, (label, colour) in enumerate(_STEP_KINDS):
             for row, boxes in enumerate(bars["rows"]):

@@ -21,9 +21,9 @@ from vajra_py.metrics.plots.style import (
     line_entries,
     name_panel,
     new_figure,
+    note_empty,
     patch_entries,
     plain_log,
-    say_empty,
     styled,
 )
 
@@ -59,7 +59,7 @@ def _load(own: WorkloadComparison, rank: int | None) -> str:
 def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
     """Draw a table for each workload, under the load of this rank, or under its main load: rows are policies, columns metrics.
 
-    Colours say by how much a value is better or worse than the baseline's, pale where that may be chance.
+    Colours show by how much a value is better or worse than the baseline's, pale where that may be chance.
     """
     policies = workloads[0].policies
     widths = [max(1, len(own.metrics)) for own in workloads]
@@ -147,7 +147,7 @@ def _by_load(workloads: Sequence[WorkloadComparison], keys: Sequence[str], only:
             name_panel(panel, f"{own.name}_{key.removesuffix('_s')}")
             drawn = [_draw_line(panel, own, policy, key, _look(style, policy, only)) for policy in policies]
             if not any(drawn):
-                say_empty(panel)
+                note_empty(panel)
                 continue
             plain_log(panel.yaxis)
             if row == 0:
@@ -204,7 +204,7 @@ def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | 
             panel.set_ylim(0, 1.2 * max(values) or 1.0)  # a wide interval would hide the means
             big_numbers(panel.yaxis)
         else:
-            say_empty(panel, "no two tenants were backlogged")
+            note_empty(panel, "no two tenants were backlogged")
     add_legend(figure, _marker_entries(policies, style))
     return figure
 
@@ -259,7 +259,7 @@ def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
             panel.set_xlabel("$ per million output tokens")
             panel.set_xlim(left=0)
         else:
-            say_empty(panel, "the device has no price")
+            note_empty(panel, "the device has no price")
         panel.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(range(len(policies)), policies)
     axes[0, 0].set_ylim(len(policies) - 0.5, -0.5)

@@ -13,9 +13,9 @@ from vajra_py.metrics.plots.style import (
     line_entries,
     name_panel,
     new_figure,
+    note_empty,
     percent,
     plain_log,
-    say_empty,
     styled,
 )
 from vajra_py.metrics.runs.naming import distinct
@@ -54,7 +54,7 @@ def program_makespans(runs: Sequence[RunData]) -> Figure:
         if found:
             plain_log(own.xaxis, most=7)
         else:
-            say_empty(own)
+            note_empty(own)
         own.set_ylim(0, 1.02)
     axes[0, 0].set_ylabel("share of programs")
     percent(axes[0, 0].yaxis)

@@ -23,9 +23,9 @@ from vajra_py.metrics.plots.style import (
     misses,
     name_panel,
     new_figure,
+    note_empty,
     percent,
     plain_log,
-    say_empty,
     styled,
 )
 from vajra_py.metrics.runs.replications import Setting, group_replications
@@ -220,7 +220,7 @@ def _draw(
             color=look.hue, linewidth=1.6, alpha=0.7, label=f"{series[i].label}, 95 % interval",
         )  # fmt: skip
     if not drawn:
-        say_empty(axes)
+        note_empty(axes)
     return drawn
 
 

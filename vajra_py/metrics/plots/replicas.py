@@ -14,8 +14,8 @@ from vajra_py.metrics.plots.style import (
     line_entries,
     name_panel,
     new_figure,
+    note_empty,
     percent,
-    say_empty,
     styled,
 )
 from vajra_py.metrics.runs.naming import distinct
@@ -63,7 +63,7 @@ def replicas_over_time(runs: Sequence[RunData]) -> Figure:
                 own.plot(at, counts, drawstyle="steps-post", **look)
         own.set_ylim(bottom=0)
     if not names:
-        say_empty(axes[0][0])
+        note_empty(axes[0][0])
     for own in axes[-1]:
         own.set_xlabel("time (s)")
     add_legend(figure, line_entries(arrangement.legend) if len(runs) > 1 else [])
@@ -110,7 +110,7 @@ def pools_over_time(runs: Sequence[RunData]) -> Figure:
             own.set_ylim(bottom=0)
         percent(right.yaxis)
     if not names:
-        say_empty(axes[0][0])
+        note_empty(axes[0][0])
     for own in axes[-1]:
         own.set_xlabel("time (s)")
     label_all(axes)

@@ -164,7 +164,7 @@ def _use_settings(width_in: float) -> None:
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
     """Return a figure of the width in force with a grid of axes (always a 2-D array).
 
-    Panels that a narrow figure has no room for stand below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
+    Panels that a narrow figure has no room for are put below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -201,7 +201,7 @@ def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> 
 
 
 def label_all(axes: NDArray[Any]) -> None:
-    """Give every panel of a grid the title of its row and the labels of its row and column, shown where the panel does not stand below or beside one that shows them."""
+    """Give every panel of a grid the title of its row and the labels of its row and column, shown unless a panel above or beside it shows them."""
     geometry = axes.flat[0].get_subplotspec().get_geometry()
     across = int(geometry[1])
     is_wrapped = tuple(geometry[:2]) != axes.shape
@@ -335,7 +335,7 @@ def tapered(place: int, count: int) -> float:
     return 2.4 - 1.2 * place / (count - 1) if count > 1 else 1.7
 
 
-def say_empty(axes: Axes, text: str = "no data") -> None:
+def note_empty(axes: Axes, text: str = "no data") -> None:
     """Write the reason into an empty plot."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_xticks([])

@@ -14,9 +14,9 @@ from vajra_py.metrics.plots.style import (
     MUTED,
     add_legend,
     new_figure,
+    note_empty,
     percent,
     plain_log,
-    say_empty,
     styled,
 )
 from vajra_py.workload import Workload
@@ -61,7 +61,7 @@ def _arrivals(axes: Any, arrived_at: Floats) -> None:
     axes.set_xlabel("time (s)")
     axes.set_ylabel("arrivals (requests/s)")
     if len(arrived_at) < 2 or not arrived_at[-1] > arrived_at[0]:
-        say_empty(axes, "all at once" if len(arrived_at) else "no data")
+        note_empty(axes, "all at once" if len(arrived_at) else "no data")
         return
     edges = np.linspace(arrived_at[0], arrived_at[-1], _BINS + 1)
     rates = np.histogram(arrived_at, edges)[0] / np.diff(edges)
@@ -83,7 +83,7 @@ def _dispersion(axes: Any, arrived_at: Floats) -> None:
     axes.set_ylabel("index of dispersion")
     span = float(arrived_at[-1] - arrived_at[0]) if len(arrived_at) > _MIN_WINDOWS else 0.0
     if not span > 0:
-        say_empty(axes, "too few arrivals")
+        note_empty(axes, "too few arrivals")
         return
     windows = np.geomspace(span / len(arrived_at), span / _MIN_WINDOWS, 12)
     found = []
@@ -108,7 +108,7 @@ def _lengths(axes: Any, named: tuple[tuple[str, Any], ...]) -> None:
         axes.set_ylim(0, 1.02)
         percent(axes.yaxis)
     else:
-        say_empty(axes)
+        note_empty(axes)
 
 
 def _prefixes(axes: Any, workload: Workload) -> None:
@@ -117,7 +117,7 @@ def _prefixes(axes: Any, workload: Workload) -> None:
     axes.set_xlabel("part of the prompt seen before")
     axes.set_ylabel("share of requests")
     if fractions is None or not fractions.size:
-        say_empty(axes, "contents unknown")
+        note_empty(axes, "contents unknown")
         return
     ordered = np.sort(fractions)
     axes.step(ordered, _shares(ordered), where="post", color=_PROMPT, label="repeated prefixes")
@@ -139,7 +139,7 @@ def _cdf(axes: Any, values: Any, words: tuple[str, str, str], missing: str) -> N
     axes.set_xlabel(label)
     axes.set_ylabel(share)
     if values is None or not len(values):
-        say_empty(axes, missing)
+        note_empty(axes, missing)
         return
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     plain_log(axes.xaxis, most=5)

@@ -79,7 +79,7 @@ class CardPart:
     """Documentation of its class; empty if there is none."""
     parameters: Table
     advice: str = ""
-    """When to use it, and when not; empty if it does not say."""
+    """Advice in two sentences; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

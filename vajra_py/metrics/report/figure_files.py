@@ -27,7 +27,7 @@ COLUMN_IN = 3.35
 MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
-"""Of a figure's data: `category` names the row of a bar, `y_high` is the upper end of an interval (or of an area) that begins at `y`."""
+"""Columns of a figure's data: `category` names the row of a bar, `y_high` is the upper end of an interval (or of an area) that begins at `y`."""
 _PNG_DPI = 300
 
 

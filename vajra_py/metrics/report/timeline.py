@@ -11,7 +11,7 @@ Tracks, from the tables and the decision log of a run:
   each time spent preempted, and each time held at its source, in transfer, and waiting at its target.
 
 Times are microseconds from the run's zero with nanosecond precision. Spans of one track nest: none ends after the span that it lies in. A run without a decision log
-gets its steps, counters and, per request, queue, prefill and decode as the requests table knows them.
+gets its steps, counters and, per request, queue, prefill and decode from the requests table.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Line:
     facts: Mapping[str, Any]
     processes: Mapping[ReplicaKey, int]
     stops: Sequence[Stop] = ()
-    """Times in which it stood still because it moved, in order."""
+    """Times in which it did not compute because it moved, in order."""
     decode: list[int] | None = None
     """[start, end, steps] of the unbroken run of decode steps so far."""
     preempted: tuple[int, str] | None = None

@@ -29,7 +29,7 @@ def span(name: str, track: tuple[int, int], start: int, end: int, arguments: Eve
 
 
 def meta(kind: str, pid: int, tid: int, arguments: Event) -> Event:
-    """Return an event that names a process or thread, or says where it stands."""
+    """Return an event that names a process or thread, or gives its position."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 

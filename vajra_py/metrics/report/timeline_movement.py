@@ -1,4 +1,4 @@
-"""Movement in a timeline: transfers as spans on both replicas with a flow between them, and the times in which requests stand still."""
+"""Movement in a timeline: transfers as spans on both replicas with a flow between them, and the times in which requests do not compute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vajra_py.metrics.tables.transfers import MOVE
 Row: TypeAlias = Mapping[str, Any]
 _OUT, _IN = 1_000_000, 2_000_000
 """First threads of what leaves a replica, and of what comes to it; below are those of steps."""
-_SAID = ("kind", "stage", "num_tokens", "num_bytes", "link", "outcome", "reason")
+_STATED = ("kind", "stage", "num_tokens", "num_bytes", "link", "outcome", "reason")
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A time in which a request stood still, nanoseconds."""
+    """A time in which a request did not compute, nanoseconds."""
 
     name: str
     start: int
@@ -66,7 +66,7 @@ def transfer_events(
         if over_at < start_at or row["start_at"] > end_at:
             continue
         start, over = nanoseconds(row["start_at"]), nanoseconds(over_at)
-        said = {name: row[name] for name in _SAID if row[name] != ""}
+        stated = {name: row[name] for name in _STATED if row[name] != ""}
         ends = (("source", _OUT, "to", "target"), ("target", _IN, "from", "source"))
         tracks = []
         for end, first, word, other in ends:
@@ -81,7 +81,7 @@ def transfer_events(
             own[lane] = max(over, start + 1)
             tracks.append((pid, first + lane))
             name = f"{row['request_id']} {word} replica {row[f'{other}_replica_id']}"
-            yield span(name, tracks[-1], start, over, said)
+            yield span(name, tracks[-1], start, over, stated)
         yield from _flow(number, tracks, start, max(start, over - 1))
 
 

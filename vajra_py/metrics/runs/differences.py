@@ -33,7 +33,7 @@ class Axis:
     label: str
     """Short and distinct among the axes of one comparison."""
     values: tuple[str, ...]
-    """Of each run, in the order of the runs."""
+    """Values of each run, in the order of the runs."""
 
     @property
     def levels(self) -> tuple[str, ...]:

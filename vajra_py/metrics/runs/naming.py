@@ -1,4 +1,4 @@
-"""Open several runs under names that tell them apart."""
+"""Open several runs under distinct names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
     """Return the same runs under names that differ and fit into a table.
 
-    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
-    apart, clashing names get their parent folder's in front, and then a number.
+    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not distinguish all runs,
+    clashing names get their parent folder's in front, and then a number.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):

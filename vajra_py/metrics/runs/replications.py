@@ -30,7 +30,7 @@ class Setting:
 
     name: str
     positions: tuple[int, ...]
-    """Of its runs in the sequence that was grouped."""
+    """Positions of its runs in the sequence that was grouped."""
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
     num_seeds: int = 1

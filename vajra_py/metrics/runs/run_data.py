@@ -233,7 +233,7 @@ class RunData:
 
     @property
     def has_admission(self) -> bool:
-        """True if the requests table says what an admission policy decided."""
+        """True if the requests table has columns of an admission policy."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -27,8 +27,8 @@ _OUTCOMES = ("accepted", "degraded", "refused", "deferred")
 def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[str, Any]:
     """Return the section for these rows of a requests table; nothing where the run had no admission policy.
 
-    `accepted` are those let in as they asked, `degraded` those let in with less, `deferred` those that ended before they were let in.
-    `rejected` counts every rejected request by its kind, those among them that the policy was never asked about too. `deferred_s` is over
+    `accepted` are those let in unchanged, `degraded` those let in with less, `deferred` those that ended before they were let in.
+    `rejected` counts every rejected request by its kind, those among them for which the policy was never called too. `deferred_s` is over
     the requests that were deferred and are not any more, `deferred_by_reason` by the last reason that the policy gave for each.
     """
     if "admission" not in requests.column_names:

@@ -1,6 +1,6 @@
 """Latencies censored by the end of a run: their number, and lower bounds.
 
-A run that ends with requests in it knows the latencies of those that were served in time, which are the short ones: its means and quantiles are too low. A request without a value has waited for its age, the
+A run that ends with requests in it has the latencies of those that were served in time, which are the short ones: its means and quantiles are too low. A request without a value has waited for its age, the
 time from its arrival to its own end or to that of the run, so its value would have been at least that; with the ages in the place of the missing values, mean and quantiles are
 lower bounds of those over all requests. Rejected requests have no place in a queue, and are left out.
 """

@@ -105,7 +105,7 @@ def cost_sections(
             "per_hour": per_hour,
             "run": cost,
             **_per(None if steady_per_hour is None else steady_per_hour / _HOUR_S, rates),
-            "devices": {name: _said(one, window) for name, one in by_replicaset.items()},
+            "devices": {name: _section(one, window) for name, one in by_replicaset.items()},
         },
         "energy": {
             "run_kwh": None if energy_j is None else energy_j / _JOULES_PER_KWH,
@@ -139,7 +139,7 @@ def _per(cost_per_s: float | None, rates: Mapping[str, float]) -> dict[str, floa
     }
 
 
-def _said(one: ReplicasetDevices, window: Window) -> dict[str, Any]:
+def _section(one: ReplicasetDevices, window: Window) -> dict[str, Any]:
     power = one.costs.power
     scaled = {} if one.active is None else {"mean_count": one.mean_devices(window)}
     return {

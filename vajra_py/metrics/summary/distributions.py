@@ -15,7 +15,7 @@ OTHER_REASONS = "(others)"
 
 
 def distribution(values: Floats) -> dict[str, Any]:
-    """Return the distribution of the values that are known (not NaN); without any, the count alone says something."""
+    """Return the distribution of the values that are known (not NaN); without any, it has a count only."""
     known = values[~np.isnan(values)]
     section: dict[str, Any] = {"count": int(known.size), "mean": float(known.mean()) if known.size else None}
     section |= dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True))

@@ -9,7 +9,7 @@ divided by the tenant's share (`ServiceWeights`). A tenant is *backlogged* at a 
   part of what all tenants got that were backlogged in the same cells. A policy that serves backlogged tenants equally has 1, one that serves one of n alone 1/n. Tenants whose `f_i` is less
   than the service of their largest request are left out: no policy divides a request.
 
-What a tenant gets while it does not wait is its demand and says nothing of the policy, and neither does the service of a run that has served everybody: that is why neither measure is
+What a tenant gets while it does not wait is its demand and shows nothing of the policy, and neither does the service of a run that has served every request: that is why neither measure is
 about totals.
 """
 
@@ -66,7 +66,7 @@ class ServiceGaps:
     edges: Floats
     """The grid, seconds."""
     by_end: Floats
-    """For each edge the largest difference of the windows that end there; 0 where no two tenants are backlogged."""
+    """For each edge, the largest difference of the windows that end there; 0 where no two tenants are backlogged."""
     largest: float
     window: tuple[float, float]
     tenants: tuple[int, int]
@@ -79,7 +79,7 @@ class BackloggedService:
 
     edges: Floats
     tenants: Ints
-    """Those that are ever backlogged throughout a cell in which another one is."""
+    """Tenants that are ever backlogged throughout a cell in which another one is."""
     served: Floats
     """Tenants by edges."""
     backlogged: Bools
@@ -234,7 +234,7 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
 
 
 def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
-    """From the first to the last moment that at least two intervals cover; None when there is none."""
+    """Return the span from the first to the last moment that at least two intervals cover; None when there is none."""
     moments = np.concatenate((begins, ends))
     changes = np.concatenate((np.ones(len(begins), np.int64), -np.ones(len(ends), np.int64)))
     order = np.lexsort((changes, moments))
@@ -258,7 +258,7 @@ def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num
 
 
 def _runs_of(backlogged: Bools) -> Ints:
-    """For each cell the edge at which the unbroken run of true cells that begins there ends (the cell's own begin where it is false)."""
+    """Return for each cell the edge at which the unbroken run of true cells that begins there ends (the cell's own begin where it is false)."""
     num_cells = backlogged.shape[1]
     until = np.empty(backlogged.shape, dtype=np.int64)
     reach = np.full(len(backlogged), num_cells)

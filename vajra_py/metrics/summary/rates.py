@@ -26,7 +26,7 @@ import numpy as np
 from vajra_py.metrics.definitions import Floats, Window, nearest_rank
 
 LOW, HIGH = 0.1, 0.9
-"""Of the completions, those between these fractions of them show the pace."""
+"""Fractions of the completions between which they give the pace."""
 _FEW_WAVES = 0.5
 _MOSTLY_DRAIN = 0.25
 
@@ -40,12 +40,12 @@ class RateTime:
     over: str
     """`arrivals` or `completions`."""
     arrivals_s: float
-    """From the first arrival in the window to the last."""
+    """Time from the first arrival in the window to the last."""
     completions_s: float | None
     """The spread of the completions."""
     last_arrival_at: float | None
     drain_s: float
-    """From the last arrival to the end of the window."""
+    """Time from the last arrival to the end of the window."""
     num_completed_in_drain: int
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ The rule looks only at when requests arrived, were admitted and ended, so it mea
 waiting or in the system, or 1 % or more shed, or more than five requests waiting for their first admission for each one in service (by Little's law: requests
 wait more than five times as long as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more of what arrived in it.
 **Stable**: the rest. In a run too short for its growth to be visible, only shedding
-and waiting speak.
+and waiting decide.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Stability:
     in_system_by_quarter: tuple[float, ...]
     """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
     waiting_by_quarter: tuple[float, ...]
-    """Of them those waiting for their first admission."""
+    """Mean requests waiting for their first admission, by the same quarters."""
     shed_fraction: float
     mean_waiting: float
     """Requests waiting for their first admission, mean over the window's time."""
@@ -142,7 +142,7 @@ class _Growth:
         return goes_on and self.fraction >= OVERLOAD_GROWTH_FRACTION
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         return (
             f"{self.unit} {self.where} rose from {self.quarters[1]:,.0f} to {self.quarters[3]:,.0f} while requests came"
         )
@@ -153,13 +153,13 @@ def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]
     shed_reason = f"{shed:.1%} of the requests expired or were refused for lack of room"
     for stock in stocks:
         if stock.is_overload:
-            behind = f"{stock.fraction:.0%} of the {stock.unit} that arrived stayed behind: {stock.told}"
+            behind = f"{stock.fraction:.0%} of the {stock.unit} that arrived stayed behind: {stock.sentence}"
             return StabilityLabel.OVERLOADED, behind
     if shed >= OVERLOAD_SHED_FRACTION:
         return StabilityLabel.OVERLOADED, shed_reason
     for stock in stocks:
         if stock.unit == "requests" and stock.is_visible:
-            return StabilityLabel.BACKLOGGED, stock.told
+            return StabilityLabel.BACKLOGGED, stock.sentence
     if shed >= BACKLOG_SHED_FRACTION:
         return StabilityLabel.BACKLOGGED, shed_reason
     if waiting > BACKLOG_WAITING_RATIO * in_service:

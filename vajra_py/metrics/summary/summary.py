@@ -73,7 +73,7 @@ class Summary:
     """The numbers of one run.
 
     Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates` (what rates are taken over),
-    `fairness`, `resources`, `warnings`; `admission` where there is an admission policy, `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
+    `fairness`, `resources`, `warnings`; `admission` where there is an admission policy, `step_times` where the run states the origin of its step times, `cost` and `energy` where its devices are known.
     """
 
     data: Mapping[str, Any]
@@ -128,7 +128,7 @@ class _Columns:
     slo: Mapping[str, NDArray[np.int8]]
     arrived_inside: NDArray[np.bool_]
     age_s: Floats
-    """From the arrival to the request's own end, or to that of the run."""
+    """Time from the arrival to the request's own end, or to that of the run."""
     rates: RateTime
 
 
@@ -146,7 +146,7 @@ def summarise(
 ) -> Summary:
     """Summarise a run's three tables over a measurement window (by default everything from the first arrival on).
 
-    `slo` promises something to requests that carry no promise; `service` says what fairness counts. The table of gaps carries no times: its
+    `slo` promises something to requests that carry no promise; `service` is what fairness counts. The table of gaps carries no times: its
     distribution is that of the whole run; the `request_tbt_*` distributions are those of the window's requests. A million requests take
     seconds.
     """

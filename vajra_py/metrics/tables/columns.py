@@ -19,7 +19,7 @@ else:
 
 
 def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
-    """For each row the position of its name in the sorted list of names."""
+    """Return for each row the position of its name in the sorted list of names."""
     import pyarrow as pa
 
     values = table.column(column).combine_chunks()

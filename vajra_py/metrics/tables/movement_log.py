@@ -144,7 +144,7 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Let its KV leave: of a request that is held, that migrates, or, first told of here, whose prompt is computed meanwhile."""
+        """Note that the KV of a request leaves: of one that is held, that migrates, or, first seen here, whose prompt is computed meanwhile."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
@@ -211,7 +211,7 @@ class MovementRows(Observer):
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Make the row of a request that gave up the KV with which it came; one that migrates is told of later."""
+        """Make the row of a request that gave up the KV with which it came; there is a later call for one that migrates."""
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
             self._close(journey, RECOMPUTED, GIVEN_UP, now)

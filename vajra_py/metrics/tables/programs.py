@@ -42,7 +42,7 @@ _COUNTS = (
 )
 _TIMES = ("arrived_at", "ended_at", "makespan_s", "ideal_s", "slowdown", "run_s", "wait_s", "program_slo_s")
 PROGRAM_TABLE_COLUMNS = (*_TEXTS, *_COUNTS, *_TIMES, "slo_met")
-"""Columns of the table, in order. `num_declared`: calls that its client said it makes; -1: it did not say."""
+"""Columns of the table, in order. `num_declared`: calls that it makes as stated by its client; -1: not stated."""
 
 
 def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = None) -> ArrowTable | None:

@@ -53,7 +53,7 @@ class Recorder(StepLog):
         log: StepLog | None = None,
         further: FurtherColumns = NOTHING_FURTHER,
     ) -> None:
-        """`log`: another that is told of every step, so that its records are made once. `further`: columns of the requests table."""
+        """`log`: another observer of every step, so that its records are made once. `further`: columns of the requests table."""
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
         self._step_log = self if log is None else log

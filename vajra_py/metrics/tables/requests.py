@@ -349,7 +349,7 @@ _ADMISSION_FIELDS = (
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
-empty (it was rejected before the policy was asked)."""
+empty (it was rejected before the policy was called)."""
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
 

@@ -1,7 +1,7 @@
 """The steps table: kept and written as one record per run of equal decode steps, read as one row per step.
 
-In a run only lengths grow, so that its first step, how many follow, when they end (`latency.packed_times`) and which of them
-take blocks say all of it. A file of records has `num_steps` among its columns; one without is a table of single steps.
+In a run only lengths grow, so a record consists of its first step, the number of steps that follow, their ends (`latency.packed_times`)
+and the steps that take blocks. A file of records has `num_steps` among its columns; one without is a table of single steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepRow(NamedTuple):
     step_index: int
     formed_at: float
     duration_s: float
-    """From forming to the return of its tokens."""
+    """Time from forming to the return of its tokens."""
     num_decodes: int
     num_prefills: int
     decode_tokens: int
@@ -66,7 +66,7 @@ _FIELDS = (
     *(("free_blocks", "q"), ("num_growths", "i"), ("num_blocks", "q"), ("num_preempted", "i"), ("num_finished", "i")),
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
-"""Of a record: its first step; `num_waiting_after` of the others; the last three, where they are no NaN, in place of what follows
+"""Fields of a record: those of its first step; `num_waiting_after` of the others; the last three, where they are no NaN, in place of what follows
 from the ticks and blocks (rows that were made by hand)."""
 
 
@@ -182,7 +182,7 @@ class StepsBuilder:
             yield table.slice(start, num_rows)
 
     def records(self) -> ArrowTable:
-        """All records, replica by replica; made once for who writes them and who reads them then."""
+        """Return all records, replica by replica; made once for writing and reading."""
         import pyarrow as pa
 
         if self._made is not None and self._made[0] == len(self._records):
@@ -264,7 +264,7 @@ class _Expansion:
         self._formed_at, self._duration_s = formed_at[order], duration_s[order]
         taken = self._blocks_taken(num_steps, starts, position)
         self._record, self._position, self._taken = record[order], position[order], taken[order]
-        """Of each step, its record, its place in the run, and how many blocks members took since the run's first step."""
+        """Record of each step, its place in the run, and the blocks that members took since the run's first step."""
 
     def column(self, name: str, encoded: bool = False) -> Any:
         """One column."""
@@ -291,7 +291,7 @@ class _Expansion:
         return self._repeated(name)
 
     def _replicasets(self) -> Any:
-        """By number, since taking a million strings takes a while."""
+        """Return the column of replicasets, made by number, since taking a million strings takes a while."""
         import pyarrow as pa
 
         found = call("dictionary_encode", self._records.column("replicaset").combine_chunks())

@@ -75,7 +75,7 @@ class TierLog(Observer):
         self.tiers: Sequence[str] = list(dict.fromkeys(tier for one in links.values() for tier in one))
         """Names of the tiers of all replicasets."""
         self.flows: dict[tuple[str, str, str], Flow] = {}
-        """By replicaset, source and target."""
+        """Flows by replicaset, source and target."""
         self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
         """Loaded tokens by tier, and the wait for them, by index of the request."""
 

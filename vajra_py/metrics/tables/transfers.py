@@ -2,7 +2,7 @@
 
 `transfers.parquet` is written where requests may leave their replica with their KV. Times are seconds on the run's clock, NaN = never:
 
-* `held_at`: since when the request stands still at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
+* `held_at`: since when the request waits at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
 * `start_at`, `end_at`: when its KV left, and when all of it was at the target; KV that is sent while its prompt is computed
   (`hand_off.overlap`) leaves before `held_at`;
 * `arrived_at`: when the target took it, which may wait for the end of a step;
@@ -128,7 +128,7 @@ class TransfersBuilder:
 
 
 class Stays:
-    """Times of the rows of a transfers table in which requests stood still, seconds; NaN where a row has none of a kind."""
+    """Times of the rows of a transfers table in which requests did not compute, seconds; NaN where a row has none of a kind."""
 
     def __init__(self, table: ArrowTable) -> None:
         held_at, start_at, arrived_at, over_at = (

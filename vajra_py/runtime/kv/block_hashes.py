@@ -56,7 +56,7 @@ class BlockHashes(Protocol):
         """The hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks; none for content that nobody else has."""
+        """The hashes of the prompt's full blocks; none for content that no other request has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -68,7 +68,7 @@ class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
     Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
-    They are appended here, or to `output`, a list that somebody else keeps.
+    They are appended here, or to `output`, a list of the caller's.
     """
 
     __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")
@@ -103,7 +103,7 @@ class TokenBlockHashes:
 
     @property
     def num_public_tokens(self) -> int:
-        """All known tokens."""
+        """Number of known tokens; all of them are public."""
         return self._num_known()
 
     def append(self, token: int) -> None:
@@ -137,7 +137,7 @@ class TokenBlockHashes:
 
     def _hash_up_to(self, num_blocks: int) -> None:
         size = self._block_size
-        if num_blocks * size > self._num_known():
+        if num_blocks * size > len(self._tokens) and num_blocks * size > self._num_known():
             raise IndexError(
                 f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
                 "Only full blocks have hashes."
@@ -154,18 +154,19 @@ def root_digest(salt: str) -> bytes:
 
 def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
     """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
-    digests, digest = [], before
-    for begin in range(0, len(tokens), block_size):
-        ids = tokens[begin : begin + block_size]
-        if sys.byteorder == "big":
-            ids.byteswap()
-        digest = xxh3_128_digest(digest + ids.tobytes())
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    digests, digest, ids = [], before, tokens.tobytes()
+    width = block_size * tokens.itemsize
+    for begin in range(0, len(ids), width):
+        digest = xxh3_128_digest(digest + ids[begin : begin + width])
         digests.append(digest)
     return digests
 
 
 class SegmentBlockHashes:
-    """Hashes from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
+    """Hashes from named runs of tokens, for workloads that state which parts of prompts are equal but not their tokens.
 
     Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
     workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A block hash is that of the
@@ -304,7 +305,7 @@ class RecentPrompts:
 
 
 class PrivateBlockHashes:
-    """Hashes of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
+    """Hashes of content that no other request has: only the request itself finds its blocks again, after it was preempted."""
 
     __slots__ = ("_request_id",)
 

@@ -6,7 +6,7 @@ hash until it is handed out again.
 
 The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
 without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
-nobody can ask for again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
+no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
 them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order is
 that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are not free.
 """
@@ -51,7 +51,7 @@ class PrefixCacheOptions:
     (then the others are never found again)."""
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were entered while a step was formed and that a preempted request then did not compute.
-    keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
+    keep: they stay, as in vLLM, and a request that hits them reads what was never written; for comparison with it alone."""
     max_pinned_fraction: float = 0.5
     """Part of the blocks that pins may hold."""
     drop_last_hit: bool = False
@@ -131,7 +131,7 @@ class BlockPool:
         """Blocks from this id on were never handed out, nor put on the stack for it."""
         self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
         """lru: free blocks with a hash; fifo: every free block that was used before. The front is handed out first.
-        A run stands under its first block, which has no hash."""
+        A run is listed under its first block, which has no hash."""
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
         """The block of a hash, or several (keep_first) in order of entry."""
@@ -142,9 +142,9 @@ class BlockPool:
         self._kept: dict[int, None] = {}
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
-        """Record of what can be found and what no longer can; None: nobody reads it."""
+        """Record of what can be found and what no longer can; None: there is no reader."""
         self.hits: HitIndex | None = None
-        """Waiting requests whose hits change with what can be found; None: nobody follows them."""
+        """Waiting requests whose hits change with what can be found; None: they are not followed."""
         self.lower: KvTiers | None = None
         """Tiers that get what is stored or given up here; None: there are none."""
 
@@ -227,7 +227,7 @@ class BlockPool:
             self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
-        """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
+        """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
 
         They are reused as if they had hashes. The list is the pool's from now on.
         """
@@ -274,7 +274,7 @@ class BlockPool:
     ) -> None:
         """Enter blocks in use, none of which has a hash yet, under their hashes.
 
-        `before`: the hash of the block that they continue (None: they begin a chain, or nobody asks for chains); `request` holds them.
+        `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed); `request` holds them.
         """
         self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_cached += len(blocks)
@@ -392,7 +392,7 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that nobody uses and that are not free, because their content is pinned."""
+        """Idle blocks that are not free, because their content is pinned."""
         return len(self._kept)
 
     def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:

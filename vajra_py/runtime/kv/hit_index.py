@@ -1,7 +1,7 @@
 """Index of waiting requests by the blocks of their prompts that the prefix cache holds, and by the next one that it does not.
 
 A block that comes or goes then leads to the requests whose hits it changes, and to no others. Hashes are chained, so the held blocks
-of all requests are a tree, in which a request stands at its last one; a block that goes takes everything below with it.
+of all requests are a tree, in which a request is at its last one; a block that goes takes everything below with it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class HitIndex:
             self._change(request)
 
     def cleared(self) -> None:
-        """The cache may hold anything from now on."""
+        """Note that the cache may hold anything from now on."""
         self._changed.update(dict.fromkeys(self._place))
         self._held, self._awaiting, self._place = {}, {}, {}
 

@@ -32,7 +32,7 @@ class KvRequest(Protocol):
         """Prompt plus generated tokens."""
 
     def __hash__(self) -> int:
-        """By identity."""
+        """Hash by identity."""
 
 
 class KvMemory(Protocol):
@@ -119,7 +119,7 @@ class KvMemory(Protocol):
         """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return what tells from now on whose prefix hits have changed; None where the memory cannot say, or nobody wants to know."""
+        """Return the source of changes of prefix hits from now on; None where the memory has none, or it is not needed."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
@@ -173,7 +173,7 @@ class KvMemory(Protocol):
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Give a request's device blocks back (end, abort, or preemption by recomputation).
 
-        `num_computed_tokens` says how much of its KV is valid; `for_good`: it will not come back for it.
+        `num_computed_tokens`: tokens whose KV is valid; `for_good`: the request will not use it again.
         """
 
     # Swapping
@@ -190,7 +190,7 @@ class KvMemory(Protocol):
     def take_copies(self) -> Sequence[BlockCopy]:
         """Block copies decided since the last call, in the order in which they are to be carried out."""
 
-    # Time, pins, and what others hear of content
+    # Time, pins, and notices of content
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Read the present time here from now on, seconds on the run's clock."""
@@ -234,7 +234,7 @@ class KvMemory(Protocol):
         """End a pin; False if there is none."""
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
 
     @property
     def policy_error(self) -> PolicyError | None:
@@ -243,11 +243,11 @@ class KvMemory(Protocol):
     def report_content(self, events: ContentEvents) -> None:
         """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
 
     # Groups
 
@@ -265,7 +265,7 @@ class KvMemory(Protocol):
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""
@@ -282,7 +282,7 @@ class KvMemory(Protocol):
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
     """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes.
 
-    A memory whose blocks are left behind while a request runs is asked.
+    Called for a memory whose blocks are left behind while a request runs.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

@@ -1,7 +1,7 @@
 """KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
 
 Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: the blocks
-are taken at once, and a request's table gets its part when somebody needs it (`reserve_blocks`, `materialize`).
+are taken at once, and a request's table gets its part when it is needed (`reserve_blocks`, `materialize`).
 
 Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
 admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
@@ -62,7 +62,7 @@ class _BlockTable:
         self.num_cached = 0
         """Leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (what `cache_blocks` was told)."""
+        """Leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -76,13 +76,13 @@ class PagedKvMemory:
         "_hits",
         "_host",
         "_most_pinned",
+        "_notify_evicted",
         "_pins",
         "_pool",
         "_reserved",
         "_retention",
         "_swaps",
         "_tables",
-        "_tell_evicted",
         "block_size",
         "is_watched",
         "may_expire",
@@ -118,7 +118,7 @@ class PagedKvMemory:
         self._retention = retention
         self.tiers: KvTiers | None = None
         """Tiers below the device; None: there are none."""
-        self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
+        self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
         """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
         self.may_expire = retention is not None
@@ -137,7 +137,7 @@ class PagedKvMemory:
             pool = BlockPool(num_blocks, options)
         else:
             pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
-            pool.on_evicted = self._tell_evicted
+            pool.on_evicted = self._notify_evicted
         pool.lower = self.tiers
         pool.hits = None if self._hits is None else self._hits.index
         return pool
@@ -291,7 +291,7 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return what tells from now on whose prefix hits have changed; None if nobody wants to know."""
+        """Return the source of changes of prefix hits from now on; None if it is not needed."""
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
@@ -299,7 +299,7 @@ class PagedKvMemory:
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
 
-        0 for a request that is resident or swapped. Asking again costs what was cached or evicted since.
+        0 for a request that is resident or swapped. Another call costs what was cached or evicted since.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
@@ -331,7 +331,7 @@ class PagedKvMemory:
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks` by what the cache holds after them, asking for few hashes at first: most misses come early."""
+        """Extend `blocks` by what the cache holds after them, with few hashes at first: most misses come early."""
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
             blocks += self._pool.match(hashes.block_hashes(start, stop))
@@ -352,7 +352,7 @@ class PagedKvMemory:
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Let others find the KV of the first `num_tokens` tokens, which is in memory or will be when the step has run.
 
-        Enters full blocks that are not entered yet. Blocks that nobody else can name before the request ends are only
+        Enters full blocks that are not entered yet. Blocks that no other request can name before the request ends are only
         noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
         before `free` (or to pass the number to it).
         """
@@ -399,7 +399,7 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
 
         Others that hold such blocks keep them, and enter nothing in the cache any more.
         """
@@ -520,8 +520,8 @@ class PagedKvMemory:
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Free the request's device blocks (end, abort, or preemption by recompute).
 
-        `num_computed_tokens` (default: what `cache_blocks` was told last) says how much of its KV is valid, so that what was
-        kept private can be found from now on. `for_good`: it will not come back for them.
+        `num_computed_tokens` (default: those of the last `cache_blocks`): leading tokens whose KV is valid, so that
+        content that was kept private can be found from now on. `for_good`: the request will not use them again.
         """
         entry = self._resident(request, "free")
         options = self._pool.options
@@ -539,7 +539,7 @@ class PagedKvMemory:
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0
 
-    # Pins, expiry, and what others hear of content
+    # Pins, expiry, and notices of content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
         """Keep the content of a request that the cache holds now until a time, under a name, whose earlier pin ends.
@@ -571,7 +571,7 @@ class PagedKvMemory:
         return bool(hashes)
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
         if not self._pool.num_kept:
             return None
         name = self._pins.last()
@@ -609,11 +609,11 @@ class PagedKvMemory:
         self.is_watched = True
         events.stored(self._pool.contents())
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, before it is overwritten."""
-        self._tell_evicted = tell
+        self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
-            self._pool.on_evicted = tell
+            self._pool.on_evicted = notify
 
     # Swapping
 
@@ -621,7 +621,7 @@ class PagedKvMemory:
         """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
 
         With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept; reserved
-        ones beyond are just given back. Blocks that the cache knows stay findable on the device until they are reused.
+        ones beyond are just given back. Blocks that the cache has stay findable on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks
@@ -656,7 +656,7 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, keep what a swap reads until `end_swap`."""
+        """Keep what a swap reads from now on, until `end_swap`."""
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:
@@ -715,7 +715,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

@@ -6,7 +6,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class PrefixLookup:
-    """Result of a request's last prefix-cache lookup, with what is needed to tell whether it still holds."""
+    """Result of a request's last prefix-cache lookup, with what is needed to check whether it still holds."""
 
     __slots__ = (
         "blocks",

@@ -37,8 +37,8 @@ class RetainedBlockPool(BlockPool):
         "_due",
         "_entry_of",
         "_expiries",
+        "_methods",
         "_num_private",
-        "_told",
         "next_expiry",
         "on_evicted",
         "order",
@@ -60,10 +60,10 @@ class RetainedBlockPool(BlockPool):
         """Time at which idle content expires next, or would if it has not been used."""
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
-        """Told of each block that is about to be overwritten, by the policy's choice."""
+        """Called with each block that is about to be overwritten, by the policy's choice."""
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
-        """Blocks in use that hold content which another block is found for."""
+        """Blocks in use with content for which lookups find another block."""
         self._copy_of: dict[int, Hashable] = {}
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""
@@ -72,9 +72,9 @@ class RetainedBlockPool(BlockPool):
         self._num_private = 0
         policy: Any = retention.policy
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "expires_at")
-        self._told = {name: getattr(policy, name, None) for name in names}
+        self._methods = {name: getattr(policy, name, None) for name in names}
         if not isinstance(policy, ExpiresContent):
-            self._told["expires_at"] = None
+            self._methods["expires_at"] = None
 
     # Handing out and giving back
 
@@ -83,7 +83,7 @@ class RetainedBlockPool(BlockPool):
         order.begin()
         while len(taken) < count:
             entry = order.pop(now)
-            self._tell("on_evicted", entry, now)
+            self._notify("on_evicted", entry, now)
             run = idle.pop(entry.block)
             entry.is_idle = False
             if run is not None:
@@ -126,9 +126,9 @@ class RetainedBlockPool(BlockPool):
         self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
-        """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
+        """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
 
-        They compete as one entry: the policy cannot know that nobody will.
+        They compete as one entry: the policy cannot know that they are never hit.
         """
         self._freed.extend(blocks[num_filled:])
         if num_filled:
@@ -141,7 +141,7 @@ class RetainedBlockPool(BlockPool):
             self._idle[run[0]] = run
             if self.lower is not None:
                 self.lower.retired(run[0], blocks[:num_filled], request)
-            self._tell("on_stored", [entry], now)
+            self._notify("on_stored", [entry], now)
             self.order.number(entry)
             self.order.add(entry, now)
         self.num_free += len(blocks)
@@ -154,7 +154,7 @@ class RetainedBlockPool(BlockPool):
         self.order.number(entry)
         if not entry.num_children:
             self.order.add(entry, now)
-        expires_at = self._told["expires_at"]
+        expires_at = self._methods["expires_at"]
         if expires_at is not None:
             self._note_expiry(entry, self.order.ask(expires_at, entry))
 
@@ -196,11 +196,11 @@ class RetainedBlockPool(BlockPool):
             parent = entry
         self.num_cached += len(blocks)
         if known:
-            self._tell("on_used", known, now)
+            self._notify("on_used", known, now)
         if new:
             if self.events is not None:
                 self.events.stored([entry.block_hash for entry in new])
-            self._tell("on_stored", new, now)
+            self._notify("on_stored", new, now)
             if self.hits is not None:
                 self.hits.stored([entry.block_hash for entry in new])
         if self.lower is not None:
@@ -223,11 +223,11 @@ class RetainedBlockPool(BlockPool):
             elif not self._hand_over(entry):
                 if entry.num_children:
                     self._drop_continuations(entry, now)
-                self._tell("on_withdrawn", entry, now)
+                self._notify("on_withdrawn", entry, now)
                 self._remove(entry, now)
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
-        """Forget idle content that continues an entry which is withdrawn: nobody can find it any more.
+        """Forget idle content that continues an entry which is withdrawn: it cannot be found any more.
 
         A request that computed known content again had taken the place of its idle block. That is rare, so this may look at everything.
         """
@@ -239,7 +239,7 @@ class RetainedBlockPool(BlockPool):
             else:
                 del self._kept[block]
                 self.num_free += 1
-            self._tell("on_withdrawn", one, now)
+            self._notify("on_withdrawn", one, now)
             self._remove(one, now)
             self._freed.append(block)
         self.idle_version += 1
@@ -261,7 +261,7 @@ class RetainedBlockPool(BlockPool):
             used.append(entry)
         self.idle_version += 1
         used.reverse()
-        self._tell("on_used", used, now)
+        self._notify("on_used", used, now)
         if self.lower is not None:
             self.lower.used([entry.block_hash for entry in used], request)
 
@@ -280,7 +280,7 @@ class RetainedBlockPool(BlockPool):
         return True
 
     def _take_over(self, entry: CachedEntry, block: int) -> bool:
-        """Let a block in use take the place of the entry's block, if nobody uses that; False if somebody does."""
+        """Let a block in use take the place of the entry's block, if that is unused; False if it is in use."""
         old = entry.block
         if entry.is_idle:
             self._leave_idle(old)
@@ -329,8 +329,8 @@ class RetainedBlockPool(BlockPool):
 
     @property
     def expires_content(self) -> bool:
-        """True if the policy says how long content lives."""
-        return self._told["expires_at"] is not None
+        """True if the policy gives content a lifetime."""
+        return self._methods["expires_at"] is not None
 
     def _note_expiry(self, entry: CachedEntry, at: object) -> None:
         if at is None:
@@ -358,14 +358,14 @@ class RetainedBlockPool(BlockPool):
                 continue
             block = entry.block
             self._leave_idle(block)
-            self._tell("on_withdrawn", entry, at)
+            self._notify("on_withdrawn", entry, at)
             self._remove(entry, at)
             self._freed.append(block)
             self.idle_version += 1
         self.next_expiry = expiries[0][0] if expiries else inf
 
-    def _tell(self, name: str, about: object, now: float) -> None:
-        method = self._told[name]
+    def _notify(self, name: str, about: object, now: float) -> None:
+        method = self._methods[name]
         if method is not None:
             self.order.ask(method, about, now)
 

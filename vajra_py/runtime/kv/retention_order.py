@@ -18,7 +18,7 @@ from vajra_py.runtime.queues import RequestQueue, make_queue
 class CachedEntry:
     """Cached content of one block (or, where a cache is a tree of longer nodes, of one node): a `CachedBlock` for policies.
 
-    A candidate stands in a queue like a waiting request, with the fields by which queues break ties.
+    A candidate is in a queue like a waiting request, with the fields by which queues break ties.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ EntryT = TypeVar("EntryT", bound=CachedEntry)
 class RetentionOrder(Generic[EntryT]):
     """Candidates of one cache in the order of its retention policy.
 
-    A policy that breaks the contract is not asked again: from then on entries go in the order in which they became idle. The error is
+    A policy that breaks the contract is not called again: from then on entries go in the order in which they became idle. The error is
     kept in `error`, for who can end the run without leaving memory half changed.
     """
 

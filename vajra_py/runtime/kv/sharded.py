@@ -49,7 +49,7 @@ class _BlockTables:
         self.num_prefill_tokens = 0
         """Tokens known at admission, whose prefill is work."""
         self.num_done_tokens = 0
-        """Leading tokens computed, as far as `on_chunk_done` tells."""
+        """Leading tokens computed, by `on_chunk_done`."""
 
     @property
     def num_blocks(self) -> int:
@@ -186,7 +186,7 @@ class KvParallelMemory:
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Group-local ids of the request's device blocks in order of tokens; `group_tables` tells groups apart."""
+        """Group-local ids of the request's device blocks in order of tokens; `group_tables` has them by group."""
         return self._tables_of[request].blocks()
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
@@ -215,7 +215,7 @@ class KvParallelMemory:
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no prefix cache."""
 
-    # Nothing is cached, so there is nothing to pin, to expire or to hear of
+    # Nothing is cached, so there is nothing to pin, to expire or to report
 
     next_due = inf
     is_watched = expires_content = may_expire = False
@@ -255,7 +255,7 @@ class KvParallelMemory:
     def report_content(self, events: ContentEvents) -> None:
         """Do nothing."""
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Do nothing."""
 
     # Groups
@@ -277,7 +277,7 @@ class KvParallelMemory:
         """Groups that take part in computing the token after the first `num_done_tokens`.
 
         The ones that hold earlier tokens and the one that will hold this one: for a decode, all. Without a number:
-        the progress that `on_chunk_done` told.
+        the progress by `on_chunk_done`.
         """
         entry = self._tables_of[request]
         if num_done_tokens is None:
@@ -287,7 +287,7 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups(request, num_done_tokens)`."""
+        """Tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens` tokens."""
         groups = self.active_groups(request, num_done_tokens)
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 
@@ -298,7 +298,7 @@ class KvParallelMemory:
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
         """Count a computed chunk: (a + n)^2 - a^2 of work is done, in each of the request's groups.
 
-        Counts the prefill only, and progress once, so chunks may be told when scheduled or when finished.
+        Counts the prefill only, and progress once, so chunks may be reported when scheduled or when finished.
         """
         entry = self._tables_of[request]
         before = entry.work

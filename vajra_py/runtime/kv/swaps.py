@@ -18,12 +18,12 @@ class SwapsUnderWay:
     def __init__(
         self, frees_at_once: bool, on_forget: Callable[[KvRequest], None], on_clear: Callable[[], None]
     ) -> None:
-        """`on_forget` hears of each request that leaves memory for good, `on_clear` that everything is lost."""
+        """`on_forget` is called with each request that leaves memory for good, `on_clear` when everything is lost."""
         self.frees_at_once = frees_at_once
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks, and how many of them the prefix cache knows."""
+        """Device blocks, and how many of them are in the prefix cache."""
         self.coming: dict[KvRequest, list[int]] = {}
         """Host blocks."""
 

@@ -1,6 +1,6 @@
 """Content of one tier of KV memory below the device: blocks by hash, given up in the order of a retention policy.
 
-A block is a candidate when nobody reads or writes it and nothing in the tier continues it. Content may lie here without what
+A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may lie here without what
 comes before it in its chain, which another tier holds; as soon as that comes, the chain is whole again.
 
 Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read or
@@ -56,7 +56,9 @@ class TierStore:
         self._free_slots: list[int] | None = None
         """Places that hold nothing; None: they have no numbers."""
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "on_cleared")
-        self._told: dict[str, Callable[..., Any] | None] = {name: getattr(self._policy, name, None) for name in names}
+        self._methods: dict[str, Callable[..., Any] | None] = {
+            name: getattr(self._policy, name, None) for name in names
+        }
 
     def __len__(self) -> int:
         """Blocks taken, those that are being written included."""
@@ -112,7 +114,7 @@ class TierStore:
             new.slot = self._free_slots.pop()
         for child in self._without_parent.pop(new.block_hash, ()):
             self._join(child, new)
-        self._tell("on_stored", [new], now)
+        self._notify("on_stored", [new], now)
         return evicted
 
     def written(self, one: TierBlock, now: float) -> bool:
@@ -128,7 +130,7 @@ class TierStore:
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)
-            self._tell("on_withdrawn", one, now)
+            self._notify("on_withdrawn", one, now)
 
     def use(self, one: TierBlock, request: Any, now: float) -> None:
         """Count a use by a request; its rank follows."""
@@ -137,7 +139,7 @@ class TierStore:
         one.use(request, now)
         if was_idle:
             self._enter_idle(one, now)
-        self._tell("on_used", [one], now)
+        self._notify("on_used", [one], now)
 
     def lock(self, one: TierBlock) -> None:
         """Keep a block while it is read."""
@@ -159,7 +161,7 @@ class TierStore:
         self._blocks, self._without_parent = {}, {}
         if self._free_slots is not None:
             self.number_slots()
-        on_cleared = self._told["on_cleared"]
+        on_cleared = self._methods["on_cleared"]
         if on_cleared is not None:
             self.order.ask(on_cleared, now)
 
@@ -171,7 +173,7 @@ class TierStore:
         self.order.begin()
         entry = self.order.pop(now)
         entry.is_idle = False
-        self._tell("on_evicted", entry, now)
+        self._notify("on_evicted", entry, now)
         self._remove(entry, now)
         self.num_evicted += 1
         return entry
@@ -229,8 +231,8 @@ class TierStore:
             self._without_parent[one.block_hash] = one.continuations
             one.continuations, one.num_children = {}, 0
 
-    def _tell(self, name: str, about: object, now: float) -> None:
-        method = self._told[name]
+    def _notify(self, name: str, about: object, now: float) -> None:
+        method = self._methods[name]
         if method is not None:
             self.order.ask(method, about, now)
 

@@ -4,8 +4,8 @@ The first tier is next to the device; content of the others comes through it. A 
 gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
-Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and whoever has the
-links says when it has arrived. A replica may share its last tier with others.
+Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
+links decides when it has arrived. A replica may share its last tier with others.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class KvTiers:
         self.on_clear: Callable[[], None] | None = None
         """Listener to a clearance, before everything is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
-        """Records of what each tier holds; None: nobody reads it."""
+        """Records of what each tier holds; None: there is no reader."""
         self._replica_id = replica_id
         self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
@@ -107,7 +107,7 @@ class KvTiers:
         self._loaded: dict[Hashable, int] = {}
         """Uses of content that is on its way to the device, from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device content that nobody can name, by its first block: (name, blocks in order of content, request)."""
+        """Idle device content that no request can name, by its first block: (name, blocks in order of content, request)."""
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
@@ -155,7 +155,7 @@ class KvTiers:
             parent, depth = block_hash, depth + 1
 
     def used(self, hashes: Sequence[Hashable], request: Any) -> None:
-        """A request has found content in the device's cache."""
+        """Note that a request has found content in the device's cache."""
         now = self._clock()
         for block_hash in hashes:
             one = self._device[block_hash]
@@ -209,7 +209,7 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Blocks (in order of content) of content that nobody can name again became idle. It takes room and bandwidth like any other."""
+        """Blocks (in order of content) of content that no request can name again became idle. It takes room and bandwidth like any other."""
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
@@ -251,13 +251,13 @@ class KvTiers:
             self.num_dropped[level] += 1
             return False
         for one in evicted:
-            self._tell_removed(level, one)
+            self._notify_removed(level, one)
             if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
                 self._write(level + 1, one.block_hash, one)
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is told to `written`."""
+        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is reported to `written`."""
         writes = self._writes
         if writes:
             self._writes = []
@@ -272,14 +272,14 @@ class KvTiers:
         return list(computed.values())
 
     def written(self, level: int, one: TierBlock) -> None:
-        """A copy has arrived in a tier."""
+        """Note that a copy has arrived in a tier."""
         store = self.stores[level]
         if not store.written(one, self._clock()):
             return
         if self.rules[level].is_exclusive and self._is_above(level, one.block_hash):
             store.remove(one, self._clock())
             return
-        self._tell_stored(level, one)
+        self._notify_stored(level, one)
         self._write_below(level, one)
         self._leave_exclusive(level + 1, one.block_hash)
 
@@ -291,7 +291,7 @@ class KvTiers:
                 self._withdraw(level, below)
 
     def called_off(self, level: int, one: TierBlock) -> None:
-        """A copy will not arrive in a tier."""
+        """Note that a copy will not arrive in a tier."""
         self.stores[level].remove(one, self._clock())
 
     def _is_above(self, level: int, block_hash: Hashable) -> bool:
@@ -344,13 +344,13 @@ class KvTiers:
         return TierLoad(blocks, is_exclusive)
 
     def end_load(self, load: TierLoad) -> None:
-        """The device has the content of a load."""
+        """End a load: the device has its content."""
         for one in load.blocks:
             self.stores[0].unlock(one, self._clock())
             self._leave_exclusive(0, one.block_hash)
 
     def call_off_load(self, load: TierLoad) -> None:
-        """The content of a load is not wanted; what was given away comes back, if there is room."""
+        """Cancel a load whose content is not needed; what was given away comes back, if there is room."""
         store, now = self.stores[0], self._clock()
         for one in load.blocks:
             store.unlock(one, now)
@@ -388,7 +388,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """The leading blocks of a fetch have arrived in the first tier, and the others will not."""
+        """End a fetch whose leading blocks have arrived in the first tier; the others will not."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)
@@ -399,22 +399,22 @@ class KvTiers:
 
     def _withdraw(self, level: int, one: TierBlock) -> None:
         self.stores[level].remove(one, self._clock())
-        self._tell_removed(level, one)
+        self._notify_removed(level, one)
 
     # Requests and everything
 
     def forget(self, request: Any) -> None:
-        """A request has left the replica or its queue."""
+        """Forget a request that has left the replica or its queue."""
         if self.on_forget is not None:
             self.on_forget(request)
 
     def give_up(self, request: Any) -> None:
-        """A request gives up what it has loaded, and is to compute it."""
+        """Drop what a request has loaded; it will compute it."""
         if self.on_give_up is not None:
             self.on_give_up(request)
 
     def clear(self) -> None:
-        """The replica has lost everything; what it shares with others stays."""
+        """Forget everything that the replica has lost; what it shares with others stays."""
         if self.on_clear is not None:
             self.on_clear()
         self._device.clear()
@@ -436,12 +436,12 @@ class KvTiers:
                 if events is not None:
                     events.cleared()
 
-    def _tell_stored(self, level: int, one: TierBlock) -> None:
+    def _notify_stored(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.stored([one.block_hash])
 
-    def _tell_removed(self, level: int, one: TierBlock) -> None:
+    def _notify_removed(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.removed(one.block_hash)

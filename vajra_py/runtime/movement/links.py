@@ -101,12 +101,12 @@ class Network:
         self._starting: deque[tuple[int, int, int, int, Any]] = deque()
         """The same of transfers whose latency is not over, in order."""
         self._ended: list[Flow] = []
-        """Transfers that have ended and were not told yet."""
+        """Transfers that have ended and were not reported yet."""
         self._touched: dict[Link, None] = {}
         """Links whose transfers have changed since rates were last worked out."""
 
     def __len__(self) -> int:
-        """Transfers under way, those that have ended and were not told included."""
+        """Transfers under way, those that have ended and were not reported included."""
         return len(self._transfers)
 
     # Life of a transfer
@@ -177,7 +177,7 @@ class Network:
         return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
-        """Call a transfer off: its bandwidth goes to the others. One that has ended and was not told is forgotten."""
+        """Call a transfer off: its bandwidth goes to the others. One that has ended and was not reported is forgotten."""
         self._known(transfer_id)
         self._advance(now)
         one = self._transfers.pop(transfer_id)
@@ -191,7 +191,7 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """Tick before which `ended` has nothing to tell, if nothing starts or is cancelled; None: nothing is to end.
+        """Tick before which `ended` has nothing to return, if nothing starts or is cancelled; None: nothing is to end.
 
         Something may end then. Where transfers share links, and with open ones, it may also turn out to end later.
         """
@@ -207,7 +207,7 @@ class Network:
         return events[0][0] if events else None
 
     def ended(self, now: int) -> list[Hashable]:
-        """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
+        """Ids of transfers that have ended by now and were not returned before, in order of end, those of a tick in order of start."""
         self._advance(now)
         if not self._ended:
             return []

@@ -6,16 +6,16 @@ from collections.abc import Hashable
 
 
 class ReportedCopies:
-    """Copies under way whose duration nobody predicts; see `Network`, whose place it takes."""
+    """Copies under way whose duration is not predicted; see `Network`, whose place it takes."""
 
     def __init__(self) -> None:
         self._ended: list[Hashable] = []
 
     def start(self, key: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
-        """Do nothing: whoever copies is told apart."""
+        """Do nothing: the copies are reported elsewhere."""
 
     def cancel(self, key: Hashable, now: int) -> None:
-        """Do nothing: an end is reported only for a copy that somebody waits for."""
+        """Do nothing: an end is reported only for a copy that a request waits for."""
 
     def report(self, key: Hashable) -> None:
         """Take the end of a copy, which the next call of `ended` returns."""

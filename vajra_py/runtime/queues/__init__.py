@@ -1,7 +1,7 @@
 """Queues of waiting requests in exact priority order.
 
 One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is total,
-(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
+(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time of a query; what differs is the cost of keeping it so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
     """Make the cheapest queue that keeps this prioritizer's order exact. `name`: what errors call it.
 
-    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without saying which,
+    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without a slope,
     or named falls without a place for the names.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything

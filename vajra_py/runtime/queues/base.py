@@ -15,7 +15,7 @@ from vajra_py.runtime.queues.ranks import INDEX, NUM_TOKENS, SERIAL, Rank
 
 
 class HitChanges(Protocol):
-    """Prefix cache of one replica, as a queue asks which of its requests have other hits than before."""
+    """Prefix cache of one replica, as a queue's source of changed prefix hits."""
 
     def follow(self, request: RequestView) -> None:
         """Follow a waiting request from its present hits on."""
@@ -58,7 +58,7 @@ class RequestQueue(Protocol):
         """Read the key again of a request that has progressed. Errors as for `remove` and `add`; after a bad key the old one stays."""
 
     def use_hits(self, hits: HitChanges | None) -> None:
-        """Read keys again where this says that hits have changed, from now on; None: read all of them.
+        """Read keys again where hits have changed by this source, from now on; None: read all of them.
 
         Nothing happens where keys do not move with hits.
         """
@@ -67,7 +67,7 @@ class RequestQueue(Protocol):
         """Let the key of a request whose state has changed be read again with those whose hits have; nothing happens without such keys."""
 
     def begin_step(self) -> None:
-        """Let keys that may change at any event be read again, even for a time that was asked before; called for each step."""
+        """Let keys that may change at any event be read again, even for the time of the last query; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
         """The most urgent request, None if nothing waits."""

@@ -12,7 +12,7 @@ _SPARE = 64
 
 
 class FallTimes:
-    """Times from which on keys are to be read again, as a prioritizer tells them."""
+    """Times from which on keys are to be read again, as given by a prioritizer."""
 
     __slots__ = ("_at", "_due", "_reader")
 

@@ -1,7 +1,7 @@
 """Queue for keys by group: (key of the group, key of the request, arrival, index).
 
-Two levels: the requests of each group in order, and the groups in the order of (key, head). A group stands by its key as it
-was last read, and keys rise unless a fall is named, so a group stands too early or right, never too late. Its key is read again
+Two levels: the requests of each group in order, and the groups in the order of (key, head). A group is sorted by its key as it
+was last read, and keys rise unless a fall is named, so a group is too early or in its place, never too late. Its key is read again
 when it would be next: if it has risen, the group moves on, in O(log groups), and the one after it is looked at.
 """
 
@@ -36,7 +36,7 @@ class _Group:
     def __init__(self, name: str, key: Any) -> None:
         self.name = name
         self.key = key
-        """As last read: not above the present one, unless a fall was named."""
+        """Key as last read: not above the present one, unless a fall was named."""
         self.ranks = SortedRanks()
         self.head: Rank | None = None
         """First of `ranks` when the group was given its place."""

@@ -1,7 +1,7 @@
 """Queues for keys that move with the prefix hits of their requests.
 
-Keys are read again when a new time is asked about, or a new step begins, but only those of requests whose hits have changed since,
-as the memory tells, or whose time has come: O(log n) each. A memory that cannot say has all of them read. In between they stand.
+Keys are read again at a query for a new time, or a new step begins, but only those of requests whose hits have changed since,
+by the memory's reports, or whose time has come: O(log n) each. With a memory without reports all are read. In between they stay.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class NoHits:
 
 
 class Readings:
-    """Tells which keys of a queue are to be read again, and when."""
+    """Finds the keys of a queue that are to be read again, and when."""
 
     def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
         self._hits: HitChanges | None = None
-        """Source of changes; None: nothing tells of them, and all keys are read."""
+        """Source of changes; None: there is none, and all keys are read."""
         self._read_at: float | None = None
-        """Time for which the keys stand; None: they are to be looked after."""
+        """Time for which the keys are valid; None: they have to be checked."""
         self._latest: float | None = None
         """Latest time at which a key was read; None: all keys are to be read."""
         self._changed: dict[RequestView, None] = {}
         """Requests to be read again."""
 
     def use(self, hits: HitChanges | None) -> None:
-        """Ask this source from now on; it follows nobody yet."""
+        """Use this source from now on; it follows no request yet."""
         self._hits, self._read_at, self._latest = hits, None, None
 
     def begin_step(self) -> None:
-        """Look after the keys before the next answer."""
+        """Check the keys before the next answer."""
         self._read_at = None
 
     def stand_at(self, now: float) -> bool:
@@ -68,7 +68,7 @@ class Readings:
             self._times.note(request, now, serial)
 
     def entered(self, request: RequestView, now: float) -> None:
-        """A request waits whose key was read at `now`."""
+        """Add a waiting request whose key was read at `now`."""
         if self._hits is not None:
             self._hits.follow(request)
         if now != self._read_at:
@@ -77,7 +77,7 @@ class Readings:
             self._latest = now
 
     def left(self, request: RequestView) -> None:
-        """A request waits no more."""
+        """Remove a request that waits no more."""
         if self._times is not None:
             self._times.drop(request)
         if self._hits is not None:
@@ -91,7 +91,7 @@ class Readings:
     def read(
         self, now: float, waiting: Collection[RequestView], read: Callable[[list[RequestView], float], None]
     ) -> None:
-        """Call `read` with the requests whose keys may be others at `now` than they stand; if it raises, nothing changes."""
+        """Call `read` with the requests whose keys at `now` may differ from those last read; if it raises, nothing changes."""
         if now == self._read_at:
             return
         epoch = None if self._epochs is None else self._epochs.epoch()
@@ -164,7 +164,7 @@ class HitsQueue(RankedQueue):
         walk, num_moves = self._walk(), self._num_moves
         while True:
             self._read(now)
-            if num_moves != self._num_moves:  # whoever was not given yet is still to come, wherever it stands now
+            if num_moves != self._num_moves:  # a request that was not returned yet is still to come, wherever it is now
                 walk, num_moves = self._walk(), self._num_moves
             request = next(walk, None)
             if request is None:

@@ -1,6 +1,6 @@
 """Exact order for keys that are linear in time.
 
-Requests with the same slope keep their order, so they form a sorted group; a kinetic tournament over the groups knows the
+Requests with the same slope keep their order, so they form a sorted group; a kinetic tournament over the groups gives the
 most urgent request and until when it stays so. The key of a request is intercept + slope * now as computed in floating
 point from its `line`, and the order is that of these numbers, to the last bit.
 """

@@ -1,7 +1,7 @@
-"""Queue for keys that rise with anything and fall only where their policy says so.
+"""Queue for keys that rise with anything and fall only where their policy names it.
 
-A request stands by its key as it was last read. Falls are named, or come at a time that was told, and are read before the queue
-answers; so a request stands too early or right, never too late. Its key is read again when it would be next: if it has risen, the
+A request is sorted by its key as last read. Falls are named, or come at a known time, and are read before the queue
+answers; so a request is too early or in its place, never too late. Its key is read again when it would be next: if it has risen, the
 request moves on, in O(log n), and the one after it is looked at.
 """
 
@@ -35,7 +35,7 @@ class NamedFallsQueue(RankedQueue):
         self._num_falls = 0
         """Requests that have moved forward."""
         self._asked_at = -inf
-        """Latest time that was asked about: before it, keys may be lower without a word."""
+        """Latest time of a query: before it, keys may be lower without a named fall."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -61,7 +61,7 @@ class NamedFallsQueue(RankedQueue):
         walk, num_falls = self._order.walk(), self._num_falls
         while True:
             self._settle(now)
-            if num_falls != self._num_falls:  # somebody may have come before the place that was reached
+            if num_falls != self._num_falls:  # a request may have come before the place that was reached
                 walk, num_falls = self._order.walk(), self._num_falls
             rank = next(walk, None)
             if rank is None:

@@ -1,6 +1,6 @@
 """Queue for keys that change only with a request's own progress.
 
-The rank is read when a request comes in or its progress changes, and stands until then: adding, removing and aborting cost
+The rank is read when a request comes in or its progress changes, and stays until then: adding, removing and aborting cost
 O(log n), the head O(1).
 """
 

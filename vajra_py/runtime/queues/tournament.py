@@ -25,7 +25,7 @@ _DISTINCT = 2.0**50
 """Parallel lines have different computed keys while these are below the distance of the lines times this."""
 
 _LARGEST = 1e300
-"""Beyond this, keys may overflow, and bounds on rounding say nothing."""
+"""Beyond this, keys may overflow, and bounds on rounding do not hold."""
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:

@@ -26,7 +26,7 @@ class AdmissionLog(JsonLinesFile, Observer):
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """Write a line."""
-        said = {one.name: getattr(decision, one.name) for one in fields(decision)}
+        values = {one.name: getattr(decision, one.name) for one in fields(decision)}
         row = {
             "at": now,
             "index": request.index,
@@ -35,7 +35,7 @@ class AdmissionLog(JsonLinesFile, Observer):
             "decision": _NAMES[type(decision)],
             **{
                 name: _plain(value)
-                for name, value in said.items()
+                for name, value in values.items()
                 if value is not None and (name, value) != ("reason", "")
             },
         }

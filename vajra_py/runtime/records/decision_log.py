@@ -1,6 +1,6 @@
 """Decision log: what the policies decided, in a Parquet file of records; a run of repeated decode steps is one record.
 
-A record says what changed: who joined and left the decodes since the replica's record before it, the chunks, who was preempted,
+A record has what changed: who joined and left the decodes since the replica's record before it, the chunks, who was preempted,
 who ended, and when the steps of a run ended. `decision_reader` makes a row for each step of it. The same run gives the same
 bytes: no time of writing, and decisions come before anything that depends on the machine.
 """
@@ -231,7 +231,7 @@ def journaled_tables(path: Path) -> list[Any]:
 
 
 class _Counted(io.RawIOBase):
-    """A file that knows how many bytes were written to it, as pyarrow requires."""
+    """A file that counts the bytes written to it, as pyarrow requires."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -282,7 +282,7 @@ def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
 
 
 def _chunks_in_order(plan: StepPlan, pool: DecodePool) -> Numbers:
-    """(request, tokens, computed before, kind, how many decodes stand before it) of each, in batch order."""
+    """(request, tokens, computed before, kind, number of decodes before it) of each, in batch order."""
     numbers: list[int] = []
     admissions = [one.admitted_index for one in pool.in_admission_order()]
     for one, num_tokens, computed, kind in in_batch_order(plan.chunks, (), 0, running_in_order=True):

@@ -51,11 +51,11 @@ class Arrival:
     Attributes:
         tick: when.
         arrived_at: when its client sent it, seconds.
-        facts: what the client said.
+        facts: what the client stated.
         content: segments that identify its prompt in the prefix cache, where it is known by segments.
         prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
         num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
-        salt: only requests with the same one share prefixes; None: as the settings say.
+        salt: only requests with the same one share prefixes; None: as in the settings.
         reads_cache: whether it may use KV blocks that are in the prefix cache; its own are kept there for others either way.
     """
 
@@ -105,7 +105,7 @@ class ProgramIdle:
 
 @dataclass(frozen=True, slots=True)
 class Readmission:
-    """The admission policy was asked again about a request that it had deferred until then."""
+    """The admission policy was called again for a request that it had deferred until then."""
 
     tick: int
     request_id: str
@@ -215,7 +215,7 @@ class WakeUp:
         replicaset: the policy's; empty for one of the whole system.
         slot: its place, as in settings.
         index: the policy's position in its layer: of a replica scheduler the replica.
-        key: what it asked under; None: its replica was to form a step (`BatchBuilder.idle_until`).
+        key: its wake-up's; None: its replica was to form a step (`BatchBuilder.idle_until`).
     """
 
     tick: int
@@ -227,7 +227,7 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without asking.
+    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without calling it.
 
     Attributes:
         state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it has nothing left.
@@ -325,7 +325,7 @@ class CacheReport:
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
         begins: what was known before is void.
-        ends: nobody tells of it any more; `stored` and `removed` are empty.
+        ends: no more reports come; `stored` and `removed` are empty.
     """
 
     tick: int
@@ -382,7 +382,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "abandonment": Abandonment,
     "policy": Swap,
     "violation": PolicyViolation,
-    "breach": PolicyViolation,  # as recordings of earlier versions say
+    "breach": PolicyViolation,  # for recordings of earlier versions
     "stage": StageEnd,
     "wake": WakeUp,
     "replica": ReplicaChange,

@@ -1,7 +1,7 @@
 """Step log: one record of each plan that came back, and one of a run of decode steps that repeat it.
 
 An `Observer` gets steps expanded; a log that keeps every step of a long simulation cannot afford that. What is kept of a
-step is packed once, for everyone who keeps some of it (`share`).
+step is packed once, for all records of it (`share`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LISTS = {
     "preempted": ("preempted", "preempted_mode"),
     "finished": ("finished", "finished_reason"),
 }
-"""Lists of a record: the columns of each, one number an entry. Requests are named by index; `chunk_after`: how many decodes stand
+"""Lists of a record: the columns of each, one number an entry. Requests are named by index; `chunk_after`: how many decodes come
 before it; -1: before it if it is none of the first `decodes_at` chunks, else none of them."""
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
@@ -49,7 +49,7 @@ FIELDS = (
 )
 """Whole numbers of a record: the plan's, of its features (from `batch_decodes` on), of what came of it, and entries of each list.
 `kept`: the tick at which it was taken;
-`decodes_at`: how many chunks stand before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
+`decodes_at`: number of chunks before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
 _PACKED_AT_ONCE = 64
 """Number of records packed together, in half the time of one by one; few, so that their plans are still in the cache."""
 _ROW = Struct(f"<{len(FIELDS)}q")

@@ -1,4 +1,4 @@
-"""Slots for LoRA adapters that somebody else keeps: every adapter that a request names is there at once, and takes nothing.
+"""Slots for LoRA adapters managed elsewhere: every adapter that a request names is loaded at once, and takes no slot.
 
 Source: vLLM's scheduler, which counts the adapters of the requests that run (`max_loras`), and leaves loading to its workers.
 """

@@ -41,10 +41,10 @@ class KeepsEnded(Protocol):
         """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept`."""
 
     def give_up(self, request: Request) -> None:
-        """A waiting request gives up what was loaded for it, because nobody can run."""
+        """Drop what was loaded for a waiting request, because no request can run."""
 
     def clear(self) -> None:
-        """The replica's memory has lost everything."""
+        """Forget everything: the replica's memory has lost it."""
 
 
 class Lifecycle:
@@ -98,8 +98,8 @@ class Lifecycle:
             request.num_cached_tokens = num_done_tokens
         for observer in self.observers:
             observer.on_admitted(request, self.replica_id, now)
-        for tell in self.listeners.admissions:
-            tell(request, self.replica_id, now)
+        for notify in self.listeners.admissions:
+            notify(request, self.replica_id, now)
         if running_set.queue.is_volatile:
             running_set.read_keys_again()
         return kind
@@ -127,7 +127,7 @@ class Lifecycle:
         self._wait_again(request, now)
         for observer in self.observers:
             observer.on_preempted(request, mode.value, now)
-        self._tell_preempted(request, now)
+        self._notify_preempted(request, now)
         return num_moved
 
     def give_up_kv(self, request: Request, now: float) -> None:
@@ -146,7 +146,7 @@ class Lifecycle:
         self._wait_again(request, now)
         for observer in self.observers:
             observer.on_preempted(request, PreemptionMode.RECOMPUTE.value, now)
-        self._tell_preempted(request, now)
+        self._notify_preempted(request, now)
 
     def lose_memory(self, request: Request, now: float) -> None:
         """Let a running request whose KV is void wait again with nothing computed; it counts as no preemption."""
@@ -158,7 +158,7 @@ class Lifecycle:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         self._wait_again(request, now)
-        self._tell_preempted(request, now)
+        self._notify_preempted(request, now)
 
     def _wait_again(self, request: Request, now: float) -> None:
         running_set = self._running_set
@@ -168,14 +168,14 @@ class Lifecycle:
             running_set.barred.add(request)
         running_set.queue.add(request, now)
 
-    def _tell_preempted(self, request: Request, now: float) -> None:
-        for tell in self.listeners.preemptions:
-            tell(request, self.replica_id, now)
+    def _notify_preempted(self, request: Request, now: float) -> None:
+        for notify in self.listeners.preemptions:
+            notify(request, self.replica_id, now)
         if self._running_set.queue.is_volatile:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count drafts of the step that gave a request its newest token, of which so many became output; it may wait again since."""
+        """Count the drafts of the step that gave a request its newest token, and those that became output; it may wait again by now."""
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
             if request.hashes is not None:
@@ -206,7 +206,7 @@ class Lifecycle:
             self.holding.append(request)
         if not keeps_blocks:
             self.release_ended()
-        self._tell_end(request, reason, detail, now)
+        self._notify_end(request, reason, detail, now)
 
     def release_ended(self) -> None:
         """Free the blocks of requests that have ended."""
@@ -331,7 +331,7 @@ class Lifecycle:
     # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
-        """Let a request of the shared queue wait here from now on; memory knows it already. Nothing happens to one that does."""
+        """Let a request of the shared queue wait here from now on; it is registered in memory already. Does nothing for one that waits here."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)
@@ -346,7 +346,7 @@ class Lifecycle:
         self._running_set.queue.touch(request)
 
     def loaded(self, request: Request, num_tokens: int, now: float) -> None:
-        """The KV of a request's first tokens is in its blocks; it waits to run."""
+        """Let a request wait to run whose first tokens' KV is in its blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         request.set_computed(min(num_tokens, request.num_known_tokens - 1))
@@ -358,7 +358,7 @@ class Lifecycle:
         running_set.queue.add(request, now)
 
     def load_again(self, request: Request, now: float) -> None:
-        """Nothing of a load has come: the request waits as it did before, without blocks."""
+        """Undo a load of which nothing has come: the request waits as it did before, without blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         running_set.memory.free(request, 0)
@@ -400,13 +400,13 @@ class Lifecycle:
             if not is_kept:
                 running_set.memory.free(request, 0, for_good=True)
         if is_kept:
-            self._tell_end(request, reason, detail, now)
+            self._notify_end(request, reason, detail, now)
         else:
             self._end(request, reason, detail, now)
 
     def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         """End a request that was on its way to another replica."""
-        self._tell_end(request, reason, detail, now)
+        self._notify_end(request, reason, detail, now)
 
     def drop(self, request: Request, detail: str, now: float) -> None:
         """End a request that waits in the replica's own queue or in the shared one, on behalf of a scheduler."""
@@ -420,9 +420,9 @@ class Lifecycle:
 
     def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
         self._running_set.memory.forget(request)
-        self._tell_end(request, reason, detail, now)
+        self._notify_end(request, reason, detail, now)
 
-    def _tell_end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
+    def _notify_end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
         end_request(request, reason, detail, now)
         for observer in self.observers:
             observer.on_ended(request, reason, detail, now)

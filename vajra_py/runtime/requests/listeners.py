@@ -9,7 +9,7 @@ from typing import Any
 from vajra_py.contract import EndedRun, EndedStep
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
-Told = Callable[..., None]
+Callback = Callable[..., None]
 """A listening method of `ListensToRequests`, with errors attributed to its policy."""
 
 
@@ -20,42 +20,42 @@ class Listeners:
     See `vajra_py.contract.ListensToRequests` and `ListensToCaches`.
     """
 
-    arrivals: tuple[Told, ...] = ()
-    admissions: tuple[Told, ...] = ()
-    preemptions: tuple[Told, ...] = ()
-    moves: tuple[Told, ...] = ()
-    step_ends: tuple[Told, ...] = ()
-    step_runs: tuple[Told, ...] = ()
-    departures: tuple[Told, ...] = ()
-    blocks_stored: tuple[Told, ...] = ()
-    blocks_removed: tuple[Told, ...] = ()
-    caches_cleared: tuple[Told, ...] = ()
-    tier_blocks_stored: tuple[Told, ...] = ()
-    tier_blocks_removed: tuple[Told, ...] = ()
-    tiers_cleared: tuple[Told, ...] = ()
-    program_ends: tuple[tuple[Any, Told], ...] = ()
+    arrivals: tuple[Callback, ...] = ()
+    admissions: tuple[Callback, ...] = ()
+    preemptions: tuple[Callback, ...] = ()
+    moves: tuple[Callback, ...] = ()
+    step_ends: tuple[Callback, ...] = ()
+    step_runs: tuple[Callback, ...] = ()
+    departures: tuple[Callback, ...] = ()
+    blocks_stored: tuple[Callback, ...] = ()
+    blocks_removed: tuple[Callback, ...] = ()
+    caches_cleared: tuple[Callback, ...] = ()
+    tier_blocks_stored: tuple[Callback, ...] = ()
+    tier_blocks_removed: tuple[Callback, ...] = ()
+    tiers_cleared: tuple[Callback, ...] = ()
+    program_ends: tuple[tuple[Any, Callback], ...] = ()
     """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
     across_replicas: bool = False
     """True if one of them may know requests of several replicas."""
 
     @property
     def hear_steps_alone(self) -> bool:
-        """True if nobody listens to anything but steps."""
+        """True if all listeners listen to steps alone."""
         return replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property
     def hear_each_step(self) -> bool:
-        """True if somebody listens to steps who takes no runs of them."""
+        """True if a listener to steps takes no runs of them."""
         return len(self.step_ends) > len(self.step_runs)
 
     @property
     def hear_content(self) -> bool:
-        """True if somebody listens to the content of caches."""
+        """True if a policy listens to the content of caches."""
         return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.hear_tiers)
 
     @property
     def hear_tiers(self) -> bool:
-        """True if somebody listens to the content of memory tiers below the devices."""
+        """True if a policy listens to the content of memory tiers below the devices."""
         return bool(self.tier_blocks_stored or self.tier_blocks_removed or self.tiers_cleared)
 
 
@@ -66,12 +66,12 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
     """Return the listening methods of these policies, each policy with its name for errors."""
     named = list(policies)
 
-    def of(method: str) -> tuple[Told, ...]:
+    def of(method: str) -> tuple[Callback, ...]:
         found = ((getattr(policy, method, None), name) for policy, name in named)
-        return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
+        return tuple(_under_name(notify, name) for notify, name in found if notify is not None)
 
     program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
-    heard = Listeners(
+    listeners = Listeners(
         arrivals=of("on_arrivals"),
         admissions=of("on_admission"),
         preemptions=of("on_preemption"),
@@ -86,14 +86,14 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         tier_blocks_removed=of("on_tier_blocks_removed"),
         tiers_cleared=of("on_tier_cleared"),
         program_ends=tuple(
-            (policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None
+            (policy, _under_name(notify, name)) for policy, notify, name in program_ends if notify is not None
         ),
     )
-    return replace(heard, across_replicas=heard != NOBODY)
+    return replace(listeners, across_replicas=listeners != NOBODY)
 
 
-def _under_name(method: Told, name: str) -> Told:
-    def tell(about: Any, *facts: Any) -> None:
+def _under_name(method: Callback, name: str) -> Callback:
+    def notify(about: Any, *facts: Any) -> None:
         try:
             method(about, *facts)
         except VajraError:
@@ -105,4 +105,4 @@ def _under_name(method: Told, name: str) -> Told:
                 violation.at(about.replica_id, about.step_index)
             raise violation from error
 
-    return tell
+    return notify

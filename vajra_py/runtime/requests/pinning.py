@@ -1,4 +1,4 @@
-"""Pins of one replica's cached content by its policies: made, ended, and told to observers."""
+"""Pins of one replica's cached content by its policies: made, ended, and reported to observers."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class Pinning:
         """End the pin of a request's session, or its own, if there is one."""
         name = pin_name(request)
         if self._memory.unpin(name):
-            self._tell(name, PinEnd.RELEASED, now)
+            self._notify(name, PinEnd.RELEASED, now)
 
     def settle(self, now: float) -> None:
         """End the pins whose time has come, and drop content that has expired."""
         for name in self._memory.settle_due():
-            self._tell(name, PinEnd.EXPIRED, now)
+            self._notify(name, PinEnd.EXPIRED, now)
 
     def release_one(self, now: float) -> bool:
         """End the pin that would last longest, if a pin keeps a block from being free; False if none does."""
         name = self._memory.release_pin()
         if name is None:
             return False
-        self._tell(name, PinEnd.FORCED, now)
+        self._notify(name, PinEnd.FORCED, now)
         return True
 
-    def _tell(self, name: Hashable, why: PinEnd, now: float) -> None:
+    def _notify(self, name: Hashable, why: PinEnd, now: float) -> None:
         for observer in self.observers:
             observer.on_unpinned(*self._where, str(name), why, now)

@@ -1,7 +1,7 @@
 """Programs of a run: which requests are calls of the same one, what they have cost, and when it has ended.
 
 A program changes when one of its calls arrives or ends. It ends, once no call of it is alive, when its client has declared that
-none comes after, or when none has come for so long. Ends are events of the driver, which tells observers and policies of them.
+none comes after, or when none has come for so long. Ends are events of the driver, which notifies observers and policies.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Programs:
     """The programs of a run that have not ended, by id."""
 
     def __init__(self, idle_s: float | None = None) -> None:
-        """`idle_s`: time without a call after which a program has ended, seconds; None: it ends when its client says so."""
+        """`idle_s`: time without a call after which a program has ended, seconds; None: it ends when its client states it."""
         self.idle_s = idle_s
         self.on_pause: Callable[[Program], None] | None = None
         """Callback of the driver: no call of this program is alive any more."""

@@ -27,7 +27,7 @@ class RequestState(Enum):
 
     CREATED = "created"
     DEFERRED = "deferred"
-    """Waiting at the gate, outside every queue, until the admission policy is asked again."""
+    """Waiting at the gate, outside every queue, until the admission policy is called again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -97,7 +97,7 @@ class RequestFacts(StatedFacts):
 
 @dataclass(slots=True)
 class Admission:
-    """Decisions of the admission policy on one request; a request that nobody asked it about has none.
+    """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
         outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
@@ -161,7 +161,7 @@ class LooksUpPrefixes(Protocol):
 class Request(_Stated):
     """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
 
-    The true output length is not here: it belongs to whoever executes, so that no policy can read it.
+    The true output length is not here: the executor has it, so that no policy can read it.
     """
 
     __slots__ = (
@@ -368,13 +368,12 @@ class Request(_Stated):
         self.token_log.append(tick)
         return self._output
 
-    def add_outputs(self, num_tokens: int, tick: int) -> int:
-        """Count tokens that came together at this tick, whose predecessors are computed by now; returns how many there are."""
+    def add_outputs(self, num_tokens: int, tick: int) -> None:
+        """Count tokens that came together at this tick, whose predecessors are computed by now."""
         assert self._pool is None
-        self._computed = self.num_prompt_tokens + self._output + num_tokens - 1
-        self._output += num_tokens
-        self.token_log.extend([tick] * num_tokens)
-        return self._output
+        self._output = num_outputs = self._output + num_tokens
+        self._computed = self.num_prompt_tokens + num_outputs - 1
+        self.token_log += [tick] * num_tokens
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count drafts that a step has verified, before its tokens are counted."""

@@ -47,7 +47,7 @@ class OffersWaiting(Protocol):
         """Iterate over the waiting requests that may be admitted, most urgent first."""
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks; such run although nobody new is let in."""
+        """Return True if a waiting request holds blocks; such run although no new request is let in."""
 
     @property
     def num_holding(self) -> int:
@@ -97,7 +97,7 @@ class RunningSet:
 
     @property
     def may_admit(self) -> bool:
-        """True if there is somebody who waits and may be admitted."""
+        """True if a waiting request may be admitted."""
         return bool(self.num_waiting and self.admits) or (self.connected is not None and self.connected.num_holding > 0)
 
     @property
@@ -124,7 +124,7 @@ class RunningSet:
         self.shared.begin_step()
 
     def running(self) -> Sequence[Request]:
-        """Everything resident and not in flight, in order of admission."""
+        """Requests that are resident and not in flight, in order of admission."""
         if not self.partial:
             return self.decodes()
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
@@ -211,7 +211,7 @@ class RunningSet:
             del self.partial[request]
 
     def compute_again(self, request: Request, num_valid_tokens: int, num_left: int) -> None:
-        """Let a running request compute again what stands behind its valid tokens; it may have `num_left` more outputs."""
+        """Let a running request compute again what comes after its valid tokens; it may have `num_left` more outputs."""
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:

@@ -1,7 +1,7 @@
-"""The gate: asks the admission policy about requests that arrive, and keeps those that it puts off.
+"""The gate: calls the admission policy for requests that arrive, and keeps those that it defers.
 
 One gate serves all replicasets of a run. A request that is deferred is alive and in no queue: it may be taken back and expire, and
-policies of the layers hear of it when it is let in. It is asked about again at its time, or, where it has none, when some request has
+policies of the layers see it when it is let in. The policy is called for it again at its time, or, where it has none, when some request has
 ended and when the policy is woken.
 """
 
@@ -39,7 +39,11 @@ from vajra_py.runtime.support.clock import to_seconds, to_ticks
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
 
+MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
+"""Times that one request may be deferred until some time within this many seconds: on average 10 us, shorter than any step."""
+
 MakeHashes = Callable[[int], BlockHashes | None]
+_COUNTED_TICKS = to_ticks(DEFERRALS_S)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,15 +52,33 @@ class Deferral:
 
     Attributes:
         make_hashes: identifies the blocks of its prompt, given a block size.
-        until: tick at which the policy is asked again; None: when something changes.
-        is_void: whether it was asked again, or has ended.
+        until: tick at which the policy is called again; None: when something changes.
+        counted_from: tick from which its last deferrals until some time are counted.
+        num_counted: number of these.
+        is_void: whether the policy was called again, or the request has ended.
     """
 
     request: Request
     facts: RequestFacts
     make_hashes: MakeHashes
     until: int | None = None
+    counted_from: int = 0
+    num_counted: int = 0
     is_void: bool = False
+
+    def _is_counted(self, now: int) -> bool:
+        return now <= self.counted_from + _COUNTED_TICKS and self.num_counted > 0
+
+    def is_last(self, now: int) -> bool:
+        """Return True if another deferral until some time would be one too many."""
+        return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
+
+    def following(self, until: int | None, now: int) -> Deferral:
+        """Return the deferral that follows this one."""
+        if until is None:
+            return replace(self, until=None, is_void=False)
+        counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
+        return replace(self, until=until, counted_from=counted_from, num_counted=num_counted, is_void=False)
 
 
 class AdmissionGate:
@@ -91,7 +113,7 @@ class AdmissionGate:
                     bind_all(one, one.policies, None)
 
     def renew(self) -> None:
-        """Make the policy anew; replicasets tell it of requests from when their policies are bound next."""
+        """Make the policy anew; it listens to requests once the replicasets' policies are bound again."""
         before, self.policy = getattr(self, "policy", None), self._make_policy()
         self.error = None
         self.own: Listeners = listeners_among(((self.policy, self.name),))
@@ -117,17 +139,17 @@ class AdmissionGate:
         return self._num_timeless > 0
 
     def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
-        """Keep a deferred request until the policy is to be asked again."""
+        """Keep a deferred request until the next call of the policy."""
         request = deferral.request
         tick = None if until is None else max(_tick_from(until), now + 1)
         if request.state is not RequestState.DEFERRED:
             request.move_to(RequestState.DEFERRED)
-        self._deferred[request] = replace(deferral, until=tick, is_void=False)
+        self._deferred[request] = deferral.following(tick, now)
         self._num_deferred[request.replicaset] += 1
         self._num_timeless += until is None
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """A request is let in or leaves; None when it is not deferred."""
+        """Forget a request that is let in or leaves; None when it is not deferred."""
         deferral = self._deferred.pop(request, None)
         if deferral is None:
             return None
@@ -153,7 +175,7 @@ class AdmissionGate:
         """One of them; None if there is none."""
         return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
 
-    # Asking
+    # Calling the policy
 
     def ask(self, request: Request, now: float) -> AdmissionDecision:
         """The policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
@@ -177,13 +199,16 @@ class AdmissionGate:
             wrong = _wrong_refusal(decision)
         elif isinstance(decision, Defer):
             wrong = _wrong_deferral(decision, now)
+            deferral = self._deferred.get(request)
+            if decision.until is not None and deferral is not None and deferral.is_last(to_ticks(now)):
+                wrong = wrong or f"deferred a request {MAX_DEFERRALS:,} times within {DEFERRALS_S:g} s, and again"
         if wrong is None:
             assert isinstance(decision, Accept | Refuse | Defer)
             return decision
         raise self.violation(f"{wrong} (got {decision!r})", request)
 
     def _wrong_accept(self, decision: Accept, request: Request) -> str | None:
-        most: object = decision.max_tokens  # a plug-in may say anything
+        most: object = decision.max_tokens  # a plug-in may return anything
         slo_class: object = decision.slo_class
         name = decision.replicaset
         if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or int(most) < 1):
@@ -218,7 +243,7 @@ class AdmissionGate:
         return PolicyError(self.name, message, request_id=request.request_id, place=place)
 
     def note(self, request: Request, decision: AdmissionDecision, now: float) -> bool:
-        """Write a decision into the request; whether observers are told of it."""
+        """Write a decision into the request; return whether observers are notified."""
         before = request.admission
         if before is None:
             before = request.admission = Admission()
@@ -250,7 +275,7 @@ def _degrade(request: Request, decision: Accept) -> str:
         request.max_tokens = int(decision.max_tokens)
         found.append(f"max_tokens={request.max_tokens}")
     if decision.slo_class is not None and decision.slo_class != request.slo_class:
-        stated: Any = request  # stated by the client, and fixed for everybody else
+        stated: Any = request  # stated by the client, and fixed for all others
         stated.slo_class = decision.slo_class
         found.append(f"slo_class={decision.slo_class}")
     if decision.replicaset is not None and decision.replicaset != request.replicaset:
@@ -259,7 +284,7 @@ def _degrade(request: Request, decision: Accept) -> str:
 
 
 def _wrong_refusal(decision: Refuse) -> str | None:
-    reason: object = decision.reason  # a plug-in may say anything
+    reason: object = decision.reason  # a plug-in may return anything
     if not isinstance(reason, str) or not reason.strip():
         return "refused a request without a reason"
     wait_s = decision.retry_after_s
@@ -269,7 +294,7 @@ def _wrong_refusal(decision: Refuse) -> str | None:
 
 
 def _wrong_deferral(decision: Defer, now: float) -> str | None:
-    until, reason = decision.until, cast("object", decision.reason)  # a plug-in may say anything
+    until, reason = decision.until, cast("object", decision.reason)  # a plug-in may return anything
     if not isinstance(reason, str):
         return "deferred a request for a reason that is no text"
     if until is None:

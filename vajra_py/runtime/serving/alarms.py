@@ -1,4 +1,4 @@
-"""Wake-ups of policies: who asked to be woken, when, under which key."""
+"""Wake-ups of policies: the policy, the time and the key of each."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class AlarmClock:
             alarm.is_void = True
 
     def rang(self, alarm: Alarm) -> None:
-        """The time of this one has come."""
+        """Handle the wake-up whose time has come."""
         del self._pending[alarm.sleeper, alarm.key]
 
 

@@ -16,7 +16,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class ContentFeed:
-    """Events of all replicas of a replicaset, in order of time, given to its policies when they are asked."""
+    """Events of all replicas of a replicaset, in order of time, delivered to its policies before their next call."""
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
         self.lag_s = lag_s
@@ -32,7 +32,7 @@ class ContentFeed:
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:
-        """Tell these policies from now on, and first what is there."""
+        """Notify these policies from now on, beginning with the present content."""
         self._listeners = listeners
         for replica, events in zip(self._replicas, self._events, strict=True):
             if self._is_bound:
@@ -48,7 +48,7 @@ class ContentFeed:
         self._is_bound = True
 
     def deliver(self, now: float) -> None:
-        """Give out what is old enough. Raises `PolicyError` when a policy that is told breaks the contract."""
+        """Deliver notices that are due. Raises `PolicyError` when a policy breaks the contract."""
         for memory in self._expiring:
             memory.expire()
         record, until = self._record, now - self.lag_s
@@ -70,23 +70,23 @@ class ContentFeed:
         if change is ContentChange.CLEARED:
             if self._known:
                 self._known[replica_id].clear()
-            for tell in listeners.caches_cleared:
-                tell(replica_id, at)
+            for notify in listeners.caches_cleared:
+                notify(replica_id, at)
             return
         is_stored = change is ContentChange.STORED
         if self._known:
             known = self._known[replica_id]
             (known.update if is_stored else known.difference_update)(hashes)
-        for tell in listeners.blocks_stored if is_stored else listeners.blocks_removed:
-            tell(replica_id, hashes, at)
+        for notify in listeners.blocks_stored if is_stored else listeners.blocks_removed:
+            notify(replica_id, hashes, at)
 
     def _give_of_tier(self, event: ContentEvent) -> None:
         at, replica_id, change, hashes, tier = event
         listeners = self._listeners
         if change is ContentChange.CLEARED:
-            for tell in listeners.tiers_cleared:
-                tell(replica_id, tier, at)
+            for notify in listeners.tiers_cleared:
+                notify(replica_id, tier, at)
             return
         is_stored = change is ContentChange.STORED
-        for tell in listeners.tier_blocks_stored if is_stored else listeners.tier_blocks_removed:
-            tell(replica_id, tier, hashes, at)
+        for notify in listeners.tier_blocks_stored if is_stored else listeners.tier_blocks_removed:
+            notify(replica_id, tier, hashes, at)

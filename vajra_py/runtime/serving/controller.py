@@ -129,7 +129,7 @@ class Controller:
     ) -> tuple[Request, Replica | None]:
         """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and says what identifies the prompt's
+        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and returns what identifies the prompt's
         blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
         it in later). Returns the request and the replica that it is bound to (None: shared queue, or refused).
         """
@@ -160,8 +160,8 @@ class Controller:
         request.hashes = make_hashes(replicaset.bounds.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
-        for tell in replicaset.listeners.arrivals:
-            tell((request,), seconds)
+        for notify in replicaset.listeners.arrivals:
+            notify((request,), seconds)
         return request, replicaset.accept(request, now)
 
     # The admission policy
@@ -215,8 +215,8 @@ class Controller:
         if detail is not None:
             self._turn_away(request, detail, now)
             return None
-        for tell in replicaset.listeners.arrivals:
-            tell((request,), seconds)
+        for notify in replicaset.listeners.arrivals:
+            notify((request,), seconds)
         return replicaset.accept(request, now)
 
     def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
@@ -230,7 +230,7 @@ class Controller:
         return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
-        """End a request that was in no queue as rejected; the caller tells the backend."""
+        """End a request that was in no queue as rejected; the caller notifies the backend."""
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)
@@ -238,8 +238,8 @@ class Controller:
         for observer in self._observers:
             observer.on_ended(request, EndReason.REJECTED, detail, seconds)
         if self.gate is not None and request.admission is not None and request.admission.num_deferrals:
-            for tell in self.gate.own.departures:
-                tell((request,), seconds)
+            for notify in self.gate.own.departures:
+                notify((request,), seconds)
 
     def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
         """End a deferred request before it was let in."""
@@ -278,7 +278,7 @@ class Controller:
         losses = lose_replica(replicaset, replica, failure, now)
         if replicaset.scaling is not None:
             replicaset.scaling.end_start(replica.replica_id)
-            self._tell_state(replicaset, replica.replica_id, now)
+            self._notify_state(replicaset, replica.replica_id, now)
         self.settle(losses.ended, now)
         return losses
 
@@ -289,7 +289,7 @@ class Controller:
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
         if replicaset.scaling is not None:
-            self._tell_state(replicaset, replica.replica_id, now)
+            self._notify_state(replicaset, replica.replica_id, now)
 
     def change_replica(
         self, replica: Replica, state: ReplicaState, now: int
@@ -304,18 +304,18 @@ class Controller:
         replicaset.scale(replica_id, state)
         if state is ReplicaState.DOWN:
             replica.clear()
-        self._tell_state(replicaset, replica_id, now)
+        self._notify_state(replicaset, replica_id, now)
         return place_anew(replicaset, replica, now) if state is ReplicaState.DRAINING else ()
 
-    def tell_states_once(self, replicaset: Replicaset, now: int) -> None:
+    def notify_states_once(self, replicaset: Replicaset, now: int) -> None:
         """Notify observers of the state of every replica, the first time."""
         scaling = replicaset.scaling
         if scaling is not None and not scaling.has_begun:
             scaling.has_begun = True
             for replica in replicaset.replicas:
-                self._tell_state(replicaset, replica.replica_id, now)
+                self._notify_state(replicaset, replica.replica_id, now)
 
-    def _tell_state(self, replicaset: Replicaset, replica_id: int, now: int) -> None:
+    def _notify_state(self, replicaset: Replicaset, replica_id: int, now: int) -> None:
         state = replicaset.state_of(replica_id)
         for observer in self._observers:
             observer.on_replica_state(replicaset.name, replica_id, state, to_seconds(now))
@@ -365,21 +365,21 @@ class Controller:
         """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
         if not ended:
             return
-        to_tell, gate = [], self.gate
+        to_notify, gate = [], self.gate
         for request, reason in ended:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
             if gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = gate.own.departures  # no other listener knows the request
+                listeners = gate.own.departures  # no other listener has seen the request
             if listeners:
-                to_tell.append((request, listeners))
+                to_notify.append((request, listeners))
         if self.on_ended is not None:
             self.on_ended(ended)
-        for request, listeners in to_tell:
-            for tell in listeners:
-                tell((request,), to_seconds(now))
+        for request, listeners in to_notify:
+            for notify in listeners:
+                notify((request,), to_seconds(now))
         if gate is not None and gate.waits_for_change and gate.on_room is not None:
             gate.on_room()
 
@@ -394,15 +394,15 @@ class Controller:
         seconds = to_seconds(now)
         for observer in self._observers:
             observer.on_program_end(program, seconds)
-        told: list[object] = []
-        tells: dict[str, list[Callable[[], None]]] = {}
+        notified: list[object] = []
+        calls: dict[str, list[Callable[[], None]]] = {}
         for name in program.replicasets:
             replicaset = self.replicasets[name]
-            for policy, tell in () if replicaset.out_of_service else replicaset.listeners.program_ends:
-                if not any(policy is one for one in told):
-                    told.append(policy)
-                    tells.setdefault(name, []).append(partial(tell, program, seconds))
-        return tells
+            for policy, notify in () if replicaset.out_of_service else replicaset.listeners.program_ends:
+                if not any(policy is one for one in notified):
+                    notified.append(policy)
+                    calls.setdefault(name, []).append(partial(notify, program, seconds))
+        return calls
 
     def stall(self, now: int) -> PolicyError | None:
         """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
@@ -477,7 +477,7 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy stands still; others wait for the blocks of those that are held, and these for what runs."""
+    """Return the request whose policy does nothing; others wait for the blocks of those that are held, and these for what runs."""
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]
@@ -486,7 +486,7 @@ def _to_blame_for(standing: Sequence[Request]) -> Request:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """Return a sentence about the builder's refusals in the last step that the replica's policy was asked to form."""
+    """Return a sentence about the builder's refusals in the last step that the replica's policy was called for."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

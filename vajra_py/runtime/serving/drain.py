@@ -14,7 +14,7 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
 _DRAIN = "its replica drains"
-"""Reason of these migrations, as observers are told."""
+"""Reason of these migrations, as shown to observers."""
 
 
 class Drains(Generic[R]):

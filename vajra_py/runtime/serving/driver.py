@@ -86,10 +86,10 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
-        expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
-        times_transfers: whether transfers of KV take the time that a model of the links says, and loads of adapters that of the settings;
+        expires: whether requests expire, and deferred ones come to the admission policy again, by the clock; False: only by inputs.
+        times_transfers: whether transfers of KV take the time of a model of the links, and loads of adapters that of the settings;
             False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an `AdapterEnd`.
-        wakes: whether policies are woken when they asked to be, scalers are asked, and full targets of untimed transfers looked at again; False: only what they decided is done, when told.
+        wakes: whether policies are woken at the times they set, scalers are called, and full targets of untimed transfers are tried again; False: only by inputs.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
@@ -106,7 +106,7 @@ class DriverOptions:
 class Driver(Generic[R]):
     """Applies events to a controller's replicas. Not thread-safe.
 
-    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method that says what happens.
+    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method for each event.
 
     Attributes:
         now: the present tick.
@@ -114,7 +114,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -441,11 +441,11 @@ class Driver(Generic[R]):
         reason = program.due_end or ProgramEnd.IDLE
         if reason is ProgramEnd.IDLE:
             self.record(ProgramIdle(self.now, program.program_id))
-        for name, tells in self.controller.end_program(program, reason, self.now).items():
+        for name, calls in self.controller.end_program(program, reason, self.now).items():
             self.sync(name)
             try:
-                for tell in tells:
-                    tell()
+                for notify in calls:
+                    notify()
             except PolicyError as error:
                 self.isolate(name, error)
 
@@ -566,7 +566,7 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _looks_around(self, name: str, one: R | None) -> bool:
-        """Return True if a policy that listens may be asked while this replica (None: an idle one) forms a step."""
+        """Return True if a listening policy may be called while this replica (None: an idle one) forms a step."""
         if one is None or name not in self._looks_if_waiting:
             return True
         policies = self.controller.replicasets[name].policies
@@ -799,7 +799,7 @@ class Driver(Generic[R]):
     def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
         """See `DriverServices`. Raises `PolicyError`."""
         moved = list(placed)
-        self._tell_placed(replicaset, moved)
+        self._notify_placed(replicaset, moved)
         movement = self._movements.get(replicaset)
         if movement is not None:
             movement.hand_offs.hold_back()
@@ -818,7 +818,7 @@ class Driver(Generic[R]):
         self._read_declarations()
         choice = change.choice
         self.record(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
-        self._tell_placed(change.replicaset, swapped.moved)
+        self._notify_placed(change.replicaset, swapped.moved)
         if movement is not None:
             try:
                 movement.hand_offs.hold_back()
@@ -928,7 +928,7 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         self.controller.settle(ended, self.now)
 
-    def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
+    def _notify_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
             if request.state is _ENDED:  # since it was placed
@@ -948,14 +948,14 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets among them in which nobody who listens is asked while a step is formed for which nothing waits."""
+        """Replicasets among them without a call of a listening policy while a step is formed for which nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]
-        heard, policies = replicaset.listeners, replicaset.policies
+        listeners, policies = replicaset.listeners, replicaset.policies
         if policies is None or name in self._movements or replicaset.feed is not None:
             return True
-        if heard.preemptions or heard.moves or heard.step_ends or heard.hear_content:
+        if listeners.preemptions or listeners.moves or listeners.step_ends or listeners.hear_content:
             return True
         return policies.asks_listeners_each_step
 

@@ -45,7 +45,7 @@ class Elasticity(Generic[R]):
         if isinstance(what, str):
             self._asked_soon.discard(what)
             controller = self._driver.controller
-            controller.tell_states_once(controller.replicasets[what], self._driver.now)
+            controller.notify_states_once(controller.replicasets[what], self._driver.now)
             self._ask(what)
         else:
             self._change(what.change if isinstance(what, Start) else what)

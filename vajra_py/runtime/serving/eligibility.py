@@ -48,7 +48,7 @@ _NOBODY = Holders(())
 
 
 class Serving:
-    """Those holders of a request that take requests, until the state of a replica changes.
+    """Holders of a request that take requests, until the state of a replica changes.
 
     Attributes:
         all: replicas that are up, and those that a scaler may let take requests.

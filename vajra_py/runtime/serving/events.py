@@ -25,7 +25,7 @@ class Phase(IntEnum):
     """KV on its way between tiers of memory, or an adapter on its way to its slot, may have arrived."""
     ARRIVAL = 5
     ADMISSION = 6
-    """The admission policy is asked again about requests that it has deferred."""
+    """The admission policy is called again for requests that it has deferred."""
     EXPIRY = 7
     ABORT = 8
     PROGRAM = 9
@@ -35,7 +35,7 @@ class Phase(IntEnum):
     WAKE = 11
     """A policy is woken at a time that it asked for."""
     SCALING = 12
-    """A scaler is asked, or a replica that it has started comes up."""
+    """A scaler is called, or a replica that it has started comes up."""
     FORM = 13
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
@@ -47,7 +47,7 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, Phase, int, int, Any]] = []
-        """(tick, phase, rank, sequence, payload), for whoever takes one event after the other with `heapq.heappop`; always
+        """(tick, phase, rank, sequence, payload), to take one event after the other with `heapq.heappop`; always
         this list."""
         self._sequence = 0
 

@@ -2,7 +2,7 @@
 
 A request is held at its source from the end of its prompt until its KV is at the target; the source's blocks are free when the target
 has them. When the target's blocks are taken, what a full target means, and whether replicas take part at any time or only between two
-of their steps is said by `HandOffConfig`. The KV travels over the links of a network.
+of their steps is set by `HandOffConfig`. The KV travels over the links of a network.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class HandOffs(Generic[R]):
         self._asked_while_busy: set[int] = set()
         """Targets whose lines are served when their step ends."""
         self._stayed: dict[Request, int] = {}
-        """Requests that have come to a replica or were told to stay, with the tokens that were computed: they do not leave again at once."""
+        """Requests that have come to a replica or have to stay, with the tokens that were computed: they do not leave again at once."""
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
         """Transfers that begin before their prompt is computed; None where there are none."""
         for replica in replicaset.replicas:
@@ -365,8 +365,8 @@ class HandOffs(Generic[R]):
         ends = source.replica.replica_id, target.replica.replica_id
         for observer in self._replicaset.hand_off_watchers:
             observer.on_arrived(request, *ends, now)
-        for tell in self._replicaset.listeners.moves:
-            tell(request, *ends, now)
+        for notify in self._replicaset.listeners.moves:
+            notify(request, *ends, now)
         self._driver.arrived(request, target)
         if self._one_at_a_time:
             self._reserve(target)

@@ -141,7 +141,7 @@ class Migrations(Generic[R]):
         """Begin to copy a running request to another replica, if both may take part in one more migration."""
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
-            return  # whoever asked may ask again
+            return  # the caller may try again
         if self._hand_offs.is_being_sent(request):
             return  # to where it goes when its prompt is computed
         target = self._driver.replica(self._replicaset.name, target_id)

@@ -198,13 +198,13 @@ class Policies:
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
-        # Each replica has a scheduler of its own; one that hears of nothing but steps knows its replica's requests.
+        # Each replica has a scheduler of its own; one that listens to steps only sees its replica's requests.
         knows_one = listeners_among(own).hear_steps_alone and not listeners_among(shared).across_replicas
         return replace(found, across_replicas=not knows_one)
 
     @property
     def asks_listeners_each_step(self) -> bool:
-        """True if a policy listens that is asked about every step, whether anything waits or not."""
+        """True if a listening policy is called for every step, whether anything waits or not."""
         asked = (Layer.REQUEST_PRIORITIZER, Layer.REPLICA_SCHEDULER)
         layers = [(one, self._layers[layer].name) for layer in asked for one in self._layers[layer].made]
         retained = [(one.policy, one.name) for one in self.retention if one is not None]

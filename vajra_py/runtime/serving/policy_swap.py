@@ -80,8 +80,8 @@ _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 def _announce_arrivals(name: str, made: LayerPolicies, alive: Sequence[Request], now: float) -> None:
     """Notify new listeners of the present requests, as arrivals."""
     if alive:
-        for tell in listeners_among((one, name) for one in made.made).arrivals:
-            tell(alive, now)
+        for notify in listeners_among((one, name) for one in made.made).arrivals:
+            notify(alive, now)
 
 
 def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:

@@ -1,7 +1,7 @@
 """Requeue or end requests whose replica was lost or whose policy broke the contract.
 
 Of a lost replica: they are computed again elsewhere, their tokens so far kept, or they end. Of a replicaset whose policy
-broke the contract: they end, each with the reason, and nobody is asked anything until another policy is put in its place.
+broke the contract: they end, each with the reason, and no policy is called until another one is put in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Losses:
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Those that will be computed again, and the replica that each is bound to now (None: whoever takes it)."""
+    """Requests that will be computed again, and the replica that each is bound to now (None: any that takes it)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:

@@ -1,4 +1,4 @@
-"""One replica: asks its policy for plans and applies their results."""
+"""One replica: calls its policy for plans and applies their results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
@@ -49,6 +50,7 @@ _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 _PREFILL = PoolRole.PREFILL
 _KV_BLOCKS = Refusal.KV_BLOCKS
+_is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
@@ -156,7 +158,7 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
-        """True if something outside is heard of with each step."""
+        """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
         self._joins_at_once = False
@@ -194,7 +196,7 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Failure of a policy that was told of a run; raised when the step in flight has ended, since other events are handled now."""
+        """Failure of a policy that was notified of a run; raised when the step in flight has ended, since other events are handled now."""
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -373,7 +375,7 @@ class Replica:
 
     @property
     def lacks_blocks_to_run(self) -> bool:
-        """True if no step could be formed when the policy was last asked, and a running request found no KV block."""
+        """True if no step could be formed at the policy's last call, and a running request found no KV block."""
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
             return False
@@ -436,7 +438,7 @@ class Replica:
         self.lifecycle.release_ended()
 
     def _release_pin(self, now: int) -> bool:
-        """End a pin, since the policy can run nobody and is not idle on purpose; False if no pin keeps a block from being free."""
+        """End a pin, since the policy can run no request and is not idle on purpose; False if no pin keeps a block from being free."""
         if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
@@ -456,14 +458,14 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
+        """Let the least urgent of the requests that came with their KV give it up, when the policy can run none."""
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # blocks, or somebody who can run, may come with a report
+            return False  # blocks, or a request that can run, may come with a report
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
@@ -516,7 +518,7 @@ class Replica:
         """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
-            return  # some decodes are not in the step, or it is told apart from those that follow
+            return  # some decodes are not in the step, or it is reported separately from those that follow
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -560,7 +562,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        # What was handed off may be told to stay.
+        # What was handed off may have to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
@@ -594,15 +596,15 @@ class Replica:
             for log in self._step_logs:
                 log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
-            self._tell_run(step_index, formed_at, pool, ended_at)
+            self._notify_run(step_index, formed_at, pool, ended_at)
         return following
 
-    def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
+    def _notify_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
         seconds = [tick / TICKS_PER_SECOND for tick in ended_at]
         run = EndedRun(self.replica_id, step_index, to_seconds(formed_at), seconds, list(pool.in_admission_order()))
         try:
-            for tell in self.parts.listeners.step_runs:
-                tell(run)
+            for notify in self.parts.listeners.step_runs:
+                notify(run)
         except PolicyError as error:
             self._listener_error = self._listener_error or error
 
@@ -630,7 +632,7 @@ class Replica:
         work = plan.work() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
-            lost = self._find_failed(result.report, list(plan.entries()))
+            lost = self._find_failed(result.report, plan)
         if result.tokens is not None:
             void = () if lost is None else lost.running
             tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
@@ -658,8 +660,8 @@ class Replica:
             if self._listener_error is not None:
                 raise self._listener_error
             step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *work)
-            for tell in listeners:
-                tell(step)
+            for notify in listeners:
+                notify(step)
         finished += aborted
         if result.report is not None:
             finished += self._apply_report(result.report, lost, plan, to_seconds(now))
@@ -675,7 +677,7 @@ class Replica:
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
-        lost = None if self._connected is None else self._find_failed(report, ())
+        lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
             self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
@@ -719,10 +721,12 @@ class Replica:
         """Return the report that was recorded so."""
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
-    def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
+    def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
+        """Return whom the failed loads of a report concern, which comes with a step that is about to end, or without one."""
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
-        scheduled = {entry.request: entry.num_tokens for entry in entries}
+        entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
+        scheduled = {one.request: 1 if one.request in drafts else one.num_tokens for one in entries}
         return self._connected.find_failed(report, lambda request: scheduled.get(request, 0))
 
     def _apply_report(
@@ -759,7 +763,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Let nobody find what ended requests hold that computed from blocks to which nothing was loaded."""
+        """Hide what ended requests hold that computed from blocks to which nothing was loaded."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -798,6 +802,8 @@ class Replica:
     def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None) -> list[Request]:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
+        if len(drafts) == len(plan.chunks) and not any(map(_is_padding, drafts.values())):
+            return done
         is_split = memory.num_groups > 1
         chunks: Sequence[PlannedChunk] = plan.chunks
         if plan.num_apart < len(chunks):
@@ -847,25 +853,27 @@ class Replica:
         """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
-        limits, accepted, publishes = self._output_limits, result.accepted, not self._publishes_late
+        accepted, publishes = result.accepted, not self._publishes_late
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
         keeps = keeps or is_ahead  # the next step has places behind them
         done: list[Request] = []
+        without = {*result.failed, *self._over}
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
-            if request in result.failed or request in self._over:
+            if request in without:
                 continue
             if is_padding:
                 if not keeps:
                     self.memory.shrink(request, num_kept_blocks)
                 continue
-            limit = limits[request] if request in limits else self._output_limit(request)
+            num_left = request.end_epoch - 1
             num_accepted = accepted.get(request, 0)
-            if num_accepted:
-                num_accepted = min(num_accepted, limit - request.num_output_tokens - 1)
-            is_open = is_ahead and (request.num_output_tokens + 1 < limit or request in result.stopped)
+            if num_accepted > num_left:
+                num_accepted = num_left
+            is_open = is_ahead and (num_left > 0 or request in result.stopped)
             if num_drafts and not is_open:
                 request.count_drafts(num_drafts, num_accepted)
-            request.end_epoch = num_left = limit - request.add_outputs(1 + num_accepted, now)
+            request.add_outputs(1 + num_accepted, now)
+            request.end_epoch = num_left = num_left - num_accepted
             if is_open:
                 unverified[request] = Unverified(num_drafts)
                 continue
@@ -916,7 +924,7 @@ class Replica:
             return _FAILED
         if request in result.stopped:
             return _STOP
-        return _LENGTH if self._output_limits[request] >= request.max_tokens else _STOP
+        return _LENGTH if self._output_limit(request) >= request.max_tokens else _STOP
 
     def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         self._output_limits.pop(request, None)

@@ -56,6 +56,7 @@ class Replicaset:
         "_assign_call",
         "_differs",
         "_eligible",
+        "_failed_at",
         "_live",
         "_place",
         "_queued_by_id",
@@ -114,16 +115,18 @@ class Replicaset:
         self.kv_event_lag_s = 0.0
         """Age that an event of a cache must have before policies know of it, seconds."""
         self.feed: ContentFeed | None = None
-        """Events of the caches; None: nobody needs them."""
+        """Events of the caches; None: they are not needed."""
         self._live = LiveLoads()
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """True if its replica schedulers are asked before a request is accepted."""
+        """True if its replica schedulers are called before a request is accepted."""
         self._differs = False
         """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ and schedulers may refuse one."""
+        self._failed_at: dict[Request, set[int]] = {}
+        """Replicas that failed a request that is to be computed elsewhere; see `avoid`."""
         self._serving: dict[Holders, Serving] = {}
         """Replicas that take requests, by the holders of a request, until the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
@@ -198,7 +201,7 @@ class Replicaset:
         layer = Layer.REPLICASET_SCHEDULER
         self._assign_call = assign if around is None else around(self.name, layer, name, assign)
         self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
-        """True if the scheduler sees the replicas of all pools and is asked where a computed prompt goes."""
+        """True if the scheduler sees the replicas of all pools and chooses the replica after the prompt."""
         if isinstance(scheduler, PlacesAfterPrompt):
             place: Callable[..., Any] = scheduler.place_after_prompt
         else:
@@ -216,7 +219,7 @@ class Replicaset:
         return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replica schedulers in force which of them are asked about arriving requests."""
+        """Read from the replica schedulers in force which of them are called for arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = (
             not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
@@ -415,7 +418,7 @@ class Replicaset:
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
 
-        Such a policy is asked at every arrival and seldom reads one: to synchronise before asking takes a tenth longer (the
+        Such a policy is called at every arrival and seldom reads one: to synchronise before each call takes a tenth longer (the
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
@@ -466,7 +469,12 @@ class Replicaset:
         candidates = self.eligible(request, seconds)
         # Without one that is up, it waits in the shared queue for one.
         may_assign = self._are_any_up(candidates) if self._differs else self.num_up > 0
-        replica_id = self._assign(request, candidates, seconds) if may_assign else None
+        replica_id = None
+        if may_assign:
+            others = self._unfailed(request, candidates, PoolRole.DECODE)
+            replica_id = self._assign(request, others, seconds)
+            if replica_id is None and others is not candidates:
+                replica_id = self._assign(request, candidates, seconds)
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
         return self.bind(request, replica_id, seconds)
@@ -487,7 +495,7 @@ class Replicaset:
         return replica
 
     def _assign(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
-        loads = self._views.live_of(candidates) if self._differs else self._live
+        loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
         if chosen is None:
             return None
@@ -503,6 +511,13 @@ class Replicaset:
         candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
             return None
+        others = self._unfailed(request, candidates, PoolRole.PREFILL)
+        chosen = self._placed_among(request, others, now)
+        if chosen is None and self.places_itself and others is not candidates:
+            return self._placed_among(request, candidates, now)
+        return chosen
+
+    def _placed_among(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
         loads = self._views.live_of(candidates)
         views = self._views.seen(loads, now)
         chosen = self._ask(self._place[1], request, views, now)
@@ -544,7 +559,7 @@ class Replicaset:
         """Return a scheduler's answer, whatever its type of integer. Raises `PolicyError` unless it is one of the candidates that are up."""
         up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
         if not isinstance(chosen, Integral) or int(chosen) not in up:
-            which = "that are up and can run it" if self._differs else "that are up"
+            which = "that are up" if candidates is self.replicas else "that are up and can run it"
             message = f"assigned a request to replica {chosen!r}. Replicas {which}: {up}"
             place = place_of_definition(method)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
@@ -581,12 +596,39 @@ class Replicaset:
                     message = "pulled a request that is not in the shared queue"
                     place = place_of_definition(self.scheduler.pull)
                     raise PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
+                if self._failed_at and self._leaves_to_others(replica_id, request):
+                    continue
                 if not self._differs or self._can_run(replica_id, request, now):
                     yield request
         except VajraError:
             raise
         except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
+
+    def avoid(self, request: Request, replica_id: int) -> None:
+        """Place a request elsewhere from now on, as if the replica that failed it were down, while others are up.
+
+        Where the scheduler chooses none of these, it chooses among all. From the shared queue, a replica that failed a request may
+        take it unless another one of its pool is up that did not.
+        """
+        self._failed_at.setdefault(request, set()).add(replica_id)
+
+    def _unfailed(self, request: Request, candidates: Sequence[Replica], unable: PoolRole) -> Sequence[Replica]:
+        """Return the candidates that have not failed the request, if one is up whose role is not `unable`; else all of them."""
+        failed = self._failed_at.get(request)
+        if failed is None:
+            return candidates
+        others = tuple(one for one in candidates if one.replica_id not in failed)
+        able = [one for one in others if one.parts.role is not unable]
+        return others if self._are_any_up(able) else candidates
+
+    def _leaves_to_others(self, replica_id: int, request: Request) -> bool:
+        failed = self._failed_at.get(request, ())
+        pool = self.replicas[replica_id].parts.pool
+        return replica_id in failed and any(
+            one.parts.pool == pool and one.replica_id not in failed and self.is_up(one.replica_id)
+            for one in self.replicas
+        )
 
     def _shared_view(self, replica_id: int, now: float) -> QueueView:
         if not self._differs:
@@ -619,6 +661,7 @@ class Replicaset:
         """Forget a request that has left for good."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
+        self._failed_at.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """Abort or expire a request, wherever it is; False when its step has to come back first."""

@@ -62,8 +62,8 @@ class ReplicasetScaling:
         random: for starts that take unequally long.
         wanted: replicas, starting or up, by pool.
         starts: replicas that are starting, the earliest first.
-        has_begun: observers have been told what is there.
-        is_broken: the scaler broke the contract, and is not asked any more.
+        has_begun: observers were notified of the present replicas.
+        is_broken: the scaler broke the contract, and is not called any more.
     """
 
     scaler: Scaler

@@ -35,7 +35,7 @@ def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Seque
 
 
 def use_swap_links(driver: DriverServices[R]) -> None:
-    """Have swapped requests copied beside steps on each replica whose rules say so."""
+    """Have swapped requests copied beside steps on each replica whose rules have it so."""
     for name, replicaset in driver.controller.replicasets.items():
         for replica_id, rules in enumerate(replicaset.swaps):
             if rules is not None:
@@ -115,7 +115,7 @@ class SwapMoves(Generic[R]):
         self._schedule()
 
     def _forget(self, request: KvRequest) -> None:
-        """A request has left the replica: nobody reads its copy."""
+        """Forget the copy of a request that has left the replica."""
         own = cast(Request, request)
         if own not in self._under_way:
             return

@@ -5,8 +5,8 @@ from the request's arrival or from the first look at it; blocks of the first tie
 admitted: it gets its device blocks, waits for the transfer, and runs on from there. What leaves a tier, or is written through, is
 copied down. Each tier has a link of its own for each replica, a way down and a way up, and a shared tier may have a limit for all.
 
-Where a backend copies instead of a model of the links, copies end when it says so. It reads what the step that was just formed overwrites
-before that step does, and looks for other content of the device when the content has been computed.
+Where a backend copies instead of a model of the links, copies end when it reports them. It reads content that the step just formed
+overwrites before that step runs, and other content of the device once it has been computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Transfer(Generic[R]):
     pairs: Sequence[tuple[int, int]] = ()
     """(device block, place in the tier) of each block, where a backend copies."""
     copy: TierCopy[R] | None = None
-    """The copy as the backend knows it; None: the links are modelled."""
+    """The backend's number of the copy; None: the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,7 @@ class TierMoves(Generic[R]):
     # Events
 
     def queued(self, request: Request, one: R) -> None:
-        """A request was queued at a replica."""
+        """Prefetch for a request that was queued at a replica, with `prefetch_from: arrival`."""
         if self._rules.prefetch_from == "arrival" and len(self._networks) > 1:
             self._driver.sync(self._replicaset.name)
             self._prefetch(request, one)
@@ -168,7 +168,7 @@ class TierMoves(Generic[R]):
             number = next(iter(self._ended))
             del self._ended[number]
             transfer = self._sent.pop(number)
-            self._tell(transfer)
+            self._notify(transfer)
             transfer.arrived()
         for prefetch in list(self._prefetches.values()):
             if prefetch.cut_at is not None and prefetch.cut_at <= now:
@@ -177,7 +177,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Note that the backend has ended a copy, which `due` then handles; False if nobody waits for it any more."""
+        """Note that the backend has ended a copy, which `due` then handles; False if no request waits for it any more."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
@@ -273,7 +273,7 @@ class TierMoves(Generic[R]):
                 network = self._networks[fetch.level]
                 transfer.num_blocks -= -(-network.remaining_bytes(number, now) // self._rules.bytes_per_block)
                 network.cancel(number, now)
-            self._tell(transfer)
+            self._notify(transfer)
             tiers.end_fetch(fetch, transfer.num_blocks)
         prefetch.under_way.clear()
         prefetch.cut_at = None
@@ -370,7 +370,7 @@ class TierMoves(Generic[R]):
     # Ends before the time
 
     def forget(self, request: Request) -> None:
-        """A request has left its replica, or its queue."""
+        """Forget a request that has left its replica, or its queue."""
         self._computes.discard(request)
         prefetch = self._prefetches.pop(request, None)
         if prefetch is not None and prefetch.under_way:
@@ -387,7 +387,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def lose(self, one: R) -> None:
-        """A replica has lost everything: nothing is on its way to it or from it."""
+        """Cancel everything on its way to or from a replica that has lost all content."""
         for number in [number for number, transfer in self._sent.items() if transfer.one is one]:
             self._call_off(number).lost()
         for request in [request for request, prefetch in self._prefetches.items() if prefetch.one is one]:
@@ -408,7 +408,7 @@ class TierMoves(Generic[R]):
             if transfer.copy is not None:
                 self._driver.cancel_tier_copy(transfer.copy)
         transfer.num_blocks = 0
-        self._tell(transfer)
+        self._notify(transfer)
         return transfer
 
     # Transfers
@@ -427,12 +427,12 @@ class TierMoves(Generic[R]):
             self._driver.copy_tier(transfer.copy)
         return number
 
-    def _tell(self, transfer: _Transfer[R]) -> None:
+    def _notify(self, transfer: _Transfer[R]) -> None:
         names = self._names
         below = names[transfer.level]
         above = DEVICE if not transfer.level else names[0 if transfer.is_upward else transfer.level - 1]
         ends = (below, above) if transfer.is_upward else (above, below)
-        told = TierTransfer(
+        shown = TierTransfer(
             self._replicaset.name,
             transfer.one.replica.replica_id,
             *ends,
@@ -441,7 +441,7 @@ class TierMoves(Generic[R]):
             to_seconds(transfer.started_at),
         )
         for observer in self._replicaset.observers:
-            observer.on_tier_transfer(told, to_seconds(self._driver.now))
+            observer.on_tier_transfer(shown, to_seconds(self._driver.now))
 
     def _schedule(self) -> None:
         ticks = [tick for network in self._networks if (tick := network.next_change()) is not None]
@@ -495,5 +495,5 @@ class ReplicaTiers(Generic[R]):
         self._moves.load(request, self._one, self._tiers, num_on_device, num_tokens)
 
     def clear(self) -> None:
-        """The replica has lost everything."""
+        """Forget everything: the replica has lost it."""
         self._moves.lose(self._one)

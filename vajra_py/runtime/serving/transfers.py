@@ -23,7 +23,7 @@ _TRANSFER = Phase.TRANSFER  # an enum lookup costs more than a function call
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 PREEMPTED = "the request was preempted"
-"""Reasons for which transfers are called off, as observers are told."""
+"""Reasons for which transfers are called off, as shown to observers."""
 
 
 class Moving(Protocol):
@@ -39,12 +39,12 @@ M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend says so."""
+    """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend reports it."""
 
     def __init__(
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
-        """`is_timed`: the links are modelled. `asks`: otherwise, full targets are looked at again by the clock; False: when told."""
+        """`is_timed`: the links are modelled. `asks`: otherwise, full targets are looked at again by the clock; False: by inputs."""
         self._replicaset = replicaset
         self._bytes_per_token = rules.bytes_per_token
         self._driver = driver
@@ -77,7 +77,7 @@ class Transfers(Generic[R]):
         """Send KV from the first replica to the second; `done` is called with the key when it has arrived.
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent. `is_computed`: if False,
-        which takes links that are modelled, `release` says what is there to be sent, and `close` that all of it is.
+        which takes links that are modelled, `release` reports what can be sent, and `close` that this is all.
         """
         sender, receiver = ends
         source, target = sender.replica.replica_id, receiver.replica.replica_id
@@ -134,7 +134,7 @@ class Transfers(Generic[R]):
         else:
             self._network.cancel(key, self._driver.now)
             self._schedule(self._network)
-        self._tell_end(one, why)
+        self._notify_end(one, why)
 
     def is_under_way(self, number: int) -> bool:
         """Return True if a transfer that is not timed is under way."""
@@ -147,10 +147,10 @@ class Transfers(Generic[R]):
     def _arrived(self, key: Hashable) -> None:
         one, done = self._sent.pop(key)
         if self._replicaset.hand_off_watchers:
-            self._tell_end(one)
+            self._notify_end(one)
         done(key)
 
-    def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
+    def _notify_end(self, one: Transfer[R], failure: str = "") -> None:
         source, target = one.source.replica.replica_id, one.target.replica.replica_id
         for observer in self._replicaset.hand_off_watchers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))

@@ -73,7 +73,7 @@ class PolicyWaker(Generic[R]):
         self._wake(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
-        """Return False if another policy has taken the place of the one that asked."""
+        """Return False if another policy has taken the place of the one that set the wake-up."""
         if entry.key is None or entry.slot == SCALER.key:
             return True
         is_fixed = (

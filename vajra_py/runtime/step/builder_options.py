@@ -21,7 +21,7 @@ class DraftRules:
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
-    """Drafts of a decode in a step, where the policy does not say."""
+    """Drafts of a decode in a step, where the policy gives no number."""
     max_tokens: int
     """Most drafts that a policy may ask for."""
     lookahead_tokens: int = 0
@@ -52,9 +52,9 @@ class BuilderOptions:
     watermark_blocks: int
     cache_at_schedule: bool
     keep_notes: bool = False
-    """True if somebody reads the notes of policies; the replica sets it when it is observed."""
+    """True if notes of policies are read; set by the replica when it is observed."""
     reserves_growth: bool = False
-    """True if decodes that grow together reserve blocks as a number first, where nobody reads block tables at each step."""
+    """True if decodes that grow together reserve blocks as a number first, where block tables are not read at each step."""
     holds_ended_slots: bool = False
     """True if a request that ends keeps slot and blocks for one more step, scheduled before the end was known."""
     busy_group_tokens: int = 500

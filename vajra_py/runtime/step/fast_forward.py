@@ -24,7 +24,7 @@ class Repeats:
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """Read the traits of the policy in force; `listens`: some policy is to be told of each step by itself."""
+        """Read the traits of the policy in force; `listens`: some policy is notified of each step by itself."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         memory = running_set.memory

@@ -95,7 +95,7 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """Return a group's work where no latency model knows its time: tokens, then the context that they read."""
+    """Return a group's work without the time by a latency model: tokens, then the context that they read."""
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 

@@ -23,7 +23,7 @@ class PlannedDrafts(NamedTuple):
     is_padding: bool = False
     """True if the request is admitted with its last known token, and the places of drafts hold none."""
     num_unverified: int = 0
-    """Drafts of its step before that may stand in front of the chunk: it is not known yet which of them are accepted."""
+    """Drafts of its step before that may come before the chunk: it is not known yet which of them are accepted."""
 
 
 class PlannedChunk(NamedTuple):
@@ -69,7 +69,7 @@ class StepPlan:
     num_preempted_before: int = 0
     """Requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
-    """With several steps in flight: each entry's admission index, by which an obsolete result is recognised."""
+    """Admission index of each entry with several steps in flight, by which an obsolete result is recognised."""
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Executor(Protocol):
         """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return how many drafts there are for a decode's next tokens; asked where `replica.draft` allows any."""
+        """Return how many drafts there are for a decode's next tokens; called where `replica.draft` allows any."""
 
     def withheld_token(self, request: Request) -> StepResult:
         """Return the token that the last step of a request's prompt sampled and that its result left out, since the request stays.

@@ -32,7 +32,7 @@ def skip_collection_at_exit() -> None:
 def existing_objects_frozen() -> Iterator[None]:
     """Collect cyclic garbage only among objects made inside.
 
-    Going through all objects of the tensor libraries takes a quarter of a second, in which no step begins and no token is told.
+    Going through all objects of the tensor libraries takes a quarter of a second, in which no step begins and no token is delivered.
     """
     freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
     if freezes:

@@ -1,6 +1,6 @@
 """Format outputs as OpenAI responses, whole or in chunks.
 
-Pieces of one output joined give what the whole answer says: text, tokens, log-probabilities, finish reason, usage.
+Pieces of one output joined give the content of the whole answer: text, tokens, log-probabilities, finish reason, usage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ DEGRADED_HEADER = "x-vajra-degraded"
 
 
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
-    """Return the header that says with what a request was let in instead of what it asked for; nothing where nothing was taken.
+    """Return the header with the limits under which a request was let in instead of those that it asked for; nothing where nothing was taken.
 
     Of several outputs that differ, each with its number in front.
     """
@@ -90,7 +90,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 
 @dataclass(slots=True)
-class _Said:
+class _Sent:
     """Part of an output that was sent, with the bytes around the text of a text-only chunk."""
 
     num_tokens: int = 0
@@ -106,7 +106,7 @@ class Answer:
     Attributes:
         name: its id.
         created: seconds since 1970.
-        model: the model's name, as the client said it.
+        model: the model's name, as given by the client.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Answer:
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """Texts of the prompts, where answers begin with them."""
-    _said: dict[int, _Said] = field(default_factory=dict)
+    _sent: dict[int, _Sent] = field(default_factory=dict)
 
     @property
     def _writer(self) -> LogprobWriter:
@@ -140,20 +140,20 @@ class Answer:
         """Return the news of these outputs as server-sent events."""
         found: list[bytes] = []
         for stream in changed:
-            said = self._said.get(stream.index)
-            if said is None:
-                said = self._said[stream.index] = self._begun(stream)
+            sent = self._sent.get(stream.index)
+            if sent is None:
+                sent = self._sent[stream.index] = self._begun(stream)
                 if self._is_chat:
                     found.append(self._event(self._role_choice(stream)))
                 elif self.echoes:
-                    found.append(self._event(self._echo_choice(stream, said)))
-            if said.frame is not None and stream.end is None:
-                text = stream.text[said.num_characters :]
+                    found.append(self._event(self._echo_choice(stream, sent)))
+            if sent.frame is not None and stream.end is None:
+                text = stream.text[sent.num_characters :]
                 if text:
-                    said.num_characters += len(text)
-                    found.append(said.frame[0] + encoded(text) + said.frame[1])
+                    sent.num_characters += len(text)
+                    found.append(sent.frame[0] + encoded(text) + sent.frame[1])
                 continue
-            choice = self._piece(stream, said)
+            choice = self._piece(stream, sent)
             if choice is not None:
                 found.append(self._event(choice))
         return found
@@ -166,14 +166,14 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _begun(self, stream: OutputStream) -> _Said:
+    def _begun(self, stream: OutputStream) -> _Sent:
         """Return the state of an output of which nothing was sent yet."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
         if body.num_logprobs is not None or body.return_token_ids or counts:
-            return _Said()
+            return _Sent()
         before, _, after = self._event(self._text_choice(stream.index, _GAP)).rpartition(encoded(_GAP))
-        return _Said(frame=(before, after))
+        return _Sent(frame=(before, after))
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
         """Return one piece as an event."""
@@ -190,10 +190,10 @@ class Answer:
         delta = {"role": "assistant", "content": ""}
         return {"index": stream.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _echo_choice(self, stream: OutputStream, said: _Said) -> dict[str, Any]:
+    def _echo_choice(self, stream: OutputStream, sent: _Sent) -> dict[str, Any]:
         """The prompt, as the first piece of an output that begins with it."""
         choice = self._text_choice(stream.index, self._echo(stream))
-        choice["logprobs"] = self._prompt_logprobs(stream, said)
+        choice["logprobs"] = self._prompt_logprobs(stream, sent)
         return choice
 
     def _echo(self, stream: OutputStream) -> str:
@@ -201,14 +201,14 @@ class Answer:
         return self.echoes[stream.index // self.body.n] if self.echoes else ""
 
     def _choice(self, stream: OutputStream) -> dict[str, Any]:
-        said = _Said()
+        sent = _Sent()
         choice: dict[str, Any] = {"index": stream.index}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": stream.text, "refusal": None}
         else:
             choice["text"] = self._echo(stream) + stream.text
-        before = self._prompt_logprobs(stream, said) if self.echoes else None
-        choice["logprobs"] = self._logprobs(stream, said)
+        before = self._prompt_logprobs(stream, sent) if self.echoes else None
+        choice["logprobs"] = self._logprobs(stream, sent)
         if before is not None:
             for name, column in before.items():
                 choice["logprobs"][name] = column and column + choice["logprobs"][name]
@@ -223,15 +223,15 @@ class Answer:
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _piece(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _piece(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
         """Return an output's next piece; None when none of it can be shown (half a character, or a possible stop string)."""
-        text = stream.text[said.num_characters :]
+        text = stream.text[sent.num_characters :]
         is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
-        if not is_shown or (stream.end is None and said.num_tokens == stream.num_tokens):
+        if not is_shown or (stream.end is None and sent.num_tokens == stream.num_tokens):
             return None
         choice = self._text_choice(stream.index, text)
-        choice["logprobs"] = self._logprobs(stream, said)
-        start, said.num_tokens, said.num_characters = said.num_tokens, stream.num_tokens, len(stream.text)
+        choice["logprobs"] = self._logprobs(stream, sent)
+        start, sent.num_tokens, sent.num_characters = sent.num_tokens, stream.num_tokens, len(stream.text)
         return self._ended(choice, stream, start)
 
     def _ended(self, choice: dict[str, Any], stream: OutputStream, start: int) -> dict[str, Any]:
@@ -249,23 +249,23 @@ class Answer:
 
     # Log-probabilities
 
-    def _prompt_logprobs(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
         """Return the log-probabilities of the prompt's tokens; the first token has none."""
         if self.body.num_logprobs is None:
             return None
         submission = stream.submission
         logprobs = [None, *submission.output.prompt_logprobs]
         found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), self.body.num_logprobs)
-        said.offsets = TextOffsets(len(self._echo(stream)))
+        sent.offsets = TextOffsets(len(self._echo(stream)))
         return found
 
-    def _logprobs(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _logprobs(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
         if self.body.num_logprobs is None:
             return None
-        token_ids, logprobs = stream.token_ids(said.num_tokens), stream.logprobs(said.num_tokens)
+        token_ids, logprobs = stream.token_ids(sent.num_tokens), stream.logprobs(sent.num_tokens)
         if self._is_chat:
             return self._writer.entries(token_ids, logprobs)
-        return self._writer.columns(token_ids, logprobs, said.offsets, self.body.num_logprobs)
+        return self._writer.columns(token_ids, logprobs, sent.offsets, self.body.num_logprobs)
 
     def _ranked_prompt(self, stream: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
         """Return the prompt's log-probabilities in vLLM's form, with `prompt_logprobs` of the likeliest tokens."""

@@ -184,7 +184,7 @@ class Preparer:
         """Refuse a request that even empty queues could not hold.
 
         `Replicaset.refusal` applies the same bounds to each output beside what waits then, and its client may try again (status
-        429); that the outputs of one HTTP request never fit together it cannot tell, and trying again would be in vain (status 400).
+        429); that the outputs of one HTTP request never fit together is not known there, and trying again would fail (status 400).
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens

@@ -1,7 +1,6 @@
 """Read a request for outputs: its JSON body, within bounds, and its gateway's headers.
 
-Read here and not by FastAPI, which takes longer for that than for everything else about a request; its OpenAPI document is
-told.
+FastAPI would take longer for this than for everything else about a request, so its OpenAPI document is given the bodies explicitly.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
     """Return the headers of a request whose API key belongs to this tenant; None: to no tenant.
 
-    Such a key is its tenant, whatever `user` says. Raises `ApiError` where a header names another one.
+    Such a key is its tenant, whatever `user` is. Raises `ApiError` where a header names another one.
     """
     if tenant is None:
         return headers

@@ -3,7 +3,7 @@
 Invariants:
     - `null` means absent, in every optional field.
     - Fields of other servers' APIs that this server cannot honour are refused by name, unless they ask for nothing
-      (`vajra_py.serve.http.unsupported`); fields that nobody knows are kept apart (`unknown_fields`) and have no effect.
+      (`vajra_py.serve.http.unsupported`); unknown fields are kept apart (`unknown_fields`) and have no effect.
     - A list that is wrong gives one error, however long it is.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """
@@ -217,7 +217,7 @@ class GenerationBody(_StatingBody):
         return self.add_special_tokens is not False
 
     def wanted_tokens(self) -> int | None:
-        """Most output tokens as the client said; None: as many as fit."""
+        """Most output tokens stated by the client; None: as many as fit."""
         return self.max_tokens
 
     def sampling(self, max_tokens: int, seed: int | None) -> SamplingParams:
@@ -411,7 +411,7 @@ _COMPLETION_ONLY = frozenset(("prompt",))
 
 
 def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
-    """Return where a conversation ends that `add_generation_prompt` and `continue_final_message` say this of. Raises `ValueError`."""
+    """Return the end of a conversation with these values of `add_generation_prompt` and `continue_final_message`. Raises `ValueError`."""
     if continues and begins_answer:
         raise WrongField("continue_final_message", "does not go with add_generation_prompt")
     if continues:
@@ -420,7 +420,7 @@ def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
 
 
 def unknown_fields(body: GenerationBody) -> Iterator[str]:
-    """Names of the body's fields that this server does not know and that say something."""
+    """Names of the body's fields that this server does not know and that have a value."""
     parts: list[Body] = [body] if body.stream_options is None else [body, body.stream_options]
     if isinstance(body, ChatBody):
         parts.extend(body.messages)

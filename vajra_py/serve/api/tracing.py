@@ -165,7 +165,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None) -> Tracing:
-    """Spans to an OTLP endpoint, or to where the variables `OTEL_*` say. Raises `ConfigError`."""
+    """Spans to an OTLP endpoint, or to that of the variables `OTEL_*`. Raises `ConfigError`."""
     own = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "vajra"}
     provider = TracerProvider(resource=Resource.create(own))
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

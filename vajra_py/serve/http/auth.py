@@ -1,6 +1,6 @@
 """Authentication, body-size and Host middleware, and what browsers may do.
 
-Pure ASGI, so that nothing stands between an answer's stream and its client.
+Pure ASGI, so that nothing buffers an answer's stream.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vajra_py.serve.http.errors import ApiError, bad_request
 from vajra_py.serve.http.options import ServeOptions
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
-"""Paths that probes ask for; they need no key unless the server is told otherwise."""
+"""Paths that probes ask for; they need no key by default."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
-"""Paths where the key may be a password, which a browser asks its user for."""
+"""Paths where the key may be a password, for which a browser prompts its user."""
 TENANT = "vajra.tenant"
 """Key in a request's scope for the tenant of its API key; absent or None: the tenant that the client names."""
 HAS_KEY = "vajra.has_key"

@@ -1,6 +1,6 @@
 """HTTP connections with limits: how many, how large a request's head is, and how long each part of an exchange may take.
 
-The limits hold before the key is checked, since whoever holds a connection open need not have one.
+The limits hold before the key is checked, since a connection can be held open without one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 _MOST_QUEUED = 8
 """Requests behind one that is being answered, above which nothing more of a connection is parsed."""
 _MOST_AHEAD = 2**17
-"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so nobody sees its end."""
+"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so its end is not seen."""
 _CHUNK_BYTES = 24
 """Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
 _LINGER_S = 5.0
-"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed, and
+"""Time that a client may go on sending an unwanted body, so that it can read the answer before the connection is closed, and
 that it may wait for an answer behind more than is read of it."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
@@ -132,7 +132,7 @@ class Phase(Enum):
     BODY = "the body of a request"
     NOTHING = "nothing"
     END = "the end"
-    """Its last answer is sent; what still comes is a body that nobody wants."""
+    """Its last answer is sent; what still comes is an unwanted body."""
 
 
 class _UntilClosed(int):
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits.
 
     Invariants:
-        - Whoever leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
+        - A client that leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
           connection is being read or not.
         - What is kept of what a client has sent ahead is bounded: `_MOST_AHEAD` and one read's bytes. Who has sent more, and whose answer
           takes its time, is taken to have left: the end of a connection does not come through while more is under way than is read.
@@ -305,7 +305,7 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # it knows no chunks: the answer ends with the connection
+        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()
 
@@ -397,7 +397,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
 
     def _disconnect(self) -> None:
-        """Let every request of the connection know that nobody waits for it."""
+        """Let every request of the connection know that its client has left."""
         for cycle in (self._running, *(queued for queued, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -2,7 +2,7 @@
 
 Invariants:
     - Every answer that is not a success has the body `{"error": {"message", "type", "param", "code"}}`.
-    - What a client cannot mend by trying again at once says so: `x-should-retry: false`, which the openai client reads.
+    - What a client cannot mend by trying again at once is marked: `x-should-retry: false`, which the openai client reads.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-_SAY_EVERY_S = 1.0
+_PASS_EVERY_S = 1.0
 _MOST_KINDS = 64
 FIELDS = "fields"
 """Attribute of a log record for facts that JSON lines show apart; its message shows them too."""
@@ -66,15 +66,15 @@ class JsonFormatter(logging.Formatter):
         return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line)
 
 
-class SaysOnce(logging.Filter):
-    """Lets one line a second of each kind through; the next one says how many there were.
+class LimitsRate(logging.Filter):
+    """Lets one line a second of each kind through; the next one has the number of those left out.
 
     For warnings that a client can cause as often as it likes, and that are another library's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._said_at: dict[str, float] = {}
+        self._passed_at: dict[str, float] = {}
         self._num_unsaid: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -82,11 +82,11 @@ class SaysOnce(logging.Filter):
         if record.name != "uvicorn.error" or record.levelno > logging.WARNING:
             return True
         kind = str(record.msg)
-        if record.created - self._said_at.get(kind, -_SAY_EVERY_S) < _SAY_EVERY_S:
+        if record.created - self._passed_at.get(kind, -_PASS_EVERY_S) < _PASS_EVERY_S:
             self._num_unsaid[kind] += 1
             return False
-        if kind in self._said_at or len(self._said_at) < _MOST_KINDS:
-            self._said_at[kind] = record.created
+        if kind in self._passed_at or len(self._passed_at) < _MOST_KINDS:
+            self._passed_at[kind] = record.created
         more = self._num_unsaid.pop(kind, 0)
         if more:
             record.msg, record.args = f"{record.getMessage()} ({more} more since the last such line)", None
@@ -113,7 +113,7 @@ def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
     """Within it, log lines go to standard error: this program's from `level` on, those of libraries from warnings on."""
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    handler.addFilter(SaysOnce())
+    handler.addFilter(LimitsRate())
     root = logging.getLogger()
     levels: dict[logging.Logger, int | str] = {
         root: logging.WARNING,

@@ -35,12 +35,12 @@ class ServeOptions:
     """Options of a server: listening, access, limits, output.
 
     Attributes:
-        host: address to listen on; loopback unless told otherwise.
+        host: address to listen on; loopback by default.
         port: 0 takes a free one.
         api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry, or several such keys; None:
             nothing, unless there is an `api_key_file`.
-        api_key_file: further keys, a line each, with the tenant that whoever has the key is.
-        served_names: names of the model, the first one being what answers say; empty: the model directory's name.
+        api_key_file: further keys, a line each, with the tenant of the key.
+        served_names: names of the model, the first one being the name in answers; empty: the model directory's name.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a request body; each token id of a prompt is one.
         max_body_containers: most JSON arrays and objects of a request body; each message is one.
@@ -60,15 +60,15 @@ class ServeOptions:
         allowed_headers: headers that they may send.
         allow_credentials: whether they may send cookies and the like.
         forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed,
-            `*` for all; empty: nobody's are.
+            `*` for all; empty: none.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
-        strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
+        strict_fields: whether unknown fields of a body are refused instead of ignored.
         retry_after_s: when a client that got a 429 or 503 should come back, seconds.
         grace_s: how long a shutdown lets requests finish, seconds.
         metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.
-        max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
-        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
+        max_labels: tenants, and classes of service, that are counted separately; further ones count as "other".
+        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: that of the variables `OTEL_*`, or none.
         admin: whether `/admin/policy` is there, by which policies are swapped.
         admin_api_key: what requests for it have to carry in the place of `api_key`; needed where there is an `api_key`.
         access_log: whether each request has a line in the log.
@@ -77,7 +77,7 @@ class ServeOptions:
         uds: path of a Unix socket to listen on in the place of `host` and `port`.
         root_path: prefix under which a proxy shows the server.
         ssl_keyfile: private key for TLS.
-        ssl_certfile: its certificate; with it the server speaks TLS.
+        ssl_certfile: its certificate; with it the server uses TLS.
         ssl_keyfile_password: of an encrypted key.
         ssl_ca_certs: certificates of those who may sign clients' certificates; with it clients need one.
         save_run: folder that gets the session as a run; None: it is not recorded.
@@ -158,7 +158,7 @@ class ServeOptions:
             problems.append(Problem("port", f"is not a port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
         problems += [
             Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
-            for name, keys in (("api_key", self._said_keys), ("admin_api_key", (self.admin_api_key,)))
+            for name, keys in (("api_key", self._given_keys), ("admin_api_key", (self.admin_api_key,)))
             if not all(re.fullmatch(r"[\x21-\x7e]+", key or "none") for key in keys)
         ]
         problems += [*self._admin_problems(), *self._listening_problems(), *self._browser_problems()]
@@ -172,17 +172,17 @@ class ServeOptions:
             raise ConfigError(problems)
 
     @property
-    def _said_keys(self) -> tuple[str, ...]:
+    def _given_keys(self) -> tuple[str, ...]:
         return (self.api_key,) if isinstance(self.api_key, str) else self.api_key or ()
 
     @property
     def has_keys(self) -> bool:
         """Return whether requests have to carry a key."""
-        return bool(self._said_keys) or self.api_key_file is not None
+        return bool(self._given_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
         """Return each API key's tenant; None: the tenant that the client names. Raises `ConfigError`."""
-        keys: dict[str, str | None] = dict.fromkeys(self._said_keys)
+        keys: dict[str, str | None] = dict.fromkeys(self._given_keys)
         if self.api_key_file is None:
             return keys
         try:

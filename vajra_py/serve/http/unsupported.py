@@ -215,7 +215,7 @@ def not_supported(name: str, feature: str) -> str:
 
 
 class UnknownFields:
-    """Treatment of fields that nobody knows: ignored with a line in the log, or refused where the server is strict."""
+    """Treatment of unknown fields: ignored with a line in the log, or refused where the server is strict."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict

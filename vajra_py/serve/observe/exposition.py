@@ -62,7 +62,7 @@ class Source(Protocol):
 
     @property
     def catalogue(self) -> Catalogue:
-        """Says which model is a replicaset's."""
+        """Maps replicasets to models."""
 
     @property
     def controller(self) -> Controller | None:

@@ -19,7 +19,7 @@ Way: TypeAlias = tuple[str, str, str, str]
 
 
 class MovementCounts(MovementRows):
-    """Counts what the rows of a transfers table would say, and keeps none."""
+    """Counts as over the rows of a transfers table, without keeping rows."""
 
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         super().__init__(paths)

@@ -131,7 +131,7 @@ class ServerStats(Observer):
         self.service_tokens: Counter[str] = Counter()
         self.recent: defaultdict[str, Recent] = defaultdict(Recent)
         self.events: deque[tuple[float, str, str]] = deque(maxlen=NUM_EVENTS)
-        """(seconds since 1970, kind, text) of what an operator asks about: failures, restarts, swaps."""
+        """(seconds since 1970, kind, text) of events of interest to operators: failures, restarts, swaps."""
         self._max_labels = max_labels
         self._latency: dict[tuple[str, ReplicaId], LatencyModel | None] = {
             (one.replicaset, one.replica_id): one.parts.latency for one in controller.replicas()

@@ -1,12 +1,12 @@
 """Deliver outputs from the engine's thread to the event loop.
 
 The engine's thread leaves a note on a stream and wakes the event loop once for everything that it left since. One callback
-there brings all streams up to date and tells each response once; a stream writes right away, so that no task is woken for a
+there brings all streams up to date and wakes each response once; a stream writes right away, so that no task is woken for a
 token.
 
 Invariants:
     - A stream ends exactly once, with a reason; nothing follows.
-    - A note is a snapshot: what it says (so many tokens, this text) belongs together, whatever the engine does meanwhile.
+    - A note is a snapshot: its fields (number of tokens, text) belong together, whatever the engine does meanwhile.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class End:
 
     Attributes:
         reason: why.
-        detail: the same in words, where there is more to say.
+        detail: the same in words, where there is more detail.
         stopped_by: the stop string or token that ended it.
-        metrics: when things happened to it; None where the engine never said.
-        retry_after_s: when its client may try again, by the admission policy; None: it does not say.
+        metrics: times of its events; None where the engine never reported them.
+        retry_after_s: when its client may try again, by the admission policy; None: it names none.
     """
 
     reason: EndReason
@@ -46,7 +46,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One output of a request, as far as the event loop's thread knows it.
+    """One output of a request, as far as the event loop's thread has it.
 
     Attributes:
         index: which output of its response.
@@ -55,7 +55,7 @@ class OutputStream:
         text: text so far that a client may see.
         end: its end; None: it goes on.
         hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
-        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or nobody knows yet.
+        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or not known yet.
     """
 
     index: int
@@ -161,7 +161,7 @@ class LoopBridge:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the event loop is closed: nobody reads any more
+            except RuntimeError:  # the event loop is closed: there are no readers
                 self._notes.clear()
 
     def _deliver(self) -> None:

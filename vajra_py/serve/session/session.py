@@ -63,7 +63,7 @@ class SessionState(Enum):
 
 
 class Unavailable(Exception):
-    """The session takes no requests now; the text says why."""
+    """The session takes no requests now; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class EngineSession:
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; they return its observers."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Told how long forming each step took; `watchers` may set it."""
+        """Called with the time that forming each step took; `watchers` may set it."""
         self.clock_zero_ns = 0
         """Start of the engine's clock, nanoseconds since 1970."""
         self._parts = parts
@@ -152,7 +152,7 @@ class EngineSession:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, once it is loaded."""
+        """Engine; None before it is loaded."""
         return self.client.engine
 
     @property
@@ -251,7 +251,7 @@ class EngineSession:
             self._set_state(SessionState.DRAINING)
 
     def end_if_out_of_service(self) -> None:
-        """End with an error when policies took every replicaset out of service; for servers where nobody can swap them."""
+        """End with an error when policies took every replicaset out of service; for servers where they cannot be swapped."""
         if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
             return
         replicasets = self.controller.replicasets.values()
@@ -334,7 +334,7 @@ class EngineSession:
             if not self._load():
                 return
             error = self.client.run() or self._why_it_ended()
-        except BaseException as raised:  # on any error, every client has to be told
+        except BaseException as raised:  # on any error, every client has to get it
             if self._is_abandoned:
                 return
             error = raised
@@ -343,7 +343,7 @@ class EngineSession:
             return
         self.error = error
         self._has_stopped = True
-        self._tell_changed()
+        self._notify_changed()
         try:
             self._finish(error)
         except BaseException as raised:
@@ -356,14 +356,14 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _why_it_ended(self) -> VajraError | None:
-        """Return the error that the loop ended for, where nobody asked it to."""
+        """Return the error that the loop ended for, if it was not stopped on purpose."""
         assert self._loop is not None
         if self._loop.failed is not None:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
         return self._given_up
 
     def _load(self) -> bool:
-        """Load the engine and begin to serve; False when nobody wants it any more."""
+        """Load the engine and begin to serve; False when it is not needed any more."""
         parts = self._parts
         engine = self.client.load()
         with self._load_gate:
@@ -408,13 +408,13 @@ class EngineSession:
                     recording.finish(None if self._loop is None else _end_of(self._loop), error)
         finally:
             self._is_recorded = True
-            self._tell_changed()
+            self._notify_changed()
 
     def _set_state(self, state: SessionState) -> None:
         self.state = state
-        self._tell_changed()
+        self._notify_changed()
 
-    def _tell_changed(self) -> None:
+    def _notify_changed(self) -> None:
         assert self._bridge is not None
         assert self._changed is not None
         self._bridge.call(self._changed.set)

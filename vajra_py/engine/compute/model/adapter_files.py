@@ -30,7 +30,7 @@ _NEUTRAL = frozenset(
         "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys that are read here, or that concern training alone; others are refused where they say anything."""
+"""Keys that are read here, or that concern training alone; others are refused where they have a value."""
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
 
 
@@ -145,7 +145,7 @@ def _shapes(weights: Path, rank: int) -> dict[tuple[int, str], tuple[int, int]]:
 
 def _check_targets(where: str, targets: Any, shapes: Mapping[tuple[int, str], tuple[int, int]]) -> None:
     """Raise `ConfigError` where modules that the configuration names have no tensors in the layers that have some."""
-    if not isinstance(targets, list):  # a pattern: the tensors say which modules it means
+    if not isinstance(targets, list):  # a pattern: the tensors show which modules match
         return
     layers = {layer for layer, _ in shapes}
     named = {str(name).rpartition(".")[2] for name in targets}

@@ -134,7 +134,7 @@ class AdapterSlots:
         self._slot_of: npt.NDArray[np.int64] = np.full(len(self._files) + 1, _NO_ADAPTER)
         """The slot that holds each adapter; the last one stands for the base model."""
         self._adapter_of: npt.NDArray[np.int64] = np.full(options.max_requests, _NO_ADAPTER)
-        """By the worker's slot of a request, the number of its adapter."""
+        """Number of the adapter of a request, by the request's slot in the worker."""
         self._step: npt.NDArray[np.int64] | None = None
 
     # While the forward pass is built
@@ -219,11 +219,11 @@ class AdapterSlots:
         self._step = np.repeat(slots, query_lens) if (slots != _NO_ADAPTER).any() else None
 
     def use_all_rows(self) -> None:
-        """A forward pass over all rows of the step begins."""
+        """Begin a forward pass over all rows of the step."""
         self._rows.groups = [] if self._step is None else _grouped(self._step)
 
     def use_rows(self, rows: torch.Tensor) -> None:
-        """From here on it computes these rows of the step only."""
+        """Compute only these rows of the step from here on."""
         if self._step is not None:
             self._rows.groups = _grouped(self._step[rows.cpu().numpy()])
 

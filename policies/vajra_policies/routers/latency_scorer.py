@@ -1,0 +1,139 @@
+"""Scorer by headroom between promised and predicted latencies.
+
+Source: llm-d-router, `scheduling/scorer/latency`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from vajra_policies.routers import figures
+from vajra_policies.routers.figures import Floats
+from vajra_policies.routers.latency import LATENCIES, predictions_of
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions, matches_of
+from vajra_py.contract import (
+    PredictedLatency,
+    PredictsLatencies,
+    PrefixMatches,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+_FLAT = 1e-9
+"""Ranges of headroom up to which all are equal, milliseconds."""
+
+
+class LatencyScorerConfig(OfPrefixProducer):
+    """Parameters of `latency-scorer`."""
+
+    ttft_weight: float = Field(0.8, ge=0, description="Weight of the time to first token.")
+    tpot_weight: float = Field(0.2, ge=0, description="Weight of the time per output token.")
+    headroom_selection_strategy: Literal["least", "most"] = Field(
+        "least", description="Among replicas that keep the promises: those with the least headroom first, or the most."
+    )
+    composite_kv_weight: float = Field(1.0, ge=0, description="Weight of free KV memory, without predictions.")
+    composite_queue_weight: float = Field(1.0, ge=0, description="Weight of short queues, without predictions.")
+    composite_prefix_weight: float = Field(1.0, ge=0, description="Weight of cached prefixes, without predictions.")
+    latency_prediction_info_producer_name: str = Field(LATENCIES, description="Producer that predicts latencies.")
+
+
+class LatencyScorer:
+    """Rates replicas by headroom: promised minus predicted times.
+
+    Only the best bucket that is not empty is rated, all others get 0: those that keep both promises; else the idle ones; else
+    those that miss only the time per output token; only the time to first token; both. Within it |headroom| is scaled to
+    0 .. 1 in both dimensions and weighted; scores are hundredths from 0.01 to 1.01.
+    """
+
+    def __init__(self, config: LatencyScorerConfig, predictions: PredictsLatencies, matches: PrefixMatches) -> None:
+        self._config = config
+        self._predictions = predictions
+        self._matches = matches
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """See the class."""
+        predicted = self._predictions.latencies(request, replicas, now)
+        if all(one is None for one in predicted):
+            return self._composite(request, replicas)
+        score = np.zeros(len(replicas))
+        positions, is_met = best_bucket(predicted)
+        bucket = [predicted[position] for position in positions]
+        score[positions] = self._in_bucket(bucket, is_least=not is_met or self._is_least)
+        return score
+
+    @property
+    def _is_least(self) -> bool:
+        return self._config.headroom_selection_strategy == "least"
+
+    def _in_bucket(self, bucket: Sequence[PredictedLatency | None], is_least: bool) -> Floats:
+        ttft = np.array([0.0 if one is None else abs(1000.0 * one.ttft_headroom_s) for one in bucket])
+        tpot = np.array([0.0 if one is None else abs(1000.0 * one.tpot_headroom_s) for one in bucket])
+        alpha, beta = _normalised(self._config.ttft_weight, self._config.tpot_weight)
+        is_ttft_flat, is_tpot_flat = np.ptp(ttft) <= _FLAT, np.ptp(tpot) <= _FLAT
+        if is_ttft_flat != is_tpot_flat:
+            alpha, beta = (0.0, 1.0) if is_ttft_flat else (1.0, 0.0)
+        combined = alpha * _scaled(ttft) + beta * _scaled(tpot)
+        score: Floats = (np.trunc((1.0 - combined if is_least else combined) * 100.0) + 1.0) / 100.0
+        return score
+
+    def _composite(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Floats:
+        config = self._config
+        weights = config.composite_kv_weight, config.composite_queue_weight, config.composite_prefix_weight
+        total = sum(weights)
+        kv, queue, prefix = (weight / total for weight in weights) if total > 0 else (1.0, 0.0, 0.0)
+        waiting = figures.waiting(replicas)
+        most = waiting.max(initial=0.0)
+        short = (most - waiting) / most if most > 0 else np.ones(len(replicas))
+        matched = match_fractions(self._matches, request, replicas)
+        composite = kv * (1.0 - figures.kv_usage(replicas)) + queue * short + prefix * matched
+        score: Floats = np.floor(100.0 * composite + 0.5) / 100.0
+        return score
+
+
+def best_bucket(predicted: Sequence[PredictedLatency | None]) -> tuple[list[int], bool]:
+    """Positions of the best bucket that is not empty, and whether it is that of promises kept (or unpredicted)."""
+    met = [position for position, one in enumerate(predicted) if one is None or one.is_met]
+    if met:
+        return met, True
+    missed = [(position, one) for position, one in enumerate(predicted) if one is not None]
+    buckets = (
+        [position for position, one in missed if not one.num_dispatched],
+        [position for position, one in missed if one.ttft_headroom_s >= 0],
+        [position for position, one in missed if one.tpot_headroom_s >= 0],
+    )
+    return next((bucket for bucket in buckets if bucket), [position for position, _ in missed]), False
+
+
+def _normalised(one: float, other: float) -> tuple[float, float]:
+    total = one + other
+    return (one / total, other / total) if total > 0 else (1.0, 0.0)
+
+
+def _scaled(values: Floats) -> Floats:
+    width = np.ptp(values)
+    scaled: Floats = (values - values.min()) / width if width > _FLAT else np.full(len(values), 0.5)
+    return scaled
+
+
+def _scorer(config: LatencyScorerConfig, context: RoutingContext) -> LatencyScorer:
+    predictions = predictions_of(context, config.latency_prediction_info_producer_name)
+    return LatencyScorer(config, predictions, matches_of(context, config.prefix_match_info_producer_name))
+
+
+SPECS = (
+    RoutingPartSpec(
+        name="latency-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=LatencyScorerConfig,
+        build=_scorer,
+        summary="By headroom between promised and predicted latencies.",
+        source="llm-d latency-scorer",
+    ),
+)

@@ -1,0 +1,49 @@
+"""Requests of each replica, as a router follows them from their placement to their end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TypeAlias
+
+from vajra_py.contract import ReplicaId, RequestView
+
+Places: TypeAlias = defaultdict[ReplicaId, dict[RequestView, None]]
+
+
+class RequestPlaces:
+    """Requests that wait and run at each replica, each in the order in which they began to."""
+
+    def __init__(self) -> None:
+        self.running: Places = defaultdict(dict)
+        self.waiting: Places = defaultdict(dict)
+        self._at: dict[RequestView, ReplicaId] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._at)
+
+    def wait(self, request: RequestView, replica_id: ReplicaId) -> None:
+        """The request waits there from now on."""
+        self._leave(request)
+        self._at[request] = replica_id
+        self.waiting[replica_id][request] = None
+
+    def run(self, request: RequestView, replica_id: ReplicaId) -> None:
+        """The request runs there from now on."""
+        self._leave(request)
+        self._at[request] = replica_id
+        self.running[replica_id][request] = None
+
+    def forget(self, *requests: RequestView) -> None:
+        """The requests are nowhere."""
+        for request in requests:
+            self._leave(request)
+
+    def has_preempted(self, replica_id: ReplicaId) -> bool:
+        """True if a preempted request waits there."""
+        return any(one.preempted_index > 0 for one in self.waiting[replica_id])
+
+    def _leave(self, request: RequestView) -> None:
+        replica_id = self._at.pop(request, None)
+        if replica_id is not None:
+            self.running[replica_id].pop(request, None)
+            self.waiting[replica_id].pop(request, None)

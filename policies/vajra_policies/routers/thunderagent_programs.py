@@ -1,0 +1,144 @@
+"""Programs of ThunderAgent's router: where they are, what their contexts hold, and their pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig
+
+ReplicaKey: TypeAlias = Hashable
+
+
+class ThunderAgentConfig(PolicyConfig):
+    """Parameters of `thunderagent`, with Dynamo's defaults."""
+
+    pause_threshold: float = Field(
+        0.95, gt=0, le=1, description="Part of a replica's tokens above which programs are paused."
+    )
+    pause_target: float = Field(0.80, gt=0, le=1, description="Part of them down to which programs are paused.")
+    soft_demote_threshold: float = Field(
+        0.80, gt=0, le=1, description="Part of them from which its programs' calls are put behind others."
+    )
+    soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
+    resume_hysteresis: float = Field(
+        0.10,
+        ge=0,
+        lt=1,
+        description="Part of a replica's tokens below pause_threshold that stays free when programs are resumed.",
+    )
+    resume_priority_boost_s: float = Field(1.0, description="Seconds by which calls of resumed programs are put ahead.")
+    resume_timeout_s: float = Field(
+        1800.0, gt=0, description="Time after which a paused program is resumed wherever most room is."
+    )
+    acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
+    acting_decay_tau_s: float = Field(
+        1.0, gt=0, description="Half-life of their tokens where a program is resumed after resume_timeout_s."
+    )
+    scheduler_interval_s: float = Field(5.0, gt=0, description="Time between two looks at all programs.")
+    buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")
+
+
+@dataclass(eq=False, slots=True)
+class AgentProgram:
+    """One program as the router sees it."""
+
+    program_id: str
+    tokens: int = 0
+    """Prompt and output of its last turn."""
+    turn: int = 0
+    """Calls that it has sent."""
+    is_reasoning: bool = False
+    """A call of it is here or on its way; otherwise a tool runs."""
+    is_paused: bool = False
+    is_marked: bool = False
+    """Mark of a program that is to be paused when its turn ends."""
+    replica: ReplicaKey | None = None
+    soft_until: float = 0.0
+    """Time until which its calls are put behind others."""
+    pause_order: int = 0
+    """Position of its pause in the sequence of all."""
+    is_waiting: bool = False
+    """A call of it is held."""
+    acting_since: float = 0.0
+
+
+@dataclass(slots=True)
+class ProgramTable:
+    """The programs and replicas of a router, in the order in which they became known."""
+
+    rules: ThunderAgentConfig
+    capacity: dict[ReplicaKey, int]
+    """Tokens of each replica's KV memory."""
+    programs: dict[str, AgentProgram] = field(default_factory=dict)
+    num_pauses: int = 0
+
+    # Figures
+
+    def used(self) -> dict[ReplicaKey, int]:
+        """Tokens that the programs of each replica count."""
+        found = dict.fromkeys(self.capacity, 0)
+        for one in self.programs.values():
+            if not one.is_paused and one.replica in found:
+                found[one.replica] += self.counted(one)
+        return found
+
+    def counted(self, one: AgentProgram) -> int:
+        """Tokens that a program counts at its replica."""
+        weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
+        return int(one.tokens * weight) + self.rules.buffer_tokens
+
+    def needed(self, one: AgentProgram) -> int:
+        """Tokens of room that a program needs at a replica."""
+        return one.tokens + self.rules.buffer_tokens
+
+    @property
+    def has_paused(self) -> bool:
+        """True if some program is paused."""
+        return any(one.is_paused for one in self.programs.values())
+
+    def programs_on(self, replica: ReplicaKey) -> list[AgentProgram]:
+        """Programs of a replica."""
+        return [one for one in self.programs.values() if one.replica == replica and not one.is_paused]
+
+    # Moves of one program
+
+    def pause(self, program: AgentProgram) -> None:
+        """Take a program off its replica; its next call is held."""
+        self.num_pauses += 1
+        program.is_paused = True
+        program.pause_order = self.num_pauses
+        program.replica = None
+
+    def go_on(self, program: AgentProgram, replica: ReplicaKey | None) -> None:
+        """End a program's pause at this replica."""
+        program.is_paused = False
+        program.replica = replica
+        program.is_reasoning = program.is_waiting
+        program.is_waiting = False
+
+    def has_no_place(self, program: AgentProgram) -> bool:
+        """True if a program has no replica, or one that is gone."""
+        return program.replica not in self.capacity
+
+    def roomiest_for(self, program: AgentProgram) -> ReplicaKey | None:
+        """The replica with the least used tokens among those with room for the program."""
+        used, need = self.used(), self.needed(program)
+        free = [key for key, capacity in self.capacity.items() if capacity - used[key] >= need]
+        return min(free, key=used.__getitem__, default=None)
+
+    def least_bad(self, now: float) -> ReplicaKey | None:
+        """The replica with most room, tokens of programs whose tool runs counted less the longer it does."""
+        left = dict(self.capacity)
+        for one in self.programs.values():
+            if one.is_paused or one.replica not in left:
+                continue
+            tokens = float(one.tokens)
+            if not one.is_reasoning:
+                idle_s = max(0.0, now - one.acting_since)
+                tokens *= 2.0 ** (-idle_s / self.rules.acting_decay_tau_s)
+            left[one.replica] -= int(tokens) + self.rules.buffer_tokens
+        return max(left, key=left.__getitem__, default=None)

@@ -1,0 +1,184 @@
+"""Rules of Dynamo's planner for one pool: how many replicas the load of its engines asks for, by steps of one.
+
+One more replica as soon as one engine is over a threshold of load; with promised latencies, when every engine is predicted to miss its own.
+One less where all engines are below the lower threshold and those that remain would not be over the upper one with the load shared out.
+
+Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from vajra_policies.scaling.planner_rules import (
+    NO_CHANGE,
+    EngineLoad,
+    EngineModel,
+    EngineSizes,
+    PlannerRules,
+    PoolState,
+    Promises,
+    Target,
+    Thresholds,
+)
+from vajra_py.contract import PoolRole
+
+REFUSED = "scale_down_refused_consolidation"
+INSUFFICIENT = "insufficient_data"
+"""Reasons, by the names that the program gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """Replicas that the load asks for."""
+
+    wanted: int | None
+    """None: no opinion, for `reason`."""
+    reason: str = ""
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    """Largest predictions over the engines."""
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if scaling down was refused, since the engines that remain could not take the load."""
+        return self.reason == REFUSED
+
+
+class Consolidation(Enum):
+    """Outcome of asking whether the other engines could take over the load of one."""
+
+    SAFE = "safe"
+    REFUSED = "refused"
+    NOT_ASKED = "not asked"
+
+
+def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opinion:
+    """Return the replicas that the load of a pool asks for, by the rules of its role and target."""
+    own, promises = pool.rules, rules.promises
+    counts = pool.ready, own.least
+    if rules.target != "sla":
+        loads = [load_of(engine, own.role, rules.target, own.sizes) for engine in pool.engines]
+        known = [load for load in loads if load is not None]
+        return by_thresholds(known if len(known) == len(loads) else (), own.thresholds, *counts)
+    if own.role is PoolRole.PREFILL:
+        return by_prompts(pool.engines, model, promises, counts, own.role)
+    decodes = by_decodes(pool.engines, model, promises, counts, (own.role, own.sizes))
+    if own.role is PoolRole.DECODE:
+        return decodes
+    return _both(by_prompts(pool.engines, model, promises, counts, own.role), decodes, pool.ready)
+
+
+def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
+    """Opinion of a pool that does both: up if either asks for it, down if both agree."""
+    estimates = prompts.ttft_s, decodes.itl_s
+    p_wanted, d_wanted = prompts.wanted, decodes.wanted
+    for wanted in (p_wanted, d_wanted):
+        if wanted is not None and wanted > ready:
+            return Opinion(wanted, "", *estimates)
+    if p_wanted is not None and d_wanted is not None and p_wanted < ready and d_wanted < ready:
+        return Opinion(max(p_wanted, d_wanted), "", *estimates)
+    is_refused = prompts.is_refusal or decodes.is_refusal
+    return Opinion(None, REFUSED if is_refused else NO_CHANGE, *estimates)
+
+
+def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
+    """One up when any load is over, one down when all are below and would not be over afterwards. `ready`: replicas that are up."""
+    if ready == 0 or not loads or thresholds is None:
+        return Opinion(None, INSUFFICIENT)
+    if any(map(thresholds.is_over, loads)):
+        return Opinion(ready + 1)
+    if ready > 1 and all(map(thresholds.is_below, loads)):
+        wanted = max(ready - 1, least)
+        if 0 < wanted < ready and max(loads) * ready / wanted >= thresholds.up:
+            return Opinion(ready)
+        return Opinion(wanted)
+    return Opinion(None, NO_CHANGE)
+
+
+def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
+    """The load by which an engine is judged; None where a size is unknown."""
+    if role is PoolRole.PREFILL:
+        if target == "load":
+            return float(engine.queued_prefill)
+        return engine.queued_prefill / sizes.context_length if sizes.context_length else None
+    if not sizes.max_kv_tokens:
+        return None
+    queued = engine.queued_kv + (engine.queued_prefill if role is PoolRole.MIXED else 0)
+    return (engine.scheduled_kv + queued) / sizes.max_kv_tokens
+
+
+def by_prompts(
+    engines: Sequence[EngineLoad], model: EngineModel, promises: Promises, counts: tuple[int, int], role: PoolRole
+) -> Opinion:
+    """Opinion by times to first token. `counts`: replicas that are up, and the fewest."""
+    ready = counts[0]
+    if ready == 0:
+        return Opinion(None, INSUFFICIENT)
+    share = _share(ready)
+    kv_scale = share if role is PoolRole.MIXED else None
+
+    def check(engine: EngineLoad) -> Consolidation:
+        own_s = model.ttft_s(engine, queue_scale=0.0, kv_scale=kv_scale)
+        budget_s = (promises.ttft_s - own_s) * promises.sensitivity
+        induced_s = model.ttft_s(engine, queue_scale=share, kv_scale=kv_scale) - own_s
+        return Consolidation.REFUSED if budget_s <= 0 or induced_s >= budget_s else Consolidation.SAFE
+
+    found = [model.ttft_s(engine, queue_scale=1.0, kv_scale=None) for engine in engines]
+    opinion = _by_latency(found, promises.ttft_s, counts, _consolidation(engines, ready, check))
+    return Opinion(opinion.wanted, opinion.reason, ttft_s=max(found, default=None))
+
+
+def by_decodes(
+    engines: Sequence[EngineLoad],
+    model: EngineModel,
+    promises: Promises,
+    counts: tuple[int, int],
+    where: tuple[PoolRole, EngineSizes],
+) -> Opinion:
+    """Opinion by times between tokens. `counts`: replicas that are up, and the fewest."""
+    ready, (role, sizes) = counts[0], where
+    if ready == 0:
+        return Opinion(None, INSUFFICIENT)
+    share, is_mixed = _share(ready), role is PoolRole.MIXED
+
+    def check(engine: EngineLoad) -> Consolidation:
+        held = engine.scheduled_kv + engine.queued_kv + (engine.queued_prefill if is_mixed else 0)
+        if sizes.max_kv_tokens and int(held * share) >= sizes.max_kv_tokens:
+            return Consolidation.REFUSED
+        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / promises.accept_length
+        is_late = itl_s >= promises.itl_s * promises.sensitivity
+        return Consolidation.REFUSED if is_late else Consolidation.SAFE
+
+    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / promises.accept_length for engine in engines]
+    opinion = _by_latency(found, promises.itl_s, counts, _consolidation(engines, ready, check))
+    return Opinion(opinion.wanted, opinion.reason, itl_s=max(found, default=None))
+
+
+def _share(ready: int) -> float:
+    """Factor by which the load of each engine grows when one is gone."""
+    return ready / (ready - 1) if ready > 1 else 1.0
+
+
+def _consolidation(
+    engines: Sequence[EngineLoad], ready: int, check: Callable[[EngineLoad], Consolidation]
+) -> Consolidation:
+    if ready < 2:
+        return Consolidation.NOT_ASKED
+    is_safe = all(check(engine) is Consolidation.SAFE for engine in engines)
+    return Consolidation.SAFE if is_safe else Consolidation.REFUSED
+
+
+def _by_latency(
+    found_s: Sequence[float], promised_s: float, counts: tuple[int, int], consolidation: Consolidation
+) -> Opinion:
+    ready, least = counts
+    if not found_s:
+        return Opinion(None, INSUFFICIENT)
+    if all(one > promised_s for one in found_s):
+        return Opinion(ready + 1)
+    if consolidation is Consolidation.SAFE:
+        return Opinion(max(ready - 1, least))
+    return Opinion(None, REFUSED if consolidation is Consolidation.REFUSED else NO_CHANGE)

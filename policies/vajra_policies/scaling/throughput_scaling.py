@@ -1,0 +1,83 @@
+"""Throughput-based scaling of Dynamo's planner: replicas for the requests that are expected, by the rate of one that keeps the promises.
+
+Where load decides too, these are the fewest replicas that it may choose.
+
+Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vajra_policies.scaling.device_budget import HOLD, guard_one
+from vajra_policies.scaling.planner_rules import (
+    NO_CHANGE,
+    CapacityModel,
+    PlannerRules,
+    PoolState,
+    Traffic,
+    both_ready,
+    budget_of_two,
+)
+
+LOWER_BOUND = "set_lower_bound"
+NOT_READY = "model_not_ready"
+SCALE = "scale"
+"""Reasons, by the names that the program gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputDecision:
+    """Decision by throughput."""
+
+    counts: tuple[int, ...] | None
+    """Replicas of each pool; None: as they are."""
+    floors: tuple[int, ...] | None
+    """Fewest replicas of each pool from now on, where load decides too."""
+    reason: str
+    requests_per_s: tuple[float | None, ...] = ()
+    """Highest rate of one engine of each pool."""
+
+
+def decide_by_throughput(
+    rules: PlannerRules, pools: Sequence[PoolState], traffic: Traffic, model: CapacityModel
+) -> ThroughputDecision:
+    """Decide on one pool, or on a pool for prompts and one that decodes."""
+    rates = [model.requests_per_s(pool.rules.role, traffic) for pool in pools]
+    is_known = all(rate > 0 for rate in rates)
+    wanted = []
+    for pool, rate in zip(pools, rates, strict=True):
+        count = max(math.ceil(traffic.requests_per_s / rate), pool.rules.least) if is_known else pool.ready
+        bounded = min(max(count, pool.ready - rules.max_change, 0), pool.ready + rules.max_change)
+        wanted.append(max(bounded, pool.rules.least))
+    decide = _plan_two if len(pools) == 2 else _plan_one
+    decision = decide(rules, pools, wanted)
+    observed = tuple(rate if rate > 0 else None for rate in rates)
+    return replace(decision, reason=decision.reason if is_known else NOT_READY, requests_per_s=observed)
+
+
+def _plan_one(rules: PlannerRules, pools: Sequence[PoolState], wanted: Sequence[int]) -> ThroughputDecision:
+    (pool,), (count,) = pools, wanted
+    devices, least, ready = pool.rules.devices, pool.rules.least, pool.ready
+    count, by_ceiling = guard_one(ready, count, devices, rules.budget.without_floor(), least)
+    if rules.scales_by_load:
+        return ThroughputDecision(None, (count,), HOLD if by_ceiling == HOLD else LOWER_BOUND)
+    count, by_budget = guard_one(ready, count, devices, rules.budget, least)
+    if count == ready:
+        return ThroughputDecision(None, None, by_budget or by_ceiling or NO_CHANGE)
+    return ThroughputDecision((count,), None, SCALE)
+
+
+def _plan_two(rules: PlannerRules, pools: Sequence[PoolState], wanted: Sequence[int]) -> ThroughputDecision:
+    pair, asked = (pools[0], pools[1]), (wanted[0], wanted[1])
+    budget, ready = budget_of_two(rules, pair), both_ready(pair)
+    counts = budget.plan(ready, asked)
+    is_held = counts == ready != asked
+    if rules.scales_by_load:
+        return ThroughputDecision(None, counts, HOLD if is_held else LOWER_BOUND)
+    counts, by_budget = budget.decide(ready, counts)
+    if counts == ready:
+        return ThroughputDecision(None, None, by_budget or (HOLD if is_held else NO_CHANGE))
+    return ThroughputDecision(counts, None, SCALE)
