@@ -206,13 +206,6 @@ class RetainedBlockPool(BlockPool):
         if self.lower is not None:
             self.lower.cached(hashes, before, request)
 
-    def uncache(self, blocks: Sequence[int]) -> bool:
-        """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
-        if not self._extra_references.keys().isdisjoint(blocks):
-            return False
-        self.withdraw(blocks)
-        return True
-
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Take the hashes of these blocks in use away, also where several requests share one."""
         now = self._clock()
