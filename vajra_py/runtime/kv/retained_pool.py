@@ -345,7 +345,7 @@ class RetainedBlockPool(BlockPool):
         while expiries and expiries[0][0] <= now:
             at, index, entry = heappop(expiries)
             if not entry.is_idle or entry.index != index or self._entry_of.get(entry.block) is not entry:
-                continue  # it was used, or overwritten
+                continue  # the entry was used or overwritten meanwhile
             if entry.num_children:
                 self._due[entry] = at
                 continue
