@@ -106,7 +106,7 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/systems/vllm_v1.py::VllmV1._make_room False -> True #0": (
         "No request that runs can be refused there: what a step computes is attached by those alone whom it admits, later."
     ),
-    "policies/vajra_policies/slo/slos_serve.py::most_in_time state < following[num] -> (state <= following[num]) #0": (
+    "policies/vajra_policies/slo/prompt_plans.py::most_in_time state < following[num] -> (state <= following[num]) #0": (
         "They are never equal: one contains the prompt before, the other does not."
     ),
     "policies/vajra_policies/retention/kvflow.py::Kvflow.on_used 2 * len(self._alive) + 8 -> (2 * len(self._alive) - 8) #0": (

@@ -1,4 +1,4 @@
-"""Release of a preempted request's memory: one parameter shared by Vajra's replica schedulers."""
+"""Release of a preempted request's memory: the parameter that Vajra's replica schedulers share, and what it asks for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vajra_py.contract import PolicyConfig, PolicyContext, PreemptionMode
+from vajra_py.contract import BatchBuilder, PolicyConfig, PolicyContext, PreemptionMode, RequestView
 
 
 class PreemptionConfig(PolicyConfig):
@@ -27,3 +27,8 @@ def preemption_mode(config: PreemptionConfig, context: PolicyContext) -> Preempt
     if mode is PreemptionMode.SWAP and context.limits.host_blocks < 1:
         raise ValueError("preemption: swap needs host memory (replica.memory.host_blocks is 0)")
     return mode
+
+
+def give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:
+    """Preempt the victim in the given mode, by recompute where the host is full; False when neither is possible."""
+    return batch.preempt(victim, mode) is None or batch.preempt(victim) is None

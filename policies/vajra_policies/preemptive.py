@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import give_way
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -123,7 +124,7 @@ class Preemptive(FixedChunk):
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]
             is_later = needing is not None and victim.admitted_index > needing.admitted_index
-            if (is_later or not _is_protected(victim)) and self._preempt(victim, batch):
+            if (is_later or not _is_protected(victim)) and give_way(batch, victim, self._mode):
                 del behind[index]
                 return True
         return False
@@ -133,14 +134,10 @@ class Preemptive(FixedChunk):
         running.sort(key=_admission)
         first = running.pop(0)
         while running:
-            if not self._preempt(running.pop(), batch):
+            if not give_way(batch, running.pop(), self._mode):
                 return
             if batch.add(first, min(batch.max_chunk(first), self._room(batch))) is not Refusal.KV_BLOCKS:
                 return
-
-    def _preempt(self, victim: RequestView, batch: BatchBuilder) -> bool:
-        """Preempt the victim in the given mode, by recompute where the host is full; False when neither is possible."""
-        return batch.preempt(victim, self._mode) is None or batch.preempt(victim) is None
 
 
 def _is_protected(request: RequestView) -> bool:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.policies.routing_views import Request as Asked
 from tests.policies.routing_views import context, replicas
+from vajra_policies.slo.prompt_plans import Prompt, most_in_time
 from vajra_policies.slo.qlm import Qlm, QlmConfig
-from vajra_policies.slo.slos_serve import Prompt, most_in_time
 from vajra_py.contract import Layer, RequestView
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
@@ -188,9 +188,9 @@ def test_a_group_keeps_its_place_while_requests_are_queued_with_their_kv() -> No
 def test_waits_follow_what_has_ended_unless_all_of_it_ended_at_once() -> None:
     policy = Qlm(QlmConfig(throughput=100.0, output_tokens=100.0))
     policy.on_departures([Job(0.0, 1.0, 10), Job(0.0, 1.0, 10)], 1000.0)  # type: ignore[list-item]
-    assert policy.wait_s(3) == 3.0, "as configured"
+    assert policy.estimator.wait_s(3) == 3.0, "as configured"
     policy.on_departures([Job(0.0, 1.0, 10)], 1001.0)  # type: ignore[list-item]
-    assert policy.wait_s(3) == 1.5, "20 tokens in the second after the first end, and 10 of each request"
+    assert policy.estimator.wait_s(3) == 1.5, "20 tokens in the second after the first end, and 10 of each request"
 
 
 class Watched(Qlm):
@@ -204,7 +204,7 @@ class Watched(Qlm):
         super().on_departures(requests, now)
         waiting = [one for group in self._groups.values() for one in group.waiting]
         if len(self.predicted) < 20 and len(waiting) > 60 and now > 10.0:
-            self.predicted.setdefault(waiting[60].request_id, (now, self.wait_s(60)))
+            self.predicted.setdefault(waiting[60].request_id, (now, self.estimator.wait_s(60)))
 
 
 def test_waits_are_predicted_within_a_tenth_for_fifty_requests_ahead() -> None:

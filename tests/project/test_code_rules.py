@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -34,9 +36,25 @@ LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/serving/replicaset.py": "states of replicas and every question to their scheduler; loads and bounds are in files of their own",
 }
 
+MAX_POLICY_CODE_LINES = 150
+# Files of `vajra_policies` that may have more lines of code, each with its reason.
+LONG_POLICIES: dict[str, str] = {
+    "policies/vajra_policies/systems/presets.py": "a table: every preset, one after the other",
+    "policies/vajra_policies/systems/vllm_v1.py": "every option of vLLM's scheduler, in one file that can be copied",
+}
+
 MAX_FUNCTION_LINES = 60
 # Functions that may be longer (`file::name`), each with its reason. Signature and docstring do not count.
 LONG_FUNCTIONS: dict[str, str] = {}
+
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 # Import name of a distribution where the two differ.
 DISTRIBUTION_OF = {
@@ -70,6 +88,17 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of the body after the docstring: a kernel's arguments, one a line, make no function hard to read."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def num_code_lines(source: str) -> int:
+    """Lines of code of a file: neither blank nor comments, and no docstrings, of fields and constants included."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for one in tokens if one.type not in NO_CODE for line in range(one.start[0], one.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
 def imported_names(tree: ast.AST) -> set[str]:
@@ -164,6 +193,36 @@ def test_files_stay_small() -> None:
     assert not too_long
     stale = [name for name in LONG_FILES if lines.get(name, 0) <= MAX_FILE_LINES]
     assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_policies_stay_short() -> None:
+    files = [path for path in product_files() if relative(path).startswith("policies/")]
+    sizes = {relative(path): num_code_lines(path.read_text(encoding="utf-8")) for path in files}
+    too_long = {
+        name: count for name, count in sizes.items() if count > MAX_POLICY_CODE_LINES and name not in LONG_POLICIES
+    }
+    assert not too_long
+    stale = [name for name in LONG_POLICIES if sizes.get(name, 0) <= MAX_POLICY_CODE_LINES]
+    assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
+    source = '''"""Of a module,
+on two lines."""
+
+import math  # beside code
+
+# A comment.
+SIZES = (
+    1,
+
+    2,
+)
+"""Of a constant."""
+TEXT = """not a docstring:
+two lines"""
+'''
+    assert num_code_lines(source) == 7
 
 
 def test_functions_stay_small() -> None:

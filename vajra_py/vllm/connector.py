@@ -22,6 +22,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.vllm.drafting import without_drafts
 from vajra_py.vllm.late_ends import LateEnds
 from vajra_py.vllm.lazy_request import make_lazy, settle
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
@@ -30,6 +31,7 @@ from vajra_py.vllm.records import Record
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress", "completed_waiting"
+
 
 OnLookup = Callable[[Record, Request, int, int], None]
 """Called with a request that has got blocks, its tokens in the prefix cache, and those that the connector loads."""
@@ -214,7 +216,10 @@ class Connector:
     def _finish_of(self, record: Record, request: Request) -> bool:
         name, num_loaded, memory = record.request_id, self._connected.num_tokens_of(request), self._memory
         vllms = self._look_at(record, request)
-        vllms.num_computed_tokens = num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
+            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # accepted drafts, which the mechanism does not know yet
+        vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
         self._enter(name, None)
         has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
@@ -265,7 +270,7 @@ class Connector:
             self._formed.append(is_formed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
-        self._scheduled = output.num_scheduled_tokens
+        self._scheduled = without_drafts(output)
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
         self._scheduled = {}
         output.kv_connector_block_state = None
@@ -275,10 +280,11 @@ class Connector:
         assert own is not None
         return ([block + 1 for block in self._memory.block_table(own)],)
 
-    def voided_by(self, output: Any, num_scheduled: Mapping[str, int]) -> set[str]:
+    def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
         """Return the requests whose result of a step is void, since a block that they use was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
+        num_scheduled = without_drafts(step)
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
         if self._late is not None:

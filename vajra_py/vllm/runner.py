@@ -65,7 +65,7 @@ class _Row:
         tokens: as far as they are known here; of one that keeps, all until it is sent.
         blocks: its block table.
         name: its name at the workers; empty: they do not know it.
-        num_told: leading entries of its block table that they have.
+        num_sent: leading entries of its block table that they have.
         num_computed: tokens in KV memory.
         num_sampled: tokens that they sampled under this name.
         is_moved: True if its block table is another one than they have.

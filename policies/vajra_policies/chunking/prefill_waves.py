@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import give_way
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -72,7 +73,7 @@ class PrefillWaves(FixedChunk):
         for request in list(replica.decodes())[:num_kept]:
             while request.is_resident and batch.add(request, 1) is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)
-                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                if not give_way(batch, victim, self._mode):
                     break
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

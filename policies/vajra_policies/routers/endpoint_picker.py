@@ -143,6 +143,10 @@ class EndpointPicker:
             self._notify(request, {DEFAULT: chosen}, up, now)
         return chosen
 
+    def may_take(self, pool: str, role: str) -> bool:
+        """See `LeavesOutPools`."""
+        return self._entry.may_take(pool, role)
+
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that no replica was chosen for, as far as the filters keep this replica."""
         if has_room(replica, self._num_batches):
@@ -190,6 +194,12 @@ class DisaggregatedEndpointPicker(EndpointPicker):
             self._decode_of[request] = chosen[DECODE]
         self._notify(request, chosen, up, now)
         return chosen.get(PREFILL, chosen.get(DECODE))
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """See `LeavesOutPools`; without a decider no prompt is computed apart where the decode replica is chosen first."""
+        is_prefill_asked = self._prefill is not None and (self._order != "decode-first" or self._decider is not None)
+        asked = (self._decode, self._prefill if is_prefill_asked else None)
+        return any(one is not None and one.may_take(pool, role) for one in asked)
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float

@@ -111,9 +111,10 @@ class Llumnix(BindsOnArrival):
         if num_requests <= 0:
             return math.inf
         demand = sum(map(self._blocks, waiting)) + moved_blocks
-        here = (*self._places.running[replica.replica_id], *waiting) if self._config.headroom_blocks else ()
-        if any(one.priority < self._config.high_priority_below for one in here):
-            demand += self._config.headroom_blocks
+        if self._config.headroom_blocks:
+            here = (*self._places.running[replica.replica_id], *waiting)
+            is_high = any(one.priority < self._config.high_priority_below for one in here)
+            demand += self._config.headroom_blocks if is_high else 0
         return (replica.free_blocks - demand) / num_requests
 
     def _blocks(self, request: RequestView) -> int:

@@ -23,25 +23,27 @@ class RequestPlaces:
 
     def wait(self, request: RequestView, replica_id: ReplicaId) -> None:
         """The request waits there from now on."""
-        self._put(self.waiting, request, replica_id)
+        self._leave(request)
+        self._at[request] = replica_id
+        self.waiting[replica_id][request] = None
 
     def run(self, request: RequestView, replica_id: ReplicaId) -> None:
         """The request runs there from now on."""
-        self._put(self.running, request, replica_id)
+        self._leave(request)
+        self._at[request] = replica_id
+        self.running[replica_id][request] = None
 
     def forget(self, *requests: RequestView) -> None:
         """The requests are nowhere."""
         for request in requests:
-            replica_id = self._at.pop(request, None)
-            if replica_id is not None:
-                self.running[replica_id].pop(request, None)
-                self.waiting[replica_id].pop(request, None)
+            self._leave(request)
 
     def has_preempted(self, replica_id: ReplicaId) -> bool:
         """True if a preempted request waits there."""
         return any(one.preempted_index > 0 for one in self.waiting[replica_id])
 
-    def _put(self, places: Places, request: RequestView, replica_id: ReplicaId) -> None:
-        self.forget(request)
-        self._at[request] = replica_id
-        places[replica_id][request] = None
+    def _leave(self, request: RequestView) -> None:
+        replica_id = self._at.pop(request, None)
+        if replica_id is not None:
+            self.running[replica_id].pop(request, None)
+            self.waiting[replica_id].pop(request, None)

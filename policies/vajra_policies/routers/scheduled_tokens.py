@@ -6,13 +6,13 @@ Source: splitwise-sim, pending tokens and memory of its instances (`MixedPoolSch
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vajra_py.contract import ReplicaId, RequestView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Placement:
     """Replicas of a request's prompt and of its decodes, and what it counts there."""
 
@@ -55,8 +55,9 @@ class ScheduledTokens:
         """Change fields of a request's placement."""
         placed = self.placed[request]
         self._count(placed, -1)
-        self.placed[request] = changed = replace(placed, **changes)
-        self._count(changed, 1)
+        for name, value in changes.items():
+            setattr(placed, name, value)
+        self._count(placed, 1)
 
     def forget(self, request: RequestView) -> Placement | None:
         """Count a request no more; returns its placement, None if it had none."""

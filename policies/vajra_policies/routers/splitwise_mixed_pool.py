@@ -152,8 +152,9 @@ class MixedPool(BindsOnArrival):
 
     def on_step_end(self, step: EndedStep) -> None:
         """Prompts that are computed are pending no more; a mixed replica without work returns to its pool."""
+        placements = self._scheduled.placed
         for request in step.requests:
-            placed = self._scheduled.placed.get(request)
+            placed = placements.get(request)
             if placed is None:
                 continue
             if placed.is_pending and request.num_output_tokens > 0:

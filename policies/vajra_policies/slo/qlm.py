@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
 
+from vajra_policies.slo.waiting_time import WaitingTimeEstimator
 from vajra_py.contract import (
     FallenGroups,
     KeyMotion,
@@ -75,7 +75,7 @@ class Qlm:
         self._of: dict[RequestView, Group] = {}
         self._num_groups = 0
         self._by_deadline = False
-        self._ended: deque[tuple[float, int]] = deque(maxlen=config.window)
+        self.estimator = WaitingTimeEstimator(config.window, config.output_tokens, config.throughput)
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
@@ -92,15 +92,6 @@ class Qlm:
         if own is None:
             return 0.0
         return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
-
-    def wait_s(self, num_ahead: int) -> float:
-        """Predicted wait behind so many requests, seconds."""
-        ended, config = self._ended, self._config
-        if len(ended) < 2 or ended[-1][0] <= ended[0][0]:
-            return num_ahead * config.output_tokens / config.throughput
-        tokens = sum(num for _, num in ended)
-        throughput = (tokens - ended[0][1]) / (ended[-1][0] - ended[0][0])
-        return num_ahead * tokens / len(ended) / throughput if throughput > 0 else 0.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Form groups, and look whether one would be late."""
@@ -120,8 +111,7 @@ class Qlm:
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Learn lengths and throughput."""
         for request in requests:
-            if request.num_output_tokens:
-                self._ended.append((now, request.num_output_tokens))
+            self.estimator.learn(request.num_output_tokens, now)
             self._leave(request)
             group = self._of.pop(request, None)
             if group is not None:
@@ -172,7 +162,7 @@ class Qlm:
     def _is_late(self, now: float) -> bool:
         num_ahead = 0
         for _, group in sorted(self._groups.items()):
-            if self.wait_s(num_ahead) > group.arrived_at + group.slo_s - now:
+            if self.estimator.wait_s(num_ahead) > group.arrived_at + group.slo_s - now:
                 return True
             num_ahead += len(group.waiting)
         return False

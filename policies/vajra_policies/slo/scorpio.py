@@ -8,6 +8,7 @@ from math import ceil
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import give_way
 from vajra_policies.slo.promises import promised_tpot_s
 from vajra_py.contract import (
     BatchBuilder,
@@ -100,7 +101,7 @@ class Scorpio(FixedChunk):
             refusal = batch.add(request, 1)
             while refusal is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)
-                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                if not give_way(batch, victim, self._mode):
                     break
                 refusal = batch.add(request, 1) if victim is not request else None
             if refusal is None and request in batch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_prompts, outgrows
+from vajra_policies.systems.prefill_first import decode_in_order
+from vajra_policies.systems.whole_prompts import needs_whole_prompts, outgrows
 from vajra_py.contract import (
     BatchBuilder,
     Layer,

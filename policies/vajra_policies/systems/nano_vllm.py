@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_prompts, outgrows
+from vajra_policies.systems.prefill_first import decode_in_order
+from vajra_policies.systems.whole_prompts import needs_whole_prompts, outgrows
 from vajra_py.contract import (
     BatchBuilder,
     Layer,

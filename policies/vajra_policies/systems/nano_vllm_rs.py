@@ -6,6 +6,8 @@ from collections.abc import Container
 
 from pydantic import Field
 
+from vajra_policies.preemption import give_way
+from vajra_policies.systems.whole_prompts import outgrows
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -91,13 +93,7 @@ class NanoVllmRs:
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head for ever."""
-        longest = request.num_prompt_tokens + request.max_tokens - 1
-        if self._chunk_size is not None or longest <= self._budget:
-            return None
-        return (
-            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
-            f"step, which takes at most {self._budget} prompt tokens"
-        )
+        return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, prompts in progress, admissions."""
@@ -110,7 +106,7 @@ class NanoVllmRs:
 
     def _decode(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         while (stop := batch.add_decodes()) is not None and stop.refusal is Refusal.KV_BLOCKS:
-            if not _swap_out(batch, max(replica.running(), key=_may_give_way)):
+            if not give_way(batch, max(replica.running(), key=_may_give_way), PreemptionMode.SWAP):
                 return
 
     def _continue_prompts(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> int:
@@ -173,7 +169,7 @@ class NanoVllmRs:
         takes_back = False
         while victims and needed > batch.free_blocks:
             victim = victims.pop()
-            if not _swap_out(batch, victim):
+            if not give_way(batch, victim, PreemptionMode.SWAP):
                 break
             takes_back |= victim in admitted
         return takes_back
@@ -188,11 +184,6 @@ def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: Reques
     """Blocks of a running request: of its whole known sequence, except for a decode that has not grown in this step."""
     has_all = request in batch or request.num_remaining_tokens > 1
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)
-
-
-def _swap_out(batch: BatchBuilder, victim: RequestView) -> bool:
-    """Swap the victim out, or recompute it where the host has no room."""
-    return batch.preempt(victim, PreemptionMode.SWAP) is None or batch.preempt(victim) is None
 
 
 SPEC = PolicySpec(

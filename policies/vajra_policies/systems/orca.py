@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_policies.systems.prefill_first import needs_whole_prompts
+from vajra_policies.systems.whole_prompts import needs_whole_prompts
 from vajra_py.contract import (
     BatchBuilder,
     Layer,

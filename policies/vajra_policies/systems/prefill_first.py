@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import BatchBuilder, LocalReplicaView, PolicyContext, Refusal, RequestView
+from vajra_py.contract import BatchBuilder, LocalReplicaView, Refusal, RequestView
 
 
 def decode_in_order(replica: LocalReplicaView, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
@@ -29,22 +29,3 @@ def _make_room_for_next(replica: LocalReplicaView, batch: BatchBuilder, request:
         victim = replica.decodes()[-1]
         if batch.preempt(victim) is not None or victim is request:
             return
-
-
-def needs_whole_prompts(context: PolicyContext) -> None:
-    """Raises `ValueError` for replicas on which a prompt may not be computed in one piece."""
-    groups = context.limits.kv_parallel_groups
-    if groups > 1:
-        raise ValueError(
-            f"it computes prompts in one piece, which KV parallelism cuts (replica.kv_parallel.groups is {groups})"
-        )
-
-
-def outgrows(request: RequestView, budget: int | None) -> str | None:
-    """Return the reason that a sequence computed in one piece, again after a preemption, could get stuck; None if it cannot."""
-    if budget is None or request.num_prompt_tokens + request.max_tokens - 1 <= budget:
-        return None
-    return (
-        f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one step, "
-        f"which takes at most {budget} tokens"
-    )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vajra_policies.systems.whole_prompts import outgrows
 from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
@@ -115,13 +116,9 @@ class VllmV1:
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head for ever."""
-        longest = request.num_prompt_tokens + request.max_tokens - 1
-        if self._config.chunked_prefill or self._budget is None or longest <= self._budget:
+        if self._config.chunked_prefill:
             return None
-        return (
-            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
-            f"step, which takes at most {self._budget} tokens without chunked prefill"
-        )
+        return outgrows(request, self._budget, "tokens without chunked prefill")
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Running requests, then waiting ones."""

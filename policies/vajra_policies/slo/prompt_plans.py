@@ -1,0 +1,46 @@
+"""The plan of SLOs-Serve: the most prompts whose promised first tokens can all be kept.
+
+Source: Chen et al., "SLOs-Serve: Optimized Serving of Multi-SLO LLMs" (arXiv:2504.08784), dynamic programming over requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Prompt(NamedTuple):
+    """A prompt that a plan may contain."""
+
+    num_tokens: int
+    num_steps: int
+    """Whole steps until its first token is due."""
+    is_admitted: bool = False
+    """True if an earlier plan contains it, so that every plan must."""
+
+
+def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
+    """Return the largest set of prompts to admit, by rising deadline: the a-th to be admitted needs, with all before it,
+    tokens <= steps until its deadline * (step_tokens - num_running - (a - 1)), since each that is done decodes.
+
+    Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
+    """
+    least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
+    num_before = 0
+    for index, prompt in enumerate(prompts):
+        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (len(least) + 1)
+        for num, state in enumerate(least):
+            if state is None:
+                continue
+            if not prompt.is_admitted and (following[num] is None or state < following[num]):  # type: ignore[operator]
+                following[num] = state
+            total = state[0] + prompt.num_tokens
+            is_in_time = total <= prompt.num_steps * max(step_tokens - num_running - num, 0)
+            if is_in_time or (prompt.is_admitted and num == num_before):  # late anyway, not because of new ones
+                taken = (total, (*state[1], index))
+                known = following[num + 1]
+                following[num + 1] = taken if known is None or taken < known else known
+        least = following
+        num_before += prompt.is_admitted
+    chosen = next(state[1] for state in reversed(least) if state is not None)
+    return [index in chosen for index in range(len(prompts))]
