@@ -43,7 +43,15 @@ from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
-from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
+from vajra_py.vllm.settings import (
+    VajraOptions,
+    described,
+    experiment_of,
+    fallback_of,
+    orders_by_priority,
+    sizes_of,
+    vajra_options_of,
+)
 from vajra_py.vllm.steady_tokens import SteadyTokens, TakenTokens
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
@@ -131,7 +139,10 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        line = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
+        self._log_policies(options, is_managed=make_memory is not None)
+
+    def _log_policies(self, options: VajraOptions, *, is_managed: bool) -> None:
+        line = described(self.config, options, is_async=self._is_async, is_managed=is_managed)
         init_logger("vllm.vajra").info(line)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:

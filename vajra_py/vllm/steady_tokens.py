@@ -61,7 +61,7 @@ class SteadyTokens:
         self._is_new = True
         """True if these requests were not looked up yet."""
         self._batch: _Batch | None = None
-        """What was found; None: nothing yet, or one of them needs a look in every step."""
+        """Requests that were looked up; None: none yet, or one of them needs a look in every step."""
 
     def forget(self) -> None:
         """Look requests up again, since one of them has ended or was handed in again."""

@@ -230,7 +230,7 @@ class Lifecycle:
         if seconds > 0:
             self.pinning.pin(request, seconds, now)
 
-    # KV comes and goes
+    # Loads and releases of KV
 
     def hold(self, request: Request) -> None:
         """Take a running request out of the running set; its blocks stay until another replica has its KV."""
