@@ -26,7 +26,7 @@ AIMS = {"ttft": 0.08, "tpot": 0.03, "e2e": 0.03}
 
 
 def runs_in(folder: Path) -> Iterator[MeasuredRun]:
-    """The measured runs below a folder, by name."""
+    """Return the measured runs below a folder, by name."""
     for meta in sorted((folder / "runs").glob("*/meta.json")):
         yield read_measured_run(meta.parent)
 

@@ -24,7 +24,7 @@ from vajra_py.workload.request import RequestSpec
 SLOTS, LENGTH = 16, 256
 KV_TOKENS = SLOTS * 2 * LENGTH
 OPTIONS = options_of(num_blocks=KV_TOKENS // 16, max_batch_size=SLOTS, latency=GPU_7B, keeps_steps=True)
-"""Every batch of the suite fits into memory, so that nobody is preempted, as in the paper."""
+"""Every batch of the suite fits into memory, so that no request is preempted, as in the paper."""
 TENANTS = ("small", "large")
 SECONDS = 200.0
 RATE = 3.6

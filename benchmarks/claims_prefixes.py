@@ -36,7 +36,7 @@ PREFIX_TOKENS = 2048
 SECONDS = 25.0
 TENANTS = ("heavy", *(f"light{index}" for index in range(1, 8)))
 TIGHT = options_of(num_blocks=640, max_batch_size=4, prefix_cache=PrefixCacheOptions(), keeps_steps=True)
-"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so nobody is preempted."""
+"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so no request is preempted."""
 
 
 def prefixed(seed: int) -> list[RequestSpec]:
@@ -267,7 +267,8 @@ CLAIMS = [
         "bounded by ageing",
         2,
         partial(_slowdown, "p99", {"preflow": "preflow", "srpt": SRPT}),
-        why="within the error: under either order it is of short prompts that wait for one chunk of a long one",
+        why="within the error: under either order it is of short prompts that wait for one chunk of 2,048 tokens of a long one. With "
+        "chunks of 256 tokens it holds: 12.0, 16.7 (6 seeds, difference 4.7 ± 1.6)",
     ),
     Claim(
         "preflow",

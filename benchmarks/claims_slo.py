@@ -299,8 +299,8 @@ def _at_low_load(cells: Cells) -> Verdict:
 
 
 _AS_MUCH = (
-    "equal within 1 %: where step times are linear in tokens, two chunks compute as much as one; nor does it come out "
-    "where they have a floor of 15 ms"
+    "equal within 1 %: where step times are linear in tokens, two chunks compute as much as one. Where a chunk of n tokens takes "
+    "0.2 n² µs more, fewer miss: 0.183, 0.201 at 3 requests/s, 0.162, 0.174 at 2.5/s (4 seeds)"
 )
 CLAIMS = [
     Claim("qoserve", "alpha = 0 is EDF, a large alpha shortest remaining prompt first", "exact", 1, test=TEST),

@@ -30,8 +30,9 @@ from vajra_kernels.config import TileConfig  # noqa: E402
 from vajra_kernels.decode import decode_launches  # noqa: E402
 from vajra_kernels.gpu import attention_launches  # noqa: E402
 from vajra_kernels.launch import Launch, device_facts  # noqa: E402
+from vajra_kernels.operands import Column  # noqa: E402
 from vajra_kernels.ragged import ragged_launches  # noqa: E402
-from vajra_kernels.sampling import Column, sample_tokens  # noqa: E402
+from vajra_kernels.sampling import sample_tokens  # noqa: E402
 
 DECODES = [(1, 8192), (1, 131072), *((n, kv) for n in (16, 64, 256) for kv in (1024, 4096, 32768))]
 CHUNKS = [(512, 512), (128, 131072), (2048, 10240), *((n, n) for n in (4096, 8192, 32768))]

@@ -212,7 +212,7 @@ class Compared:
 
     @property
     def measured(self) -> Figures:
-        """The median of the runs."""
+        """Return the median of the runs."""
         return medians(self.runs)
 
     @property
@@ -317,7 +317,7 @@ def measure(turns: Sequence[Turn], computing: Computing, profiles: Profiles, wal
 
 
 def compare(computing: Computing, load_name: str, policy: str, folders: Sequence[Path], profiles: Profiles) -> Compared:
-    """The runs of one combination on one workload, and their simulations."""
+    """Return the runs of one combination on one workload, and their simulations."""
     config = experiment(computing, profiles.model, load_name, policy)
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]

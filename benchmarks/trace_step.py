@@ -2,7 +2,7 @@
 
     python benchmarks/trace_step.py
 
-What a reader has to follow to understand a step. Six requests decode together, nobody watches, steps are not fast-forwarded, and
+What a reader has to follow to understand a step. Six requests decode together, there is no observer, steps are not fast-forwarded, and
 steps take a constant time, so that no latency model counts but the simplest; the policy, `fixed_chunk`, counts.
 """
 

@@ -19,8 +19,8 @@ from vajra_kernels.config import DeviceFacts
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.launch import Launch
 from vajra_kernels.metadata import AttentionMetadata, build_metadata
+from vajra_kernels.operands import Column
 from vajra_kernels.reference import attention_reference, sample_reference
-from vajra_kernels.sampling import Column
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 """Largest error of an output against float64, relative to max(1, its size); outputs are means of standard normal values."""

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
-from vajra_kernels.sampling import Column
+from vajra_kernels.operands import Column
 
 _NUM_COLUMNS = tl.constexpr(len(Column))
 _PIVOTS = tl.constexpr(8)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from vajra_kernels.layer_ops import Rotation, add_norm, gated_activation, rotate_and_write
+from vajra_kernels.layer_ops import add_norm, gated_activation, rotate_and_write
+from vajra_kernels.operands import Rotation
 from vajra_kernels.reference import write_kv_reference
 
 LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -5,24 +5,12 @@ Triton kernels, for tensors that ``backend.uses_triton`` allows. Everything is c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
-
 import torch
+
+from vajra_kernels.operands import Norm, Rotation
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations that ``gated_activation`` supports; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
-Norm: TypeAlias = tuple[torch.Tensor, float]
-"""(weight, epsilon) of a root-mean-square norm; the weight may have a wider dtype than its operand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary embedding of a step: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
 
 
 def add_norm(

@@ -16,7 +16,7 @@ import triton.language as tl
 from vajra_kernels.cache import cache_strides
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
-from vajra_kernels.layer_ops import Rotation
+from vajra_kernels.operands import Rotation
 
 _ELEMENTS = 1024
 """Number of elements that one program handles."""

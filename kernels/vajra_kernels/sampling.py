@@ -5,26 +5,7 @@ Triton alone (``backend.uses_triton``): on a CPU torch's own sorting is faster.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
-
-
-class Column(IntEnum):
-    """Columns of a row's parameters, float64 [R, len(Column)].
-
-    A temperature of 0 takes the largest logit; -1 means no history; the number, in [0, 1), is the draw's random number.
-    """
-
-    TEMPERATURE = 0
-    TOP_P = 1
-    MIN_P = 2
-    TOP_K = 3
-    REPETITION = 4
-    FREQUENCY = 5
-    PRESENCE = 6
-    HISTORY = 7
-    NUMBER = 8
 
 
 def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

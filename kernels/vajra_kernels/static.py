@@ -31,12 +31,12 @@ from vajra_kernels.draw import sample_launch
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.launch import Launch
-from vajra_kernels.layer_ops import ACTIVATIONS, Rotation
+from vajra_kernels.layer_ops import ACTIVATIONS
 from vajra_kernels.merge import merge_launch, merge_pieces_launch
 from vajra_kernels.metadata import build_metadata
 from vajra_kernels.norm import norm_launch
+from vajra_kernels.operands import Column, Rotation
 from vajra_kernels.rotate import rotate_launch
-from vajra_kernels.sampling import Column
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class ClassShares:
         self.start()
 
     def start(self) -> None:
-        """A new step is formed."""
+        """Begin a new step."""
         self._added_s: dict[str | None, float] = {}
         self._last: tuple[str | None, float] | None = None
 

@@ -47,7 +47,7 @@ class FixedChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the whole budget."""
+        """Return the whole budget, which a prompt has with the replica to itself."""
         return min(self._chunk_size, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

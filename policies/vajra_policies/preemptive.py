@@ -32,13 +32,13 @@ class Preemptive(FixedChunk):
 
     - A running request that the slots do not reach is paused: it keeps its KV, and goes on when it is among the first again.
     - A request that lacks blocks takes them from the least urgent running one behind it in the line, which is preempted;
-      a waiting one does so only if all of those together hold enough. If not, nobody behind it is admitted in this step.
-    - So that nobody is preempted and admitted in turns, under keys that rise with progress, a request that was preempted comes
+      a waiting one does so only if all of those together hold enough. If not, no request behind it is admitted in this step.
+    - So that no request is preempted and admitted in turns, under keys that rise with progress, a request that was preempted comes
       back once blocks are free, and then keeps them until its prompt is computed, but for running requests admitted earlier.
     - Of `chunk_size` tokens each decode among the first has one; prompts share what is left by urgency.
 
     So what a pause costs is decided by memory: nothing while blocks last, later that of `preemption`. The prioritizer decides
-    everything else; a non-preemptive rule, such as first come, first served, preempts nobody here either.
+    everything else; a non-preemptive rule, such as first come, first served, preempts no request here either.
 
     Source: iteration-level preemption of FastServe (arXiv:2305.05920) and LTR (arXiv:2408.15792), whose scheduler cuts one
     list of waiting, running and swapped requests; chunks as in Sarathi-Serve (OSDI'24). Swapping ahead of need is left out.
@@ -56,7 +56,7 @@ class Preemptive(FixedChunk):
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            if len(running) == replica.num_running:  # nobody is in flight who may free enough
+            if len(running) == replica.num_running:  # no request is in flight who may free enough
                 self._free_the_earliest(running, batch)
 
     def _run(
@@ -80,7 +80,7 @@ class Preemptive(FixedChunk):
                 break
 
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if all have a turn in any order: nobody waits, and no decode lacks slot, token or block."""
+        """Return True if all have a turn in any order: no request waits, and no decode lacks slot, token or block."""
         limit = min(batch.slots_left, batch.free_blocks, self._room(batch))
         return not replica.num_waiting and replica.num_running <= limit
 
@@ -104,7 +104,7 @@ class Preemptive(FixedChunk):
     def _admit(
         self, request: RequestView, behind: list[RequestView], replica: LocalReplicaView, batch: BatchBuilder
     ) -> bool:
-        """Add a waiting request, taking blocks from those behind it if they have enough; False if nobody may follow it."""
+        """Add a waiting request, taking blocks from those behind it if they have enough; False if none may follow it."""
         num_tokens = self._tokens(request, behind, batch)
         if num_tokens < 1:
             return False
@@ -120,7 +120,7 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent of those behind a running request (None: a waiting one); False if there is nobody."""
+        """Preempt the least urgent of those behind a running request (None: a waiting one); False if there is none."""
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]
             is_later = needing is not None and victim.admitted_index > needing.admitted_index

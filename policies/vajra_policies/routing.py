@@ -43,7 +43,7 @@ def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 
     """Everything in the shared queue, lazily, for a replica that is up and has a free slot and a free KV block.
 
     `num_batches`: how many steps a replica has in flight at once (its pipeline stages), each with its own slots.
-    Without this condition the first replica to ask would look through the queue in vain at every step. Policies that bind
+    Without this condition the first replica to ask would look through the queue at every step for nothing. Policies that bind
     on arrival use it for requests that came while no replica was up.
     """
     return (request.request_id for request in queued) if has_room(replica, num_batches) else ()

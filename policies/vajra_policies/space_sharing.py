@@ -90,7 +90,7 @@ class SpaceSharing:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The chunk for the full target time: a prompt with the replica to itself has nobody to leave time to."""
+        """The chunk for the full target time: a prompt with the replica to itself has no other requests to leave time to."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -243,6 +243,16 @@ def test_a_preset_is_a_row(queue: Path, tmp_path: Path, vajra: Callable[..., Any
     assert "One seed tests nothing" in (tmp_path / "out" / "atlas.html").read_text()
 
 
+def test_a_preset_is_named_as_policies_are_unless_one_has_its_name() -> None:
+    registry = load_registry()
+    _, (whole, admission) = entries_of(["distserve", "mooncake"], [], DEFAULT_BASELINE, registry)
+    assert whole.settings == {"preset": "distserve"}
+    assert admission.settings["scheduling.admission"] == "mooncake"
+    (part,) = cards_of([whole], registry)[0].parts
+    assert part.place == "preset"
+    assert "pools.prefill.num_replicas" in repr(part.parameters)
+
+
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "a name that nobody has": (("srptt",), "no installed package offers that name ('srptt'). Did you mean 'srpt'"),
     "a preset with a policy": (

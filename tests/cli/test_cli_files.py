@@ -122,6 +122,17 @@ def test_what_does_not_fit_together_has_its_line(
         assert said.err.count("\n") == 1
 
 
+def test_a_pool_that_no_request_can_reach_has_its_line(vajra: Vajra, small: Path) -> None:
+    picker = "replicaset_scheduler: {policy: endpoint_picker, params: {filters: [{filter: by-label, params: {label: pool, valid_values: [a]}}]}}"
+    text = small.read_text().replace("replicaset_scheduler: round_robin", picker)
+    small.write_text(f"{text}pools: {{a: {{role: mixed}}, b: {{role: mixed}}}}\n")
+    expected = "small.yaml:6: scheduling.replicaset_scheduler: endpoint_picker can never send a request to pool 'b'"
+    for command in ("check", "run"):
+        said = vajra(command, small.name)
+        assert (said.code, said.err.count("\n")) == (2, 1)
+        assert said.err.startswith(expected)
+
+
 def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(small.read_text().replace("version: 1", "version: 9"))

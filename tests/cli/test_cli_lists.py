@@ -23,9 +23,9 @@ def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     heads = [line.strip().split("  ")[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
     registry = load_registry()
-    assert set(heads[1:]) == {*registry.others, *(layer.value for layer in Layer)}
+    assert set(heads[1:]) == {*registry.others, *(layer.value for layer in Layer), "preset"}
     listed = json.loads(vajra("policies", "--json").out)
-    offers = [*(registry.policies(layer) for layer in Layer), *registry.others.values()]
+    offers = [*(registry.policies(layer) for layer in Layer), *registry.others.values(), registry.presets]
     assert len(listed) == sum(map(len, offers))
     assert {"layer", "name", "package", "version", "summary"} == set(listed[0])
 
@@ -43,6 +43,15 @@ def test_every_policy_can_be_shown(name: str, vajra: Vajra) -> None:
     assert said.out.startswith(name)
     assert "  source: " in said.out
     assert "  parameters:" in said.out
+
+
+def test_a_preset_is_shown_with_all_that_it_sets(vajra: Vajra) -> None:
+    said = vajra("policies", "show", "distserve")
+    assert said.code == 0
+    assert said.out.startswith("distserve, preset, from vajra-py ")
+    assert "  source: DistServe (OSDI'24)" in said.out
+    assert "    pools.prefill.num_replicas: 1" in said.out
+    assert "    hand_off: distserve" in said.out
 
 
 PARTS = sorted({name for kind in RoutingPartKind for name in load_registry().routing_parts(kind)})

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from tests.policies.routing_views import Replica, Request, context, prompt, replicas, seeded
 from tests.sim.split_pools import settings, simulate
 from vajra_policies.routers import figures
-from vajra_policies.routers.endpoint_picker import EndpointPickerPolicyConfig
+from vajra_policies.routers.endpoint_picker import EndpointPicker, EndpointPickerPolicyConfig, build
 from vajra_policies.routers.pickers import MaxScorePicker
-from vajra_policies.routers.picking import EndpointPicker, build
 from vajra_py.contract import (
     Layer,
     PlacesAfterPrompt,

@@ -61,7 +61,7 @@ PRESETS: dict[str, Any] = json.loads(PRESETS_FILE.read_text(encoding="utf-8")) i
 
 
 def settings_of_presets() -> dict[str, Any]:
-    found = {one.name: {"scheduling": one.scheduling, "replica": one.replica} for one in vajra_policies.vajra_presets()}
+    found = {one.name: one.settings for one in vajra_policies.vajra_presets()}
     plain: dict[str, Any] = json.loads(json.dumps(found, default=dict))
     return plain
 

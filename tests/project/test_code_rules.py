@@ -8,8 +8,9 @@ import re
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,32 @@ def imported_names(tree: ast.AST) -> set[str]:
     return names
 
 
+def modules() -> dict[str, Path]:
+    """Product files by the name under which they are imported."""
+    names = {}
+    for path in product_files():
+        root = next(root for root in PRODUCT if root in path.parents)
+        parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def own_imports(tree: ast.AST, known: Collection[str]) -> set[str]:
+    """Modules that a file imports anywhere, in functions too, but for annotations alone."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= members if members <= set(known) else {node.module, *(members & set(known))}
+        else:
+            found |= own_imports(node, known)
+    return found & set(known)
+
+
 def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -191,6 +218,17 @@ def test_functions_stay_small() -> None:
     assert not too_long
     stale = [name for name in LONG_FUNCTIONS if sizes.get(name, 0) <= MAX_FUNCTION_LINES]
     assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions count; a package's `__init__` may load its own modules late."""
+    known = modules()
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    graph = {name: own_imports(tree_of(path), known) - packages - {name} for name, path in known.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_every_import_is_a_declared_dependency() -> None:

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ class Session:
     """Tokens that are proposed after a step for each request, at most."""
     drafter: str = "ngram"
     """Method of drafting; EAGLE's is the same to a scheduler but for blocks."""
+    drafted_group: int | None = None
+    """The group of KV blocks whose layers are EAGLE's; None: not said."""
     is_exact: bool = False
     """True if asynchronous steps are compared one by one as well: nothing happens that is known to differ."""
     without_ends: frozenset[str] = frozenset()
@@ -132,9 +135,9 @@ def session_of(seed: int, *, is_async: bool) -> Session:
     )
 
 
-def windowed_session_of(seed: int, *, is_async: bool) -> Session:
-    """Return a random session of a model with sliding windows, or with several groups of KV blocks."""
-    session = session_of(seed, is_async=is_async)
+def windowed_session_of(seed: int, *, is_async: bool, has_drafts: bool = False) -> Session:
+    """Return a random session of a model with sliding windows, or with several groups of KV blocks; `has_drafts`: with drafts besides."""
+    session = (draft_session_of if has_drafts else session_of)(seed, is_async=is_async)
     rng, size = random.Random(f"windows {seed}"), session.block_size
 
     def window() -> int:
@@ -145,6 +148,7 @@ def windowed_session_of(seed: int, *, is_async: bool) -> Session:
     windows = tuple({"f": None, "w": first, "v": second}[one] for one in groups)
     in_flight = session.options["max_num_batched_tokens"] * (2 if is_async else 1)
     longest = session.options["max_model_len"]
+    in_flight += session.num_drafts and session.num_drafts + 1  # and what EAGLE looks ahead
     tokens = [longest if one is None else min(longest, one - 1 + in_flight) for one in windows]
     needed = sum(-(-one // size) + 1 for one in tokens)
     num_blocks = max(needed, int(session.num_blocks * rng.choice((0.3, 0.6, 1, len(windows)))))
@@ -155,6 +159,7 @@ def windowed_session_of(seed: int, *, is_async: bool) -> Session:
         num_blocks=num_blocks,
         has_kv_events=False,
         retention_interval=rng.choice((0, size, 3 * size)) if interval else None,
+        drafted_group=rng.randrange(len(windows)) if has_drafts and rng.random() < 0.5 else None,
     )
 
 
@@ -616,6 +621,8 @@ def _events_difference(own: Play, ours: Play) -> str | None:
 def _cache(session: Session) -> Any:
     cache = kv_cache(session.num_blocks + 1, session.block_size, session.windows)
     cache.prefix_cache_retention_interval = session.retention_interval
+    if session.drafter == "eagle" and session.drafted_group is not None:
+        cache.kv_cache_groups[session.drafted_group].is_eagle_group = True
     return cache
 
 
@@ -728,7 +735,7 @@ def end_check(session: Session, ours: Play) -> str | None:
     return None
 
 
-def _has_equals(session: Session) -> bool:
+def has_equals(session: Session) -> bool:
     """Return whether requests share priority and arrival: such may preempt each other in turns for ever."""
     ranks = {(one.priority, one.arrival_time) for one in session.scripts}
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
@@ -739,6 +746,7 @@ SESSIONS = {
     "windows": windowed_session_of,
     "adapters": adapter_session_of,
     "drafts": draft_session_of,
+    "windows-drafts": partial(windowed_session_of, has_drafts=True),
 }
 """Kinds of random sessions."""
 
@@ -782,7 +790,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:
         # Asynchronous steps differ in when blocks are free, so that chance decides whether equals meet.
-        if own.is_endless is not ours.is_endless and not (session.is_async and _has_equals(session)):
+        if own.is_endless is not ours.is_endless and not (session.is_async and has_equals(session)):
             return f"vLLM {'never ends' if own.is_endless else 'ends'}, here it is otherwise", counts
         if session.is_async:
             return None, counts

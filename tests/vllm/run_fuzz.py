@@ -21,7 +21,18 @@ def main() -> int:
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument(
         "--kind",
-        choices=("plain", "windows", "adapters", "drafts", "connector", "connector-adapters"),
+        choices=(
+            "plain",
+            "windows",
+            "adapters",
+            "drafts",
+            "windows-drafts",
+            "connector",
+            "connector-adapters",
+            "connector-drafts",
+            "connector-windows",
+            "connector-windows-drafts",
+        ),
         default="plain",
         help="what is special about the model",
     )
@@ -43,8 +54,8 @@ def main() -> int:
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
             if given.kind.startswith("connector"):
-                has_adapters, is_async = given.kind.endswith("adapters"), given.mode == "async"
-                found, counts = connector_fuzz.compare(model, seed, is_async=is_async, has_adapters=has_adapters)
+                kind = given.kind.partition("-")[2] or "plain"
+                found, counts = connector_fuzz.compare(model, seed, is_async=given.mode == "async", kind=kind)
             else:
                 found, counts = fuzz.compare(model, seed, is_async=given.mode == "async", kind=given.kind)
             total += counts

@@ -34,29 +34,32 @@ def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
     assert found is None
 
 
+@pytest.mark.parametrize("kind", ["adapters", "drafts"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))
-def test_a_session_with_adapters_is_vllms(tiny_model: str, seed: int) -> None:
-    found, counts = compare(tiny_model, seed, has_adapters=True)
+def test_a_session_with_more_than_a_connector_is_vllms(tiny_model: str, seed: int, kind: str) -> None:
+    found, counts = compare(tiny_model, seed, kind=kind)
     assert found is None
     assert counts["requests"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))
-def test_a_recorded_session_is_replayed(tiny_model: str, tmp_path: Path, seed: int, is_async: bool) -> None:
-    assert replayed(tiny_model, session_of(seed, is_async=is_async), tmp_path / "run") is None
+def test_a_recorded_session_is_replayed(tiny_model: str, tmp_path: Path, seed: int, kind: str, is_async: bool) -> None:
+    assert replayed(tiny_model, session_of(seed, is_async=is_async, kind=kind), tmp_path / "run") is None
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_004))
 def test_other_policies_take_over_when_transfers_are_over(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_async: bool
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kind: str, is_async: bool
 ) -> None:
     install_broken(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     registry = build_registry(metadata.entry_points(group="vajra"))
     monkeypatch.setattr("vajra_py.vllm.scheduler.load_registry", lambda: registry)
-    found, has_broken = breaking(tiny_model, session_of(seed, is_async=is_async), tmp_path, at_step=3)
+    found, has_broken = breaking(tiny_model, session_of(seed, is_async=is_async, kind=kind), tmp_path, at_step=3)
     assert found is None
     assert has_broken
 

@@ -17,10 +17,10 @@ from tests.vllm.test_vllm_connector import BLOCK, MODULE, request
 from vajra_py.vllm import Scheduler
 
 
-@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "adapters", "drafts"])
 @pytest.mark.parametrize("seed", range(5_000_001, 5_000_004))
-def test_clients_and_connector_see_what_they_see_under_vllms(tiny_model: str, seed: int, has_adapters: bool) -> None:
-    found, _ = compare(tiny_model, seed, is_async=True, has_adapters=has_adapters)
+def test_clients_and_connector_see_what_they_see_under_vllms(tiny_model: str, seed: int, kind: str) -> None:
+    found, _ = compare(tiny_model, seed, is_async=True, kind=kind)
     assert found is None
 
 

@@ -39,6 +39,14 @@ def test_a_session_is_vllms_and_its_messages_are_carried_out(tiny_model: str, se
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(2_000_000, 2_000_006))
+def test_a_session_with_drafts_is_vllms(tiny_model: str, seed: int, is_async: bool) -> None:
+    found, counts = compare(tiny_model, seed, is_async=is_async, kind="windows-drafts")
+    assert found is None
+    assert counts["drafted"] > counts["accepted"] > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_sessions_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)

@@ -73,7 +73,9 @@ def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
     try:
         build_router(config, load_registry())
     except ConfigError as error:
-        yield from (replace(problem, where=f"{where} {problem.where}") for problem in error.problems)
+        for problem in error.problems:
+            is_placed = problem.where.startswith((f"{where}:", "--set "))
+            yield problem if is_placed else replace(problem, where=f"{where} {problem.where}")
 
 
 def _print_llm_d(files: tuple[Path, ...]) -> None:

@@ -101,7 +101,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 @contextmanager
 def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
-    """The place of runs that `--on` names; None: this machine."""
+    """Return the pool of runs that `--on` names; None: this machine."""
     if on == "local":
         yield None
         return

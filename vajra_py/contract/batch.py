@@ -145,9 +145,9 @@ class BatchBuilder(Protocol):
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
         """Keep the content that the prefix cache holds of a request now for this time, whatever its retention key.
 
-        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Pinned blocks that nobody
-        uses are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
-        ends before its time where the replica could run nobody otherwise, the one that would last longest first. Raises `ValueError`
+        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Idle pinned
+        blocks are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
+        ends before its time where the replica could run no request otherwise, the one that would last longest first. Raises `ValueError`
         for a negative time.
         """
 

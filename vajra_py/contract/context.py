@@ -66,7 +66,7 @@ class WakeUps(Protocol):
 
 
 class NoWakeUps:
-    """The default of `PolicyContext.wake`: outside a run nobody is woken."""
+    """The default of `PolicyContext.wake`: outside a run no policy is woken."""
 
     def at(self, time_s: float, key: str = "") -> None:
         """Do nothing."""

@@ -133,7 +133,7 @@ class PinEnd(Enum):
     EXPIRED = "expired"
     """Its time was over."""
     FORCED = "forced"
-    """The replica could run nobody while pins held blocks."""
+    """The replica could run no request while pins held blocks."""
 
 
 class Observer:

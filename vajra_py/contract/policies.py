@@ -251,7 +251,7 @@ class EvictsAdapters(Protocol):
     """Optional method of a replica scheduler that chooses which loaded LoRA adapter makes room for another one."""
 
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
-        """One of `idle`: loaded adapters that nobody uses, the least recently used first, which is the one without this method.
+        """Return one of `idle`, loaded adapters that are not in use, the least recently used first; without this method the first is evicted.
 
         Called while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
         """

@@ -203,7 +203,7 @@ class RequestView(Protocol):
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
-        that nobody else has, and before the request reaches the admission policy or a queue.
+        that no other request has, and before the request reaches the admission policy or a queue.
         """
 
     def prefix_hit_tokens(self) -> int:

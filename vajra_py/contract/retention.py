@@ -90,7 +90,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Time from which an idle block is no longer found, seconds on the run's clock; None: it stays until it is overwritten.
 
-        Read when nobody holds the block any more. Its continuations expire with it.
+        Read when no request holds the block any more. Its continuations expire with it.
         """
 
 
@@ -102,14 +102,14 @@ class PinsContent(Protocol):
         """Seconds for which the content of a request that is about to give its blocks back stays, whatever its key; 0: no pin.
 
         Called when it ends there for good. The pin of a session replaces its last one. Refused where pins would hold more than
-        `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run nobody otherwise.
+        `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run no request otherwise.
         """
 
 
 class ListensToContent(Protocol):
     """Optional callbacks of a retention policy about the cache that it ranks; each method is optional by itself.
 
-    A retention policy may also listen to requests (`ListensToRequests`), except that nobody wakes it.
+    A retention policy may also listen to requests (`ListensToRequests`), except that it is not woken.
     """
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:

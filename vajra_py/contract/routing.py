@@ -52,6 +52,17 @@ class ReplicaFilter(Protocol):
 
 
 @runtime_checkable
+class LeavesOutPools(Protocol):
+    """Optional method of a filter, and of a replicaset scheduler, whose parameters may leave out all replicas of a pool for good.
+
+    A pool to which no request can ever come is a mistake in the settings, and is refused when they are read.
+    """
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return False if no request is ever sent to replicas of this pool, which have this role, whatever their state."""
+
+
+@runtime_checkable
 class ReplicaScorer(Protocol):
     """Rates the candidates. Equal states give equal scores."""
 
@@ -174,7 +185,7 @@ class RoutingPartChoice(PolicyConfig):
 
 
 class ProducerChoice(RoutingPartChoice):
-    """Settings of a producer; those that nobody sets are made with their defaults when a part asks for them."""
+    """Settings of a producer; those that are not set are made with their defaults when a part asks for them."""
 
     kind = RoutingPartKind.PRODUCER
     producer: str = Field(description="Name of a producer.")

@@ -95,7 +95,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded now: free ones, and those of adapters that nobody uses."""
+        """Slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
 
     def adapter_blocks(self, name: str) -> int:
         """Size of a LoRA adapter, KV blocks; 0 for one whose size is not stated, or that this replica does not have."""
@@ -199,7 +199,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded: free ones, and those of adapters that nobody uses."""
+        """Slots into which another adapter could be loaded: free ones, and those of idle adapters."""
 
     @property
     def max_loras(self) -> int:

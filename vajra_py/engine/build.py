@@ -40,6 +40,7 @@ from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving import build as mechanism
 from vajra_py.runtime.serving.build import ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
@@ -175,6 +176,7 @@ class Engine:
         dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
         controller = _dry_controller(config, services, dry)
         check_transfers(controller, settings)
+        check_reach(config, controller)
         _probe(controller)
 
     @classmethod

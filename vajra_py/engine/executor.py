@@ -71,7 +71,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """The decode pool of a step, all of whose members went on: while nobody comes or goes, the next step's is the same."""
+    """The decode pool of a step, all of whose members went on: while no request joins or leaves, the next step's is the same."""
 
     members: list[Request]
     slots: list[int]
@@ -157,7 +157,7 @@ class EngineExecutor:
         self._withheld.pop(request, None)
 
     def start_again(self) -> None:
-        """The worker was replaced by one without state."""
+        """Begin anew: the worker was replaced by one without state."""
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
@@ -165,7 +165,7 @@ class EngineExecutor:
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """No step under way is wanted any more."""
+        """Ignore the results of all steps under way."""
         self._steps.clear()
         self._pool_rows = None
 

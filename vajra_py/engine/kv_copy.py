@@ -6,7 +6,7 @@ Copies between device and host memory are made beside steps (`kv_copier`).
 
 Invariants:
     - Ranks of one number hold the same part of the model at both ends, so that block contents are equal.
-    - A buffer that nobody takes is freed with its last reference.
+    - A buffer that is not taken is freed with its last reference.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class KvTransfers:
         self._under_way.pop(_key(transfer), None)  # it may have ended in this turn
 
     def exported(self, news: KvExported) -> None:
-        """Pass on what a source's worker has copied, unless nobody wants it any more."""
+        """Pass on what a source's worker has copied, unless it is not needed any more."""
         one = self._under_way.get((news.replica[0], news.number))
         if one is not None:
             target = one.transfer.target
@@ -62,7 +62,7 @@ class KvTransfers:
             target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
-        """Return the input for KV that has arrived; None if nobody waits for it any more."""
+        """Return the input for KV that has arrived; None if no request waits for it any more."""
         key = news.replica[0], news.number
         if news.is_lost or key not in self._under_way:
             return None

@@ -102,7 +102,7 @@ class OutputBuffer:
                 self._text += found
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is text after all."""
+        """End the output: what was held back is text after all."""
         self._is_done = True
 
 

@@ -79,7 +79,7 @@ class EngineReplica(BackendReplica):
     ahead: LookAhead | None = None
     """Begins steps of its worker before they are decided; None: none is."""
     watch: StepWatch | None = None
-    """Limits how long its worker takes for a step; None: nobody does."""
+    """Limits how long its worker takes for a step; None: there is no limit."""
     under_way: deque[StepUnderWay] = field(default_factory=deque)
     """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False

@@ -104,7 +104,7 @@ class _Lane:
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """The first of them begins now."""
+        """Start the time limit of the first of them now."""
         self.began_at, self.age_s = now, 0.0
 
 
@@ -150,16 +150,16 @@ class StepWatch:
         return lambda news: self._deliver(timer, news)
 
     def begin(self, replica: ReplicaKey, step: StepInput | LookaheadStep) -> None:
-        """A step is about to be given to the replica's worker."""
+        """Note that a step is about to be given to the replica's worker."""
         wanted = step.step if isinstance(step, LookaheadStep) else step
         self._begin(replica, len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks))
 
     def begin_copy(self, replica: ReplicaKey) -> None:
-        """A copy of KV or of an adapter is about to be sent to the replica's worker, which makes it in turn with its steps."""
+        """Note that a copy of KV or of an adapter is about to be sent to the replica's worker, which makes it in turn with its steps."""
         self._begin(replica, 0)
 
     def begin_move(self, replica: ReplicaKey, move: KvMove) -> None:
-        """A copy of KV is about to be sent to the replica's worker, which makes it beside the steps that it is given later."""
+        """Note that a copy of KV is about to be sent to the replica's worker, which makes it beside the steps that it is given later."""
         with self._gate:
             timer = self._timers.get(replica)
             if timer is not None:

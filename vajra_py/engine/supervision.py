@@ -44,7 +44,7 @@ class Restarter(Protocol):
     """Finds another worker for a replica that lost its own."""
 
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
-        """This worker is lost, in the replica's step of this number (the first is 1; 0: before it).
+        """Handle the loss of this worker, in the replica's step of this number (the first is 1; 0: before it).
 
         Whether another one is tried for; the outcome is reported once.
         """
@@ -179,7 +179,7 @@ class Supervisor:
         self._notify(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
-        """A worker that is ready; None when nobody wants it any more."""
+        """A worker that is ready; None when it is not needed any more."""
         worker = self._begin(replica)
         with self._gate:
             self._loading[replica] = worker

@@ -4,7 +4,7 @@ A tier lies behind the host blocks for swapping, in the same memory. Workers cop
 of a copy under way waits for it (`kv_copier`):
     - A copy downwards is asked for before the step that overwrites its blocks is.
     - A copy upwards is asked for with the step of its turn, behind that step's swapping, which may still read its blocks. No step
-      names its blocks before it has ended, and a step that uses them otherwise, since nobody waits for it any more, comes later.
+      names its blocks before it has ended, and a step that uses them otherwise, since no request waits for it any more, comes later.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TierCopies:
                 copy.replica.move_kv(_move(copy, copy.replica.replica.memory.take_copies()))
 
     def moved(self, news: KvMoved, now: int) -> TierEnd | None:
-        """Return the input for a copy that has ended; None if nobody waits for it any more."""
+        """Return the input for a copy that has ended; None if no request waits for it any more."""
         copy = self._under_way.pop((news.replica, news.number), None)
         return None if copy is None else TierEnd(now, news.replica[0], news.number)
 

@@ -242,7 +242,7 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Tokens to decode once new ones are there: up to the last complete text, and all."""
+        """Return the tokens to decode once new ones are there: up to the last complete text, and all."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from vajra_py.config import SystemConfig
+from vajra_py.config import SystemConfig, naming_lines
 from vajra_py.config.replica import ReplicaConfig
 from vajra_py.contract import ReplicaLimits
 from vajra_py.contract.latency import LatencyModel
@@ -19,6 +19,7 @@ from vajra_py.runtime.kv import KvMemory, Retention
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller, build_memory
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.step.plan import StepResult
 from vajra_py.runtime.support.seeds import SeedTree
 
@@ -59,7 +60,12 @@ def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Re
 
 
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
-    """Build the replicasets, empty. Raises `ConfigError`, and what building a policy raises."""
+    """Build the replicasets, empty. Raises `ConfigError`, with file and line where they are known, and what building a policy raises."""
+    with naming_lines(config):
+        return _build_router(config, registry)
+
+
+def _build_router(config: SystemConfig, registry: Registry) -> Controller:
     settings = cast(Any, route_settings(config))
     latency: LatencyModel = predictions(settings, registry)
     seeds = SeedTree(config.seed).child("policies")
@@ -81,6 +87,7 @@ def build_router(config: SystemConfig, registry: Registry) -> Controller:
             if replica.memory.num_groups > 1 or replica.limits.pipeline_stages > 1:
                 message = "is the servers' own affair (got more than 1)"
                 raise ConfigError(Problem("replica.pipeline_stages", message, "Allowed: 1"))
+    check_reach(config, controller)
     return controller
 
 

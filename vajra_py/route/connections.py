@@ -142,7 +142,7 @@ class ServerAnswer:
             self._waiter = None
 
     def _check(self) -> None:
-        """End a silence that has lasted too long; the time in which nobody waited does not count."""
+        """End a silence that has lasted too long; the time in which no request waited does not count."""
         if self.is_complete or self._fault is not None:
             return
         now = self._loop.time()
@@ -324,7 +324,7 @@ class Connection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Begin an answer; one that nobody asked for ends the connection."""
+        """Begin an answer; one that was not requested ends the connection."""
         if self._answer is None or self._answer.is_complete:
             self._is_kept = False
 

@@ -173,7 +173,7 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """A server is down; what is at it and has given nothing is placed again. Nothing happens if it was down.
+        """Take a server out of service; what is at it and has given nothing is placed again. Does nothing if it was down.
 
         `sent`: the requests for which that was a try, since they were really sent; None: all that are at it.
         """
@@ -182,7 +182,7 @@ class RouteCore(Backend[BackendReplica]):
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
-        """A server is up again."""
+        """Put a server back into service."""
         if not self.controller.replicasets[replicaset].is_up(replica_id):
             self._happen(clock, Restart(0, replicaset, replica_id))
 

@@ -81,7 +81,7 @@ class Exchange:
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
-        """Status, body and type of the last refusal by a server, for a client whose request nobody takes."""
+        """Status, body and type of the last refusal by a server, for a client whose request no server takes."""
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:

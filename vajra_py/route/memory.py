@@ -19,7 +19,7 @@ class ServerMemory(PagedKvMemory):
         """See `PagedKvMemory`."""
         super().__init__(num_blocks, block_size, **options)
         self.reported: dict[Hashable, None] | None = None
-        """Content of the server's cache by its events; None: nobody follows them, and what was sent there is taken for it."""
+        """Content of the server's cache by its events; None: they are not followed, and what was sent there is taken for it."""
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class ServerMemory(PagedKvMemory):
             events.stored(list(self.reported))
 
     def clear(self) -> None:
-        """See `PagedKvMemory`; nobody follows the server's events then."""
+        """See `PagedKvMemory`; the server's events are not followed then."""
         super().clear()
         if self.reported is not None:
             self.end()

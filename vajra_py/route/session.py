@@ -238,13 +238,13 @@ class RouteSession:
         self.core.advance(self._clock.now())
 
     def abort(self, routed: Routed) -> None:
-        """A client has left."""
+        """Abort a request whose client has left."""
         if routed.request is not None and routed.end is None:
             self.core.advance(self._clock.now(), (Phase.ABORT, routed.request.request_id))
             self._set_timer()
 
     def lose(self, place: Place, why: str) -> None:
-        """A server takes no connections: what it has not begun to answer is placed again."""
+        """Handle a server that takes no connections: what it has not begun to answer is placed again."""
         replicaset = self.controller.replicasets[place.replicaset]
         if not replicaset.is_up(place.replica_id):
             return

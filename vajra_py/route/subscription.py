@@ -1,4 +1,4 @@
-"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is not to be had."""
+"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is gone."""
 
 from __future__ import annotations
 

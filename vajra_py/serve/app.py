@@ -184,7 +184,7 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application. Its session is started and closed with it."""
+    """Return the application. Its session is started and closed with it."""
     session = service.session
 
     @asynccontextmanager

@@ -1,7 +1,7 @@
 """Life cycle of the server process.
 
 SIGTERM or SIGINT: nothing new is taken (503), what runs may finish within the grace time, the rest is answered 503, then the
-process ends. A second signal ends the wait. Whatever hangs (a worker, a driver, a policy, a log that nobody reads), the process is gone
+process ends. A second signal ends the wait. Whatever hangs (a worker, a driver, a policy, a log that is not read), the process is gone
 `END_S` after the grace time: a thread sees to it.
 """
 
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self.on_listening: Callable[[], None] | None = None
         self.guard: Guard | None = None
-        """Ends the process when it does not end by itself; None: nobody does."""
+        """Ends the process when it does not end by itself; None: there is no limit."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; called between two bytecodes of the main thread."""
@@ -137,7 +137,7 @@ class DrainingServer(uvicorn.Server):
     def begin_drain(self) -> None:
         """Stop taking requests, and exit when those that run are done; in the event loop's thread."""
         if self._drain is None:
-            if self.guard is not None:  # nobody may have sent a signal
+            if self.guard is not None:  # perhaps no client has sent a signal
                 self.guard.end_within(self._service.options.grace_s + END_S)
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 
@@ -207,7 +207,7 @@ class Guard(threading.Thread):
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:
-        """Wait until then; nobody wakes it, so that a signal's handler has no lock to take."""
+        """Wait until then; it is not woken, so that a signal's handler has no lock to take."""
         while not self._is_over:
             late_s = time.monotonic() - self._deadline
             if late_s > (RECORD_S if self._is_writing() else 0.0):
@@ -278,7 +278,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A bound Unix socket; one that nobody listens on any longer is replaced. Raises `ConfigError`."""
+    """A bound Unix socket; one without a listener is replaced. Raises `ConfigError`."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):

@@ -64,7 +64,7 @@ class PredictedTimer:
 class VariedTimer(PredictedTimer):
     """Timer of one replica by the latency model, with a random factor for each step, and the fixed overhead.
 
-    The n-th step of a replica is equally lucky however it is asked for: alone, or as part of a run of decodes.
+    The factor of a replica's n-th step is the same however its time is computed: alone, or as part of a run of decodes.
     """
 
     def __init__(self, latency: LatencyModel, overhead_s: float, replica: Replica, factors: StepFactors) -> None:

@@ -68,7 +68,7 @@ class _Subject:
         return self.spec.build(self.spec.config(**self.params), context)
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
-        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+        """Run the policy in a scenario, wrapped by `interposing` if given. Failures name the scenario."""
 
         def source(context: Any) -> Any:
             policy = self.build(context)
@@ -98,7 +98,7 @@ def _builds(subject: _Subject) -> None:
 
 
 def _decides_about_everybody(subject: _Subject) -> None:
-    """Every request is let in or turned away, ends exactly once, and none is forgotten at the gate."""
+    """Check that every request is let in or turned away, ends exactly once, and none is forgotten at the gate."""
     for scenario in SCENARIOS:
         require_all_end(subject.base(scenario), f" ({scenario.name})")
 

@@ -320,7 +320,7 @@ def _solo_chunks_are_true(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn of preemptions in situations with memory to spare after which nobody else takes the victim's place."""
+    """Warn of preemptions in situations with memory to spare after which no other request takes the victim's place."""
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue

@@ -17,7 +17,7 @@ _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType, str,
 _ENTERED_OF_THE_FRAMEWORK = (PolicyContext, SharedState)
 
 
-# Methods that nobody calls
+# Methods that are never called
 
 
 def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
@@ -133,9 +133,9 @@ def _is_entered(value: Any) -> bool:
 
 
 def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Number of preemptions, and of those after which nobody else was admitted before the victim came back.
+    """Number of preemptions, and of those after which no other request was admitted before the victim came back.
 
-    Only of runs with memory to spare, in which a victim's blocks are needed by nobody.
+    Only of runs with memory to spare, in which a victim's blocks are not needed.
     """
     away: dict[str, int] = {}
     """Number of admissions on the victim's replica when it was preempted, by victim."""

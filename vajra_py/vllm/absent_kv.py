@@ -29,8 +29,8 @@ class WithoutKvExtras:
         """Do nothing: no blocks are reserved."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Refuse: there are no drafts."""
-        raise ValueError("ManagedKv.shrink: blocks beyond a request's tokens are not taken here.")
+        """Refuse: blocks behind rejected drafts stay with their request."""
+        raise ValueError("ManagedKv.shrink: blocks behind rejected drafts are kept here.")
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
         """Return None: there is no host memory."""

@@ -62,11 +62,13 @@ def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
     """Return the rules by which a vLLM's connector is used; None: it has none."""
     if vllm_config.kv_transfer_config is None:
         return None
+    num_drafts = vllm_config.num_speculative_tokens
     prioritizer = only_replicaset(config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
     return ConnectorRules(
         holding_order="begin" if prioritizer == "fcfs" else "urgency",
         on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
         forms_ahead=bool(vllm_config.scheduler_config.async_scheduling),
+        draft_tokens=num_drafts and 1 + num_drafts + vllm_config.num_lookahead_tokens,
     )
 
 

@@ -1,7 +1,7 @@
 """The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
 
 What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
-each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.vllm.drafting import without_drafts
 from vajra_py.vllm.late_ends import LateEnds
 from vajra_py.vllm.lazy_request import make_lazy, settle
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
@@ -30,6 +31,7 @@ from vajra_py.vllm.records import Record
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress", "completed_waiting"
+
 
 OnLookup = Callable[[Record, Request, int, int], None]
 """Called with a request that has got blocks, its tokens in the prefix cache, and those that the connector loads."""
@@ -86,7 +88,7 @@ class Connector:
         self._last: dict[str, EngineCoreOutput] = {}
         """Last outputs of requests that end with the step in flight."""
         self._stages: dict[str, str] | None = {} if log_stats else None
-        """Requests with a load beside steps by their stage, in vLLM's words; None: nobody wants to know."""
+        """Requests with a load beside steps by their stage, in vLLM's words; None: not needed."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
         """Statistics of the connector and its workers since they were last asked for."""
@@ -95,7 +97,7 @@ class Connector:
     # Requests
 
     def take_in(self, record: Record) -> None:
-        """A request has come in."""
+        """Add a request that has come in."""
         self._known[record.request_id] = record
         make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
@@ -104,7 +106,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was notified."""
+        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -119,7 +121,7 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
+        """End a request of the mechanism for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.note_end(record.request_id, wants=self._finish_of(record, own))
@@ -214,7 +216,10 @@ class Connector:
     def _finish_of(self, record: Record, request: Request) -> bool:
         name, num_loaded, memory = record.request_id, self._connected.num_tokens_of(request), self._memory
         vllms = self._look_at(record, request)
-        vllms.num_computed_tokens = num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
+            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # accepted drafts, which the mechanism does not know yet
+        vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
         self._enter(name, None)
         has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
@@ -265,7 +270,7 @@ class Connector:
             self._formed.append(is_formed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
-        self._scheduled = output.num_scheduled_tokens
+        self._scheduled = without_drafts(output)
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
         self._scheduled = {}
         output.kv_connector_block_state = None
@@ -275,10 +280,11 @@ class Connector:
         assert own is not None
         return ([block + 1 for block in self._memory.block_table(own)],)
 
-    def voided_by(self, output: Any, num_scheduled: Mapping[str, int]) -> set[str]:
+    def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
         """Return the requests whose result of a step is void, since a block that they use was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
+        num_scheduled = without_drafts(step)
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
         if self._late is not None:
@@ -391,7 +397,7 @@ class Connector:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a transfer or an answer of the connector may be why nobody can run."""
+        """True if a transfer or an answer of the connector may be why no request can run."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:

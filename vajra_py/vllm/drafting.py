@@ -88,14 +88,22 @@ def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
             where,
             "num_speculative_tokens_per_batch_size is left to policies, which say how many drafts a request has",
         )
-    if config.kv_transfer_config is not None:
-        yield (
-            where,
-            "goes with no KV connector: loads of requests with drafts were not compared with vLLM's own scheduler",
-        )
     threshold = config.scheduler_config.long_prefill_token_threshold
     if 0 < threshold <= speculative.num_speculative_tokens:
         yield "--long-prefill-token-threshold", f"is below the tokens of a decode with its drafts (got {threshold})"
+
+
+def num_tokens_of(request_id: str, step: Any) -> int:
+    """Return the tokens that a step computes of a request, but for drafts."""
+    count: int = step.num_scheduled_tokens.get(request_id, 0)
+    return count - len(step.scheduled_spec_decode_tokens.get(request_id, ()))
+
+
+def without_drafts(step: Any) -> Mapping[str, int]:
+    """Return the tokens that a step computes of each request, but for drafts, which count when they are accepted."""
+    counts: Mapping[str, int] = step.num_scheduled_tokens
+    drafts = step.scheduled_spec_decode_tokens
+    return {name: count - len(drafts.get(name, ())) for name, count in counts.items()} if drafts else counts
 
 
 class DraftStats:

@@ -38,13 +38,13 @@ class Endings:
         return bool(self._failed or self._finished)
 
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        """The request ends with this reason."""
+        """End the request with this reason."""
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """The client takes a request back whose end it did not get; None: there is none of that name."""
+        """Remove a request that the client takes back before it got its end; None: there is none of that name."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)
@@ -52,7 +52,7 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """The client has got the end of this request."""
+        """Note that the client has got the end of this request."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 

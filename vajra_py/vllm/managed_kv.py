@@ -97,6 +97,7 @@ class ManagedSizes:
         max_step_tokens: most tokens of one request in a step.
         max_in_flight_tokens: most tokens of steps that have not come back.
         lag_tokens: tokens of a decode that are in flight while its next one is planned.
+        drops_last_hit: True if groups of layers that a drafter reads compute the last block anew that they find in the prefix cache.
     """
 
     block_size: int
@@ -105,6 +106,7 @@ class ManagedSizes:
     max_in_flight_tokens: int
     lag_tokens: int
     caches: bool
+    drops_last_hit: bool
 
 
 class ManagedKv(WithoutKvExtras):
@@ -113,7 +115,7 @@ class ManagedKv(WithoutKvExtras):
     recycles = True
 
     def __init__(self, kv_cache_config: Any, sizes: ManagedSizes, num_in_flight: Callable[[str], int]) -> None:
-        """`num_in_flight`: tokens of a request, by its id, in steps that have not come back; they may still read its blocks."""
+        """`num_in_flight`: tokens of a request, by its id, in steps that have not come back, without drafts; they may still read its blocks."""
         self.block_size = sizes.block_size
         self._sizes = sizes
         self._num_in_flight = num_in_flight
@@ -124,6 +126,7 @@ class ManagedKv(WithoutKvExtras):
             hash_block_size=sizes.block_size,
             max_in_flight_tokens=sizes.max_in_flight_tokens,
             enable_caching=sizes.caches,
+            use_eagle=sizes.drops_last_hit,
         )
         self._coordinator: Any = self.manager.coordinator
         self._pool: Any = self.manager.block_pool
@@ -280,7 +283,7 @@ class ManagedKv(WithoutKvExtras):
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
         first = num_tokens // self.block_size
         entered = [block for table in self.tables(request) for block in table[first:] if block.block_hash is not None]
         self._withdraw(request, first, entered)
@@ -443,10 +446,7 @@ def managed_memory(
     if vllm_config.kv_transfer_config is not None:
         message = f"a connector's loads go to the blocks of a single table ({_WHY})"
         raise ConfigError(Problem("--kv-transfer-config", message, "Leave the option out"))
-    if vllm_config.speculative_config is not None:
-        message = f"decodes of such a model have no drafts here ({_WHY})"
-        raise ConfigError(Problem("--speculative-config", message, "Leave the option out"))
-    scheduler = vllm_config.scheduler_config
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     sizes = ManagedSizes(
         block_size=block_sizes[0],
         max_model_len=vllm_config.model_config.max_model_len,
@@ -454,6 +454,7 @@ def managed_memory(
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         lag_tokens=1 if scheduler.async_scheduling else 0,
         caches=bool(vllm_config.cache_config.enable_prefix_caching),
+        drops_last_hit=speculative is not None and bool(speculative.use_eagle_block_drop()),
     )
 
     def make(settings: ReplicaConfig, limits: ReplicaLimits, retention: Retention | None) -> KvMemory:

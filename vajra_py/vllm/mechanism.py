@@ -301,7 +301,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """A request comes in with the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        """Add a request to the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
         self.open_turn()
         self._arriving.append(submission)
 
@@ -320,7 +320,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The request is over: it ends with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        """End the request with the turn that is open, or with the step in flight, by itself or because it is taken back."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
@@ -398,12 +398,20 @@ class Mechanism(Backend[_VllmReplica]):
                 if is_recorded:
                     request.note_proposal(len(tokens))
 
-    def planned_drafts(self, request: Request, drafts: PlannedDrafts) -> list[int]:
-        """Return the tokens that a plan verifies for a request; -1: a place that holds none."""
-        if drafts.is_padding or self._executor.is_unseen:
-            return [-1] * drafts.num_tokens
-        tokens = self._executor.proposals[request][1]
-        return tokens if len(tokens) == drafts.num_tokens else tokens[: drafts.num_tokens]
+    @property
+    def is_ahead_of_drafts(self) -> bool:
+        """True if steps are formed before it is known which drafts of the last one are accepted."""
+        return self._executor.is_unseen
+
+    def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
+        """Return the tokens that a plan verifies for each of these requests, in their order; -1: a place that holds none."""
+        if self._executor.is_unseen:
+            return [[-1] * one.num_tokens for one in drafts.values()]
+        known, found = self._executor.proposals, list[list[int]]()
+        for request, (num_tokens, _, is_padding, _) in drafts.items():
+            tokens = [] if is_padding or not num_tokens else known[request][1]
+            found.append([-1] * num_tokens if is_padding else tokens[:num_tokens])
+        return found
 
     def land(self, report: KvReport | None = None) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.
@@ -427,7 +435,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
-        """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
+        """Return the next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))

@@ -7,6 +7,8 @@ every count grows by one, and who needs a block is known from the counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add, attrgetter
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from vajra_py.vllm.mechanism import Mechanism, PlannedChunk, PlannedDrafts, Requ
 from vajra_py.vllm.records import Record
 from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
 
+_num_unverified = attrgetter("num_unverified")
 Ints = npt.NDArray[np.int64]
 
 
@@ -51,6 +54,14 @@ class Messages:
         self._last = -1
         """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
         self._step = 0
+        self._drafted: tuple[Request, ...] = ()
+        """Requests of the step before, if it had drafts; what follows describes them, and so do `_decodes` and `_ids` unless empty."""
+        self._room: list[int] = []
+        """Tokens for which the workers have blocks, without those that a drafter reads ahead."""
+        self._outputs_ahead: list[int] = []
+        """Output tokens less those that are computed."""
+        drafts = replica.parts.options.drafts
+        self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
         """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
@@ -60,7 +71,12 @@ class Messages:
     def message(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
-        self._add_chunks(plan.chunks, plan.drafts)
+        if plan.drafts:
+            self._add_drafted(plan)
+        else:
+            if self._drafted:
+                self._settle_drafted(())
+            self._add_chunks(plan.chunks)
         if plan.pool is not None:
             self._add_decodes(plan)
         if self._managed is not None:
@@ -69,8 +85,11 @@ class Messages:
 
     # One by one
 
-    def _add_chunks(self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts]) -> None:
+    def _add_chunks(
+        self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts] = MappingProxyType({})
+    ) -> None:
         find, message, step = self._records.get, self.next, self._step
+        verified = dict(zip(drafts, self._mechanism.planned_drafts(drafts), strict=True)) if drafts else {}
         for chunk in chunks:
             request, num_tokens, computed, kind = chunk
             planned = drafts.get(request)
@@ -90,7 +109,7 @@ class Messages:
             else:
                 self._add_chunk(record, chunk)
             if planned is not None and planned.num_tokens:
-                message.verify(record.request_id, self._mechanism.planned_drafts(request, planned))
+                message.verify({record.request_id: verified[request]})
 
     def _add_chunk(self, record: Record, chunk: PlannedChunk) -> None:
         request, num_tokens, computed, kind = chunk
@@ -138,7 +157,7 @@ class Messages:
         self._at_step = plan.pool.num_committed
         if len(self._decodes) != len(order) or self._are_absent():
             self._settle()
-            self._add_chunks((chunk for chunk in plan.entries() if chunk.request in plan.pool), {})
+            self._add_chunks(chunk for chunk in plan.entries() if chunk.request in plan.pool)
             self._order = None
             return
         computed = self._computed
@@ -153,6 +172,52 @@ class Messages:
         self._last = self._step
         computed += 1
         self._output += 1
+
+    def _add_drafted(self, plan: StepPlan) -> None:
+        """Add the chunks of a plan with drafts, at once where all are of decodes that were together in the step before."""
+        drafts = plan.drafts
+        requests, counts, computed, kinds = zip(*plan.chunks, strict=True)
+        is_alike = requests == self._drafted and kinds.count("running") == len(kinds) == len(drafts)
+        if is_alike and not self._decodes:
+            self._look_at_drafted(requests, computed)
+        if not is_alike or not self._are_all_known() or self._are_absent():
+            self._settle_drafted(requests)
+            self._add_chunks(plan.chunks, drafts)
+            return
+        if self._mechanism.is_ahead_of_drafts:  # the workers take the rejected ones off themselves
+            computed = tuple(map(add, computed, map(_num_unverified, drafts.values())))
+        new: dict[int, Sequence[int] | Tables] = {}
+        room = self._room
+        for index, end in enumerate(map(add, computed, counts)):
+            if end > room[index]:
+                blocks = self._new_blocks(self._decodes[index], requests[index])
+                room[index] += len(blocks) * self._block_size
+                if blocks:
+                    new[index] = blocks
+                    if self._zeroes and not isinstance(blocks, Tables):
+                        self.next.clear(blocks)
+        message = self.next
+        message.add_decodes(self._ids, new, computed, list(map(add, computed, self._outputs_ahead)), counts)
+        tokens = self._mechanism.planned_drafts(drafts)
+        message.verify({name: each for name, each in zip(self._ids, tokens, strict=True) if each})
+        self._last = self._step
+
+    def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
+        """Write down when decodes with drafts ran last; these requests are taken one by one, and may be together in the next step."""
+        self._settle()
+        self._drafted, self._decodes, self._last = requests, [], -1
+
+    def _look_at_drafted(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
+        find, size = self._records.get, self._block_size
+        found = [find(request.request_id) for request in requests]
+        self._decodes = decodes = [one for one in found if one is not None]
+        self._ids = [one.request_id for one in decodes]
+        self._room = [one.num_sent * size - self._lookahead for one in decodes]
+        self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
+
+    def _are_all_known(self) -> bool:
+        """Return whether the clients of all requests with drafts wait for more."""
+        return len(self._ids) == len(self._drafted) and all(map(self._records.__contains__, self._ids))
 
     def _look_at(self, order: Sequence[Request]) -> None:
         records = self._records

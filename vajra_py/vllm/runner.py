@@ -34,7 +34,7 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""Sampling of a token that nobody wants."""
+"""Sampling of an unneeded token."""
 
 
 class Workers(Protocol):
@@ -65,7 +65,7 @@ class _Row:
         tokens: as far as they are known here; of one that keeps, all until it is sent.
         blocks: its block table.
         name: its name at the workers; empty: they do not know it.
-        num_told: leading entries of its block table that they have.
+        num_sent: leading entries of its block table that they have.
         num_computed: tokens in KV memory.
         num_sampled: tokens that they sampled under this name.
         is_moved: True if its block table is another one than they have.
@@ -211,7 +211,7 @@ class VllmRunner:
         return scheduled
 
     def _name(self, row: _Row) -> None:
-        """Let a row be a request that the workers do not know."""
+        """Give the row a name that is new to the workers."""
         if row.name:
             self._next.finished.add(row.name)
         self._num_named += 1

@@ -32,7 +32,7 @@ from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of, rules_of
-from vajra_py.vllm.drafting import DraftStats
+from vajra_py.vllm.drafting import DraftStats, num_tokens_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -44,6 +44,7 @@ from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
+from vajra_py.vllm.steady_tokens import SteadyTokens, TakenTokens
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class Scheduler(WithoutExtras):
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
+        self._steady = SteadyTokens(self._records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._stopping: list[Request] = []  # a token of the step at hand ends them
         self._messages = Messages(
@@ -158,7 +160,8 @@ class Scheduler(WithoutExtras):
         return time.monotonic_ns() - self._zero_ns
 
     def _num_in_flight(self, request_id: str) -> int:
-        return sum(one.num_scheduled_tokens.get(request_id, 0) for one in self._in_flight)
+        """Tokens of a request in steps that have not come back, without drafts, which count when they are accepted."""
+        return sum(num_tokens_of(request_id, one) for one in self._in_flight)
 
     # Requests
 
@@ -189,7 +192,7 @@ class Scheduler(WithoutExtras):
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
-        """The mechanism has ended a request, for one reason or another."""
+        """Handle a request that the mechanism has ended, for whatever reason."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -212,6 +215,7 @@ class Scheduler(WithoutExtras):
         """End a request that its client does not expect to end."""
         self._forget_at_workers(record)
         del self._records[record.request_id]
+        self._steady.forget()
         record.is_over = True
         self._grammars.forget(record)
         if self._connected is not None:
@@ -255,11 +259,12 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """The client has got the end, or does not need it."""
+        """End the request for a client that has got the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
         del self.requests[name]
+        self._steady.forget()
         self._grammars.forget(record)
         if record in self._held:
             self._held.remove(record)
@@ -320,7 +325,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
+        """Handle a turn in which the policies scheduled nothing and nothing is computed; too many in a row are a violation."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
         if self._connected is not None and self._connected.is_awaited:
             is_left_idle = True
@@ -373,6 +378,7 @@ class Scheduler(WithoutExtras):
     def _hand_in_held(self) -> None:
         """Submit held requests to the mechanism, except those with a token in flight."""
         held, self._held = self._held, []
+        self._steady.forget()
         for record in held:
             if any(record.request_id in one.num_scheduled_tokens for one in self._in_flight):
                 self._held.append(record)
@@ -425,17 +431,16 @@ class Scheduler(WithoutExtras):
         """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         plan = self._plans.popleft()
-        outputs: dict[int, list[EngineCoreOutput]] = {}
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
-            void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
+            void = self._connected.voided_by(reported, scheduler_output)
         if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
             self._draft_stats.observe(scheduler_output, model_runner_output, self._records)
-        accepted: dict[Request, int] = {}
+        taken = TakenTokens({}, {})
         if model_runner_output.sampled_token_ids:
-            accepted = self._take_tokens(model_runner_output, outputs, void)
+            taken = self._take_tokens(model_runner_output, void)
         if plan is not None and self._draft_stats.num_tokens:
-            self.mechanism.accept(plan, accepted)
+            self.mechanism.accept(plan, taken.accepted)
         if self._stopping:
             self._stop()
         if not self._in_flight:
@@ -452,7 +457,7 @@ class Scheduler(WithoutExtras):
             if self.connector is not None:
                 self._events.feed.events += self.connector.take_events()
             self._events.publish()
-        by_client = self._endings.with_ends(outputs, self.requests)
+        by_client = self._endings.with_ends(taken.outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
             if not by_client:
                 by_client[0] = EngineCoreOutputs()
@@ -469,35 +474,34 @@ class Scheduler(WithoutExtras):
             else:
                 self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
-    def _take_tokens(
-        self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
-    ) -> dict[Request, int]:
-        """Take in the tokens of a step, but for requests whose part of it is void; return the drafts that became output, where any did."""
+    def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
+        """Take in the tokens of a step, but for requests whose part of it is void."""
+        has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
+        if not has_more and not void:
+            taken = self._steady.take(output.req_ids, output.sampled_token_ids)
+            if taken is not None:
+                return taken
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
-        has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         first = sys.maxsize if has_more else 2
         """The first token of a request that is sent as its id alone, unless it ends the request."""
-        client, own_outputs, accepted = None, [], dict[Request, int]()
+        outputs, accepted = dict[int, list[EngineCoreOutput]](), dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
-            produced, stops, is_one = record.output, record.stops, len(tokens) == 1
-            count = len(produced) + len(tokens)
-            if record.client_index != client:
-                client = record.client_index
-                own_outputs = outputs.setdefault(client, [])
-            goes_on = tokens[0] not in stops if is_one else stops.keys().isdisjoint(tokens)
-            if goes_on and first <= count < record.plain_until:
+            produced = record.output
+            own_outputs = outputs.setdefault(record.client_index, [])
+            goes_on = record.stops.keys().isdisjoint(tokens)
+            if goes_on and first <= len(produced) + len(tokens) < record.plain_until:
                 produced += tokens
                 own_outputs.append(EngineCoreOutput(name, tokens))
             else:
                 tokens, is_last = record.take(tokens, self._max_model_len)
                 own_outputs.append(self._full_output(record, index, tokens, output, stops=is_last))
-            if not is_one and len(tokens) > 1 and (own := record.own) is not None:
+            if len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
-        return accepted
+        return TakenTokens(outputs, accepted)
 
     def _stop(self) -> None:
         """End requests whose last token is known, after the tokens before it were counted."""

@@ -70,7 +70,7 @@ class Sizes:
     """Sizes that vLLM has room for.
 
     Attributes:
-        num_blocks: without vLLM's null block, which nobody ever gets.
+        num_blocks: without vLLM's null block, which is never used.
         max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
         max_loras: LoRA adapters that the requests of a step may have; 0: there are none.
         drafts: sizes of drafts (speculative decoding).
@@ -108,7 +108,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
 
 
 def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """Return the policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
+    """Return the policies of the preset that `backend.vllm.fallback` names; None: there is no fallback. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
         return None

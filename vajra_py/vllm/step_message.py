@@ -2,7 +2,7 @@
 
 vLLM's workers get these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
 (`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
-block 0 is nobody's.
+block 0 is unused.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ class StepMessage:
         blocks: Mapping[int, Sequence[int] | Tables],
         num_computed: Sequence[int],
         num_outputs: Sequence[int],
+        num_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Compute one token of each of these requests, all part of the step before; `blocks` are new ones, by place in `names`."""
+        """Compute tokens of these requests, one each if not said otherwise, all part of the step before; `blocks` are new ones, by place in `names`."""
         added: list[tuple[list[int], ...] | None] = [None] * len(names)
         for place, table in blocks.items():
             added[place] = _tables(table)
@@ -154,12 +155,16 @@ class StepMessage:
         known.new_block_ids += added
         known.num_computed_tokens += num_computed
         known.num_output_tokens += num_outputs
-        self._num_scheduled.update(dict.fromkeys(names, 1))
-        self._num_tokens += len(names)
+        if num_tokens is None:
+            self._num_scheduled.update(dict.fromkeys(names, 1))
+            self._num_tokens += len(names)
+        else:
+            self._num_scheduled.update(zip(names, num_tokens, strict=True))
+            self._num_tokens += sum(num_tokens)
 
-    def verify(self, name: str, drafts: list[int]) -> None:
-        """Verify these tokens, the last of those that are computed of a request; -1: a place that holds none."""
-        self._drafts[name] = drafts
+    def verify(self, drafts: Mapping[str, list[int]]) -> None:
+        """Verify these tokens, the last of those that are computed of each request; -1: a place that holds none."""
+        self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Clear blocks before the step reads any."""

@@ -29,7 +29,7 @@ def installed_version() -> str:
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """The major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
+    """Return the major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
     found = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(found[1]), int(found[2])) if found else (0, 0)
     if minor not in VERSIONS:

@@ -291,7 +291,7 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> F64:
-    """The first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
+    """Return the first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
 
     Raises:
         WorkloadError: neither is given for a process without an end, the rates end before `num_requests` arrivals, or nothing arrives.

@@ -50,7 +50,7 @@ class Columns:
     follows: I64 | None = None
     """Row of the first request that each follows."""
     joins: ObjectArray | None = None
-    """Rows of the others that it follows, a tuple each; None: nobody follows several."""
+    """Rows of the others that it follows, a tuple each; None: no request follows several."""
     think_time_s: F64 | None = None
     metadata: ObjectArray | None = None
 

@@ -63,7 +63,7 @@ def file_facts(kind: str, file: Path) -> dict[str, Any]:
 
 
 def iter_lines(file: Path) -> Iterator[str]:
-    """The lines of a file, with their line ends.
+    """Iterate over the lines of a file, with their line ends.
 
     Raises:
         WorkloadError: the file cannot be opened, is not UTF-8, or its gzip stream is cut short or damaged: names the line reached.

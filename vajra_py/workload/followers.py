@@ -17,7 +17,7 @@ class Followers:
         self._num_parents_left: dict[str, int] = {}  # requests with several parents
 
     def add(self, spec: RequestSpec) -> bool:
-        """Keep a request until its parents have ended; False for one that follows nobody."""
+        """Keep a request until its parents have ended; False for one without parents."""
         parents = spec.parents
         for parent in parents:
             self._children.setdefault(parent, []).append(spec)

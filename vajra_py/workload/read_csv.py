@@ -304,7 +304,7 @@ def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
 
 
 def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
-    """The columns of parents. A cell is an id or, where it is none, several ids with `;` between them."""
+    """Return the columns of parents. A cell is an id or, where it is none, several ids with `;` between them."""
     row_of = {request_id: row for row, request_id in enumerate(ids)}
     parents_of: dict[str, list[str]] = {}
     for request_id, cell in zip(ids, table["follows"].tolist(), strict=True):

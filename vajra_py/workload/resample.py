@@ -245,7 +245,7 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """The time from the first arrival to the one after the last, were it all to begin anew after a mean gap: arrivals over this are their rate."""
+    """Return the time from the first arrival to the one after the last, were it all to begin anew after a mean gap: arrivals over this are their rate."""
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 

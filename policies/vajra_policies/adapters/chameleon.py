@@ -48,9 +48,9 @@ class Chameleon(FixedChunk):
 
     - K queues: k-means on the WRS of recent requests, cut midway between centroids.
     - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, of its largest request, mean duration and rate of arrivals. The smallest sizes
-      have what they need of the KV memory first; what nobody needs is shared out equally.
+      have what they need of the KV memory first; what is not needed is shared out equally.
     - Phase 1: each queue, the smallest sizes first, admits while p + d of those that it has admitted is within its quota; one that
-      has nobody admits its first request, whatever its size. Phase 2: what queues leave in which nobody waits goes to the others,
+      has no request running admits its first one, whatever its size. Phase 2: what queues leave in which no request waits goes to the others,
       the smallest first. Tokens return to the queue that gave them when a request ends or is preempted. Steps are `fixed_chunk`'s.
     - The idle adapter goes with the least frequency f / f_max, recency (rank of the last use, 0 to 1) and size a / a_max, weighted.
 
@@ -59,7 +59,7 @@ class Chameleon(FixedChunk):
 
     Left out: the choice of K by an elbow, prefetches for those that wait, memory for the cache beyond the slots, and the rule that
     a request may overtake one that waits for its adapter only if it ends before that is loaded (here every scheduler skips such a
-    request). How the paper weighs what nobody needs, and what it does where needs exceed the memory, was not found.
+    request). How the paper weighs what is not needed, and what it does where needs exceed the memory, was not found.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference Environments" (MICRO'25,
     arXiv:2411.17741); the weights of the score from secondary sources, which give 0.45 or 0.55 for size.
@@ -114,7 +114,7 @@ class Chameleon(FixedChunk):
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Tokens return, durations are learnt."""
+        """Return tokens to quotas, and learn durations."""
         for request in requests:
             self.queues.forget(request, now)
 
@@ -151,7 +151,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if it can be; False where memory is short, so that nobody else is tried."""
+        """Admit a request if it can be; False where memory is short, so that no other request is tried."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:

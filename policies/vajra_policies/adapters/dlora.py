@@ -112,7 +112,7 @@ class Dlora(Preemptive):
         """Adapters that go first by their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Requests of the adapters that are chosen, by urgency; all of them where nobody of those can run."""
+        """Requests of the adapters that are chosen, by urgency; all of them where none of those can run."""
         line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
         if not line:
             return

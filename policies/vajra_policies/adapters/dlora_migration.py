@@ -100,12 +100,12 @@ class DloraMigration(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request is there, and its time begins."""
+        """Start the request's time on its replica."""
         self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The request is at its target."""
+        """Note that the request is at its target."""
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -107,7 +107,7 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """True if a queue has so many tokens left, or has admitted nobody."""
+        """True if a queue has so many tokens left, or has admitted none."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:

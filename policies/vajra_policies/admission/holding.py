@@ -115,7 +115,7 @@ class Holding:
             self._wake.at(self._rechecks_at)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A queue has become shorter."""
+        """Look at the line: a queue has become shorter."""
         if self._num_held:
             self._wake.at(now, "admission")
 

@@ -58,7 +58,7 @@ def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict
 
 
 class PriorityHoldback(Holding):
-    """A request enters while saturation is below the ceiling of its priority, and nobody more urgent waits.
+    """A request enters while saturation is below the ceiling of its priority, and no more urgent request waits.
 
     The priorities are those that have come so far.
 

@@ -31,7 +31,7 @@ class MinChunkHoldConfig(FixedChunkConfig):
 class MinChunkHold(FixedChunk):
     """`fixed_chunk`, where a chunk of fewer than `min_chunk` tokens is held back while a request decodes.
 
-    Held chunks are computed together once they have `min_chunk` tokens in all, or one after `max_delay_steps` steps, or when nobody
+    Held chunks are computed together once they have `min_chunk` tokens in all, or one after `max_delay_steps` steps, or when no request
     decodes. So a step with prompts has enough of them to be worth its fixed cost, and the others are steps of decodes alone, for
     a bounded delay.
 

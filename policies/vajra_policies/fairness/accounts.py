@@ -78,7 +78,7 @@ class Accounts:
         return tenant in self.num_waiting or tenant in self._admitted
 
     def arrive(self, request: RequestView) -> bool:
-        """A request waits for the first time; one that runs already, or ran before this policy was in force, has paid.
+        """Count a request that waits for the first time; one that runs already, or ran before this policy was in force, has paid.
 
         True if its tenant begins to wait.
         """
@@ -89,7 +89,7 @@ class Accounts:
         return False
 
     def admit(self, request: RequestView) -> bool:
-        """A waiting request has got its memory; its prompt is charged for the first time. True if its tenant waits no more."""
+        """Charge a waiting request that has got its memory, for its prompt the first time. True if its tenant waits no more."""
         tenant = request.tenant
         charged = self._waiting.pop(request, None)
         stops = charged is not None and self._leave(tenant)
@@ -105,12 +105,12 @@ class Accounts:
         return stops
 
     def preempt(self, request: RequestView) -> bool:
-        """A running request waits again. True if its tenant begins to wait."""
+        """Count a preempted request among the waiting. True if its tenant begins to wait."""
         charged = self._take_admitted(request)
         return charged is not None and self._wait(request, charged)
 
     def depart(self, requests: Iterable[RequestView]) -> list[str]:
-        """Requests have left; they are charged for their last tokens and forgotten. Returns the tenants that wait no more."""
+        """Charge requests that have left for their last tokens, and forget them. Returns the tenants that wait no more."""
         stopped = []
         for request in requests:
             charged = None if self._take_admitted(request) is not None else self._waiting.pop(request, None)

@@ -79,7 +79,7 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """The turn may have ended with the tokens that were generated."""
+        """Pass the turn on if it has ended with the tokens that were generated."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -112,7 +112,7 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the next tenant its turn, and so on until one has credit; rounds that nobody could use are given at once."""
+        """Give the next tenant its turn, and so on until one has credit; rounds that no tenant could use are given at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

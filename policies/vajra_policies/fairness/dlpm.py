@@ -86,7 +86,7 @@ class Dlpm:
         self._refill()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Tokens were generated: who has deficit left may have none now."""
+        """Charge the generated tokens: a tenant with deficit left may have none now."""
         self._collected.clear()
         self._refill()
 

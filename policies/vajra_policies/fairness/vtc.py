@@ -24,7 +24,7 @@ class Vtc:
     """Key of tenant u = c_u, its counter: tokens served to it so far, weighted, over its share f_u.
 
     - A request's admission adds w_p * prompt / f_u to c_u; each token that it generates adds w_q / f_u.
-    - Lift: when u begins to wait, c_u rises to the least counter of those that wait; where nobody waits, to the counter of
+    - Lift: when u begins to wait, c_u rises to the least counter of those that wait; where no tenant waits, to the counter of
       the tenant that waited last. So time without requests earns no credit.
     - Requests of one tenant are served in order of arrival.
 

@@ -92,11 +92,11 @@ class Plas:
             self._call(request)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A call begins to run."""
+        """Note that a call begins to run."""
         self._call(request).admitted_at = now
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A call waits again."""
+        """Note that a call waits again."""
         call = self._call(request)
         if call.admitted_at is not None:
             call.run_s += now - call.admitted_at

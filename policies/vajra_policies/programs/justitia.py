@@ -35,7 +35,7 @@ class FluidShares:
         self._tags: list[float] = []
 
     def join(self, cost: float) -> float:
-        """An agent comes; returns its finish tag."""
+        """Add an agent; returns its finish tag."""
         tag = self.virtual_time + cost
         heappush(self._tags, tag)
         return tag

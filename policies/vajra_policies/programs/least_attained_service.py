@@ -82,14 +82,14 @@ class LeastAttainedService:
         return left
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Programs have more requests that wait."""
+        """Add requests to the waiting ones of their programs."""
         for request in requests:
             if not request.is_resident:
                 self._wait(request)
         self._change(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The program's next request is its first one."""
+        """Take the request out of the waiting ones of its program."""
         self._leave(request)
         self._change(now)
 

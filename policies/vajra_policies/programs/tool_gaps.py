@@ -35,7 +35,7 @@ class ToolGaps:
         """Sum and number of the times of each tool, the last used one last."""
 
     def arrive(self, requests: Iterable[RequestView], now: float) -> None:
-        """A program's next call ends the time of its tool."""
+        """End the time of the program's tool, at its next call."""
         for request in requests:
             begun = None if request.program is None else self._last.pop(request.program, None)
             if begun is not None:

@@ -127,7 +127,7 @@ class Kvflow:
         self.on_used(blocks, now)
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Another agent has it too."""
+        """Assign the content to another agent too."""
         for block in blocks:
             program, stage = block.request.program, block.request.stage
             if program is None or not stage:

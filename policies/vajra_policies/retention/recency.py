@@ -10,7 +10,7 @@ class LruConfig(PolicyConfig):
 
 
 class LeastRecentlyUsed:
-    """Key = the last use: what nobody has used for longest goes first."""
+    """Key = the last use: what was unused for longest goes first."""
 
     key_motion = KeyMotion.PROGRESS
 

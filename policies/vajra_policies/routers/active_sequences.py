@@ -55,7 +55,7 @@ class ActiveSequences:
     def book(
         self, request: RequestView, replica_id: ReplicaId, blocks: Sequence[Hashable], num_blocks: int, tokens: int
     ) -> None:
-        """The request goes to the replica, where `tokens` of its prompt are to be computed."""
+        """Count the request at the replica, where `tokens` of its prompt are to be computed."""
         self.free(request)
         booking = self._bookings[request] = _Booking(
             replica_id, tokens if self._track_prefill else 0, blocks, num_blocks
@@ -84,7 +84,7 @@ class ActiveSequences:
             self.prefill_complete(request)
 
     def prefill_complete(self, request: RequestView) -> None:
-        """The request's prompt is computed."""
+        """Count the request's prompt as computed."""
         self._admitted.pop(request, None)
         booking = self._bookings.get(request)
         if booking is not None:
@@ -92,7 +92,7 @@ class ActiveSequences:
             booking.prefill_tokens = 0
 
     def add_output_block(self, request: RequestView) -> None:
-        """The request has generated another block."""
+        """Count another generated block of the request."""
         booking = self._bookings[request]
         booking.num_output_blocks += 1
         self.blocks[booking.replica_id] += 1
@@ -104,7 +104,7 @@ class ActiveSequences:
                 self.add_output_block(request)
 
     def free(self, request: RequestView) -> None:
-        """The request has ended, or is booked anew."""
+        """Remove the request, which has ended or is booked anew."""
         self.prefill_complete(request)
         booking = self._bookings.pop(request, None)
         if booking is None:

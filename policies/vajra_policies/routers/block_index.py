@@ -31,7 +31,7 @@ class BlockHolders:
             self._holders.pop(block, None)
 
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
-        """Return how many of the blocks each replica holds, by id, up to the first block that nobody holds.
+        """Return how many of the blocks each replica holds, by id, up to the first block that no replica holds.
 
         That is the length of the longest common prefix wherever replicas hold whole prefixes. One that has lost early blocks and
         keeps later ones counts those, as in llm-d's index.
@@ -67,7 +67,7 @@ class RecentBlocks:
         self._recent: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_replicas)]
 
     def add(self, blocks: Sequence[Hashable], replica_id: int) -> None:
-        """A request with these blocks was sent to the replica."""
+        """Note that a request with these blocks was sent to the replica."""
         recent, holders = self._recent[replica_id], self._holders
         for block in blocks:
             if block in recent:
@@ -93,7 +93,7 @@ class ExpiringBlocks:
         self._sent_at: OrderedDict[tuple[Hashable, int], float] = OrderedDict()
 
     def add(self, blocks: Sequence[Hashable], replica_id: int, now: float) -> None:
-        """A request with these blocks was sent to the replica."""
+        """Note that a request with these blocks was sent to the replica."""
         for block in blocks:
             key = (block, replica_id)
             if key not in self._sent_at:

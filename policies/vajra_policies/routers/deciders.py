@@ -28,7 +28,7 @@ class Always:
         self._answer = answer
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """The answer it was built with."""
+        """Return the configured answer."""
         return self._answer
 
 

@@ -7,9 +7,25 @@ Source: Dynamo 1.6.1, `lib/kv-router/src/scheduling/selector/default.rs`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from pydantic import Field
 
-from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicasetScheduler
+from vajra_policies.routers import figures
+from vajra_policies.routers.active_sequences import ActiveSequences
+from vajra_policies.routers.block_index import ExpiringBlocks
+from vajra_policies.routers.figures import Floats, Integers
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
 
 
 class CostRouterConfig(PolicyConfig):
@@ -35,17 +51,93 @@ class CostRouterConfig(PolicyConfig):
     router_ttl_secs: float = Field(120.0, gt=0, description="Seconds that sent blocks count as cached, without events.")
 
 
-def _build(config: CostRouterConfig, context: PolicyContext) -> ReplicasetScheduler:
-    from vajra_policies.routers.cost_router import CostRouter
+class CostRouter(BindsOnArrival):
+    """cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests.
 
-    return CostRouter(config, context)
+    Blocks to compute: the replica's and this prompt's tokens, in fractions of blocks. Blocks to hold: the union of the full
+    blocks of its active requests and of this one. The least cost gets the request, ties uniformly at random.
+    """
+
+    def __init__(self, config: CostRouterConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._block_size = context.limits.block_size
+        self._stream = context.random_stream("dynamo_kv_router")
+        self._sent = None if config.use_kv_events else ExpiringBlocks(context.num_replicas, config.router_ttl_secs)
+        self.sequences = ActiveSequences(
+            context.num_replicas,
+            assume_reuse=config.router_assume_kv_reuse,
+            track_prefill=config.router_track_prefill_tokens,
+        )
+        """Blocks and tokens that are active at each replica."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """A replica of least cost, or by chance with a temperature."""
+        up = figures.those_up(replicas)
+        if not up:
+            return None
+        self.sequences.note_first_tokens()
+        if self._config.router_track_output_blocks:
+            self.sequences.note_output_blocks(self._block_size)
+        overlaps = self.overlaps(request, up, now)
+        position = self._choice(self.costs(request, up, overlaps))
+        chosen = up[position].replica_id
+        blocks = request.block_hashes()
+        tokens = max(request.num_prompt_tokens - int(overlaps[position]) * self._block_size, 0)
+        self.sequences.book(request, chosen, blocks, request.num_prompt_tokens // self._block_size, tokens)
+        if self._sent is not None:
+            self._sent.add(blocks, chosen, now)
+        return chosen
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Note that a request may have its first token from now on."""
+        self.sequences.admitted(request)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Free the blocks of a request."""
+        for request in requests:
+            self.sequences.free(request)
+
+    def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
+        """Leading full blocks of the prompt that each replica has cached."""
+        if self._sent is not None:
+            return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]
+        size = self._block_size
+        return np.array([one.prefix_hit_tokens(request) // size for one in replicas], dtype=np.int64)
+
+    def costs(self, request: RequestView, replicas: Sequence[ReplicaLoadView], overlaps: Integers) -> Floats:
+        """Cost of the request on each replica, in blocks."""
+        config, size, sequences = self._config, self._block_size, self.sequences
+        ids = figures.ids(replicas)
+        tokens, prompt = sequences.prefill_tokens[ids], request.num_prompt_tokens
+        blocks = sequences.potential_blocks(request.block_hashes(), prompt // size)[ids]
+        credit: Floats = config.overlap_score_credit * overlaps.astype(np.float64)
+        if config.overlap_score_credit_decay:
+            excess = (tokens - tokens.min()) / size / max(-(-prompt // size), 1)
+            credit = credit / (1.0 + config.overlap_score_credit_decay * excess)
+        active = config.decode_active_request_weight * sequences.requests[ids]
+        if not config.router_track_prefill_tokens:
+            held: Floats = np.maximum(blocks - credit, 0.0) + active
+            return held
+        to_compute = np.maximum((tokens + prompt) / size - credit, 0.0)
+        cost: Floats = config.prefill_load_scale * to_compute + blocks + active
+        return cost
+
+    def _choice(self, costs: Floats) -> int:
+        low, high = costs.min(), costs.max()
+        if not self._config.router_temperature or low == high:
+            best = np.flatnonzero(costs == low)
+            return int(best[0] if len(best) == 1 else best[int(self._stream.integers(0, len(best)))])
+        weights = np.exp(-(costs - low) / ((high - low) * self._config.router_temperature))
+        sums = np.cumsum(weights)
+        drawn = np.searchsorted(sums, self._stream.random() * sums[-1], side="right")
+        return min(int(drawn), len(costs) - 1)
 
 
 SPEC = PolicySpec(
     name="dynamo_kv_router",
     layer=Layer.REPLICASET_SCHEDULER,
     config=CostRouterConfig,
-    build=_build,
+    build=CostRouter,
     summary="Each arriving request to the replica of least cost: blocks to compute, less cached ones, and blocks to hold.",
     source="NVIDIA Dynamo 1.6.1, KV router",
     advice=(

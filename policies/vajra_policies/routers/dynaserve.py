@@ -101,7 +101,7 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """The replica of the second part, once the first one is done; None before and after."""
+        """Return the replica of the second part, once the first one is done; None before and after."""
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None

@@ -30,23 +30,34 @@ _ROLES: Mapping[str, frozenset[str]] = {
 """Values of llm-d's role label that a replica of each role here answers to."""
 
 
-def _values(replica: ReplicaLoadView, label: str) -> frozenset[str]:
+def _values(pool: str, role: str, label: str) -> frozenset[str]:
     if label == "pool":
-        return frozenset({replica.pool})
-    return _ROLES.get(replica.role, frozenset({replica.role}))
+        return frozenset({pool})
+    return _ROLES.get(role, frozenset({role}))
 
 
-class RoleFilter:
+class _ByPool:
+    """Keeps replicas by what they have in common with all others of their pool."""
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """See `LeavesOutPools`; the same answer for whatever request."""
+        raise NotImplementedError
+
+    def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
+        """Those of the pools that may take requests."""
+        kept = [one for one in replicas if self.may_take(one.pool, one.role)]
+        return replicas if len(kept) == len(replicas) else kept
+
+
+class RoleFilter(_ByPool):
     """Keeps replicas of some roles."""
 
     def __init__(self, *roles: str) -> None:
         self._roles = frozenset(roles)
 
-    def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas of these roles."""
-        roles = self._roles
-        kept = [one for one in replicas if one.role in roles]
-        return replicas if len(kept) == len(replicas) else kept
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return True for these roles."""
+        return role in self._roles
 
 
 class ByLabelConfig(PolicyConfig):
@@ -63,16 +74,16 @@ class ByLabelConfig(PolicyConfig):
         return self
 
 
-class ByLabel:
+class ByLabel(_ByPool):
     """Keeps replicas by the value of a label."""
 
     def __init__(self, config: ByLabelConfig) -> None:
         self._label = config.label
         self._valid = frozenset(config.valid_values)
 
-    def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas with one of the values."""
-        return [one for one in replicas if _values(one, self._label) & self._valid]
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return True for pools with one of the values."""
+        return bool(_values(pool, role, self._label) & self._valid)
 
 
 class Requirement(PolicyConfig):
@@ -89,11 +100,11 @@ class Requirement(PolicyConfig):
             raise ValueError(f"operator {self.operator} takes {'at least one value' if needs else 'no values'}")
         return self
 
-    def holds(self, replica: ReplicaLoadView) -> bool:
-        """Return whether the replica fulfils it; every label exists on every replica."""
+    def holds(self, pool: str, role: str) -> bool:
+        """Return True if replicas of the pool fulfil it; every label exists on every replica."""
         if self.operator in ("Exists", "DoesNotExist"):
             return self.operator == "Exists"
-        return bool(_values(replica, self.key) & frozenset(self.values)) == (self.operator == "In")
+        return bool(_values(pool, role, self.key) & frozenset(self.values)) == (self.operator == "In")
 
 
 class LabelSelectorConfig(PolicyConfig):
@@ -103,16 +114,16 @@ class LabelSelectorConfig(PolicyConfig):
     match_expressions: list[Requirement] = Field(default_factory=list, description="Further conditions; all must hold.")
 
 
-class LabelSelector:
+class LabelSelector(_ByPool):
     """Keeps replicas that fulfil all conditions."""
 
     def __init__(self, config: LabelSelectorConfig) -> None:
         equal = [Requirement(key=key, operator="In", values=[value]) for key, value in config.match_labels.items()]
         self._requirements = [*equal, *config.match_expressions]
 
-    def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas that fulfil all."""
-        return [one for one in replicas if all(each.holds(one) for each in self._requirements)]
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return True for pools that fulfil all requirements."""
+        return all(one.holds(pool, role) for one in self._requirements)
 
 
 def _decode(config: NoParameters, context: RoutingContext) -> RoleFilter:

@@ -180,11 +180,11 @@ class Llumnix(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request runs there from now on."""
+        """Count the request as running there from now on."""
         self._places.run(request, replica_id)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request waits there again."""
+        """Count the request as waiting there again."""
         self._places.wait(request, replica_id)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

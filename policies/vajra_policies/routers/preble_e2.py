@@ -7,9 +7,27 @@ Source: Preble (arXiv:2407.00023), section 4; code WukLab/preble.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 from pydantic import Field
 
-from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicasetScheduler
+from vajra_policies.routers import figures
+from vajra_policies.routers.block_index import RecentBlocks
+from vajra_policies.routers.figures import Floats, Integers
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import (
+    BatchFeatures,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
 
 
 class E2Config(PolicyConfig):
@@ -25,17 +43,92 @@ class E2Config(PolicyConfig):
     min_requests_per_replica: int = Field(50, ge=0, description="Requests in the window before prefixes are moved.")
 
 
-def _build(config: E2Config, context: PolicyContext) -> ReplicasetScheduler:
-    from vajra_policies.routers.preble import E2
+@dataclass(slots=True)
+class _Placed:
+    at: float
+    replica_id: ReplicaId
+    cost_s: float
 
-    return E2(config, context)
+
+class E2(BindsOnArrival):
+    """Exploit: if the longest cached prefix is longer than what is left to compute, the least loaded of its holders.
+
+    Explore: the least of load + cost of this prompt there. Load is the work sent within the window: predicted time of the uncached
+    part of each prompt, and of its output at the pace of a decode step of what runs there. Rebalance: a prefix on the heaviest replica
+    is computed on the lightest one instead, once the first has `imbalance_ratio` times the load of the second.
+
+    Prefixes are those of prompts sent before, as many blocks as a replica has. The cost of evicting them, which is off in Preble's code
+    by default, is not counted.
+    """
+
+    def __init__(self, config: E2Config, context: PolicyContext) -> None:
+        self._config = config
+        self._context = context
+        self._block_size = context.limits.block_size
+        self._sent = RecentBlocks(context.num_replicas, context.limits.num_blocks)
+        self._window: deque[_Placed] = deque()
+        self._load: Floats = np.zeros(context.num_replicas)
+        self._count: Integers = np.zeros(context.num_replicas, dtype=np.int64)
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """See the class."""
+        up = figures.those_up(replicas)
+        if not up:
+            return None
+        self._slide(now)
+        ids = figures.ids(up)
+        cached = self._sent.counts(request.block_hashes())[ids] * self._block_size
+        costs = self._costs(request, up, cached)
+        position = self._choice(request.num_prompt_tokens, ids, cached, costs)
+        chosen = int(ids[position])
+        placed = _Placed(now, chosen, float(costs[position]))
+        self._window.append(placed)
+        self._load[chosen] += placed.cost_s
+        self._count[chosen] += 1
+        self._sent.add(request.block_hashes(), chosen)
+        return chosen
+
+    def _choice(self, prompt: int, ids: Integers, cached: Integers, costs: Floats) -> int:
+        load = self._load[ids]
+        longest = cached.max()
+        if longest <= prompt - longest:
+            return int(np.argmin(load + costs))
+        holder = int(np.argmin(np.where(cached == longest, load, np.inf)))
+        lightest = int(np.argmin(load))
+        is_heaviest = load[holder] == load.max() and load[holder] >= self._config.imbalance_ratio * load[lightest]
+        has_seen_enough = self._count[ids].min() >= self._config.min_requests_per_replica
+        return lightest if is_heaviest and has_seen_enough and load[holder] > load[lightest] else holder
+
+    def _costs(self, request: RequestView, replicas: Sequence[ReplicaLoadView], cached: Integers) -> Floats:
+        """Seconds of work that the request is on each replica."""
+        prefill_time, latency = self._context.prefill_time, self._context.latency
+        prompt = request.num_prompt_tokens
+        hits = np.minimum(cached, prompt - 1).tolist()
+        times = {hit: prefill_time.remaining_s(prompt, hit) for hit in set(hits)}
+        estimate = self._context.output_lengths.predict(request)
+        output = self._config.default_output_tokens if estimate is None else estimate.mean_tokens
+        output = min(output, request.max_tokens)
+        running, context = figures.running(replicas).tolist(), figures.context_tokens(replicas).tolist()
+        found = []
+        for hit, num, tokens in zip(hits, running, context, strict=True):
+            features = BatchFeatures().with_decodes(int(num) + 1, int(tokens) + prompt)
+            found.append(times[hit] + output * latency.batch_time_s(features) / (num + 1))
+        return np.array(found)
+
+    def _slide(self, now: float) -> None:
+        while self._window and now - self._window[0].at > self._config.window_s:
+            gone = self._window.popleft()
+            self._count[gone.replica_id] -= 1
+            # An empty window weighs nothing, whatever rounding has left.
+            left = self._load[gone.replica_id] - gone.cost_s
+            self._load[gone.replica_id] = max(left, 0.0) if self._count[gone.replica_id] else 0.0
 
 
 SPEC = PolicySpec(
     name="preble_e2",
     layer=Layer.REPLICASET_SCHEDULER,
     config=E2Config,
-    build=_build,
+    build=E2,
     summary="Exploits a prefix that is longer than the rest of the prompt, else explores by the work sent of late.",
     source="Preble E2 (arXiv:2407.00023)",
     advice=(

@@ -1,4 +1,4 @@
-"""Scorers by prefix: who has the prompt's prefix, and who may take a prompt that nobody has.
+"""Scorers by prefix: who has the prompt's prefix, and who may take a prompt that no replica has.
 
 Source: llm-d-router, `scheduling/scorer`: prefix, nohitlru.
 """
@@ -72,7 +72,7 @@ class NoHitLruScorer:
         self._used: OrderedDict[ReplicaId, None] = OrderedDict()
         """Replicas that took a prompt without a hit, least recently first."""
         self._asked: tuple[RequestView, bool] | None = None
-        """The request that was scored last, and whether nobody had a part of it."""
+        """The request that was scored last, and whether no replica had a part of it."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
         """See the class."""
@@ -91,7 +91,7 @@ class NoHitLruScorer:
         return score
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """A prompt that nobody had a part of makes its replicas the most recently used."""
+        """Make the replicas of a prompt that no replica had a part of the most recently used ones."""
         if self._asked is not None and self._asked[0] is request and self._asked[1]:
             for replica in placements.values():
                 self._used[replica.replica_id] = None

@@ -10,6 +10,7 @@ import numpy as np
 
 from vajra_policies.routers.figures import Candidates, Floats, candidates, position_of
 from vajra_py.contract import (
+    LeavesOutPools,
     PolicyContext,
     ProducerChoice,
     ReplicaFilter,
@@ -106,6 +107,10 @@ class Profile:
         if position_of(chosen, left) < 0:
             raise ValueError(f"the picker took replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
         return chosen
+
+    def may_take(self, pool: str, role: str) -> bool:
+        """Return False if the filters leave out replicas of this pool and role for good."""
+        return all(one.may_take(pool, role) for one in self._filters if isinstance(one, LeavesOutPools))
 
     def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
         """Return the replicas that the filters leave."""

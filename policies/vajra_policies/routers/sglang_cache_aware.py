@@ -7,9 +7,24 @@ Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from pydantic import Field
 
-from vajra_py.contract import Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicasetScheduler
+from vajra_policies.routers import figures
+from vajra_policies.routers.block_index import RecentBlocks
+from vajra_policies.routers.figures import Integers
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
 
 
 class CacheAwareConfig(PolicyConfig):
@@ -27,17 +42,62 @@ class CacheAwareConfig(PolicyConfig):
     )
 
 
-def _build(config: CacheAwareConfig, context: PolicyContext) -> ReplicasetScheduler:
-    from vajra_policies.routers.cache_aware import CacheAware
+class CacheAware(BindsOnArrival):
+    """Uneven load: the least loaded replica. Else the longest common prefix, if it is long enough; else the least loaded one.
 
-    return CacheAware(config, context)
+    Load is the number of requests in flight; load is uneven if max - min > `balance_abs_threshold` and max >
+    `balance_rel_threshold` * min. Prefixes are those of prompts sent before. Ties go to the lowest id; of several replicas with the
+    longest prefix the least loaded one is taken.
+
+    SGLang compares characters; here whole KV blocks. Where its comment names the smallest tree, its code takes the least load.
+    """
+
+    def __init__(self, config: CacheAwareConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._block_size = context.limits.block_size
+        self._load: Integers = np.zeros(context.num_replicas, dtype=np.int64)
+        self._replica_of: dict[RequestView, ReplicaId] = {}
+        self._sent = RecentBlocks(context.num_replicas, max(config.max_tree_size // self._block_size, 1))
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """See the class."""
+        up = figures.those_up(replicas)
+        if not up:
+            return None
+        ids = figures.ids(up)
+        chosen = self._choice(request, ids, self._load[ids])
+        self._take_back(request)
+        self._load[chosen] += 1
+        self._replica_of[request] = chosen
+        self._sent.add(request.block_hashes(), chosen)
+        return chosen
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Ended requests are no load."""
+        for request in requests:
+            self._take_back(request)
+
+    def _choice(self, request: RequestView, ids: Integers, load: Integers) -> ReplicaId:
+        config = self._config
+        low, high = load.min(), load.max()
+        if not (high - low > config.balance_abs_threshold and high > config.balance_rel_threshold * low):
+            matched = self._sent.counts(request.block_hashes())[ids]
+            longest = matched.max()
+            if longest * self._block_size > config.cache_threshold * request.num_prompt_tokens:
+                load = np.where(matched == longest, load, np.iinfo(np.int64).max)
+        return int(ids[np.argmin(load)])
+
+    def _take_back(self, request: RequestView) -> None:
+        before = self._replica_of.pop(request, None)
+        if before is not None:
+            self._load[before] -= 1
 
 
 SPEC = PolicySpec(
     name="sglang_cache_aware",
     layer=Layer.REPLICASET_SCHEDULER,
     config=CacheAwareConfig,
-    build=_build,
+    build=CacheAware,
     summary="Each arriving request to the replica that got the longest common prefix, unless load is too uneven.",
     source="SGLang router 0.3.2, cache_aware",
     advice=(

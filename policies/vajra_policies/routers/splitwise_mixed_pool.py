@@ -55,7 +55,7 @@ class MixedPool(BindsOnArrival):
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}
-        """Pools, by how long replicas have been in them."""
+        """Replicas of each pool, by the time since when they are in it."""
 
     # Placing
 

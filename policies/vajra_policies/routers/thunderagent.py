@@ -99,7 +99,7 @@ class ThunderAgent:
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """A program's turn ends with its last living call."""
+        """End a program's turn with its last living call."""
         for request in requests:
             self._forget_ready(request)
             if request.program is None:
@@ -158,7 +158,7 @@ class ThunderAgent:
                 self._ready.setdefault(place, {})[request] = now - passage.priority_jump_s
 
     def _drop_held(self, name: str, request: RequestView, held: dict[RequestView, None]) -> None:
-        """A held call was taken back: the program is as if it had not been sent."""
+        """Forget a held call that was taken back, as if it had not been sent."""
         del held[request]
         program: AgentProgram | None = self._table.programs.get(name)
         if program is not None:

@@ -30,7 +30,7 @@ class ThunderTable(ProgramTable):
     """The table, with what happens to its programs."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
-        """A call of a program comes; None: it is held until its program is resumed. `prompt_tokens` 0: unknown."""
+        """Place a call of a program; None: it is held until its program is resumed. `prompt_tokens` 0: unknown."""
         program = self.programs.get(program_id)
         is_new = program is None
         if program is None:
@@ -51,7 +51,7 @@ class ThunderTable(ProgramTable):
         return self._passage(program, now, was_paused=False)
 
     def after_call(self, program_id: str, num_tokens: int, now: float) -> None:
-        """A call of a program has ended with so many tokens, prompt and output."""
+        """Count a call of a program that has ended with so many tokens, prompt and output."""
         program = self.programs.get(program_id)
         if program is None:
             return
@@ -63,11 +63,11 @@ class ThunderTable(ProgramTable):
             self.pause(program)
 
     def end_program(self, program_id: str) -> None:
-        """A program has ended."""
+        """Forget a program that has ended."""
         self.programs.pop(program_id, None)
 
     def lose_replica(self, replica: ReplicaKey) -> None:
-        """A replica is gone; its programs are placed anew at their next calls, and counted nowhere until then."""
+        """Forget a replica that is gone; its programs are placed anew at their next calls, and counted nowhere until then."""
         self.capacity.pop(replica, None)
 
     def tick(self, now: float) -> list[Passage]:

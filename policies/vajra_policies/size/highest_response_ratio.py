@@ -16,7 +16,7 @@ class HighestResponseRatio:
     """Key = -(now - arrival) / S, with S = w * prompt + output expected at arrival, in output tokens.
 
     The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
-    long one overtakes every later short one after a while, so nobody starves.
+    long one overtakes every later short one after a while, so no request starves.
 
     Left out: nothing.
 

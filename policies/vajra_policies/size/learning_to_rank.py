@@ -37,7 +37,7 @@ class LearningToRankConfig(LengthConfig):
 class LearningToRank:
     """Key = (0 if boosted, else 1; score), with the output length expected at arrival as score.
 
-    A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so nobody waits much
+    A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so no request waits much
     longer than that. Only the order of scores matters: what counts of a predictor is its rank correlation (Kendall's tau), not
     its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it is shortest job first.
 
@@ -47,7 +47,7 @@ class LearningToRank:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """A boost comes with time alone, at a time that is known, and ends with running."""
+    """A key falls at a known time, when its boost begins, and rises when the boost ends, by running."""
 
     def __init__(self, config: LearningToRankConfig, context: PolicyContext) -> None:
         self._starvation_s = config.starvation_s

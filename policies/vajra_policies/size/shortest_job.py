@@ -15,7 +15,7 @@ class ShortestJobFirstConfig(SizeConfig):
 class ShortestJobFirst:
     """Key = w * prompt + expected output, in output tokens, fixed at arrival.
 
-    With a replica scheduler that preempts nobody for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
+    With a replica scheduler that preempts no request for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
     Left out: nothing.

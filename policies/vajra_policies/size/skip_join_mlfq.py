@@ -49,7 +49,7 @@ class SkipJoinMlfq:
     """Key = (level, -time of the last step), so those of a level that have just run go on, and new ones come after them.
 
     - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers its prompt's prefill time alone,
-      so its own prompt demotes nobody.
+      so its own prompt does not demote it.
     - After a step: a request that has run for longer than its level's quantum goes one level down.
     - Every `promotion_steps` steps, those that did not run for `starvation_s` go to the first level.
 

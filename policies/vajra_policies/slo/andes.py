@@ -50,7 +50,7 @@ class Andes:
 
     Needs `preemptive`, which pauses and preempts only where slots or memory are short; all run while there is room for all.
 
-    Left out: the search for the batch size; the time between tokens is that of the steps of late (mean with a weight of 0.1). Cap and
+    Left out: the search for the batch size; the time between tokens is that of recent steps (mean with a weight of 0.1). Cap and
     horizon from memory of the paper; the reading speed is a round figure.
 
     Source: Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services"

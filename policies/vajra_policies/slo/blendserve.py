@@ -87,7 +87,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """(rho, request) of all that waits, the densest first, and rho of them together (0 of nobody)."""
+        """(rho, request) of all that waits, the densest first, and rho of them together (0 of none)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)

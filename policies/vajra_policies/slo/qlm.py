@@ -87,7 +87,7 @@ class Qlm:
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
-        """Deadline, or number while nobody is predicted to be late."""
+        """Deadline, or number while no request is predicted to be late."""
         own = self._alive.get(int(group))
         if own is None:
             return 0.0

@@ -50,8 +50,8 @@ class Qoserve:
 
     - D is the promised time to first token; of requests with a promised end alone, that end less `expected_output_tokens` times
       `batch_tbt_s`. alpha = 0 is earliest deadline first; a large alpha is shortest remaining prompt first.
-    - Relegation: a request that would miss arrival + D if its prompt were all that is computed from now on, at the throughput of late, goes
-      behind all that still can be in time, for good once it is admitted. So an overload makes some late, and not everybody.
+    - Relegation: a request that would miss arrival + D if its prompt were all that is computed from now on, at the recent throughput, goes
+      behind all that still can be in time, for good once it is admitted. So an overload makes some late, and not all.
 
     Companion of `slack_chunk`, QoServe's chunks. Left out: alpha that adapts to the load, and important requests, which are
     relegated last.
@@ -61,7 +61,7 @@ class Qoserve:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """Relegation comes with time alone, as a rise; it is taken back where the throughput of late rises."""
+    """Relegation comes with time alone, as a rise; it is taken back where the recent throughput rises."""
 
     def __init__(self, config: QoserveConfig) -> None:
         self._config = config

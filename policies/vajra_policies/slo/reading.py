@@ -25,7 +25,7 @@ class Reading:
     """Integral of `num_read` so far, token seconds."""
 
     def receive(self, at_s: float, num_tokens: int) -> None:
-        """Tokens come at this time."""
+        """Count tokens that come at this time."""
         self.area += self._read(at_s - self.at_s, 0.0, 0.0)
         self.num_read = min(self.num_tokens, self.num_read + self.speed * (at_s - self.at_s))
         self.at_s = at_s

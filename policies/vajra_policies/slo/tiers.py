@@ -54,7 +54,7 @@ class Tiers:
         self._outputs = [_Outputs(config.default_output_tokens) for _ in config.tiers_s]
 
     def learn(self, request: RequestView) -> None:
-        """A request has ended; its output counts in the mean of its tier."""
+        """Count the output of a request that has ended in the mean of its tier."""
         if request.num_output_tokens:
             outputs = self._outputs[self.promised(request)]
             outputs.count += 1

@@ -43,7 +43,7 @@ class NanoVllm:
     - `whole`: a prompt must fit budget and free blocks at its full length, as if nothing of it were cached; what it
       is charged is the part that is not cached.
     - `chunk_first`: what is not cached counts for both, and shared blocks count once. The first prompt of a step is cut
-      where the budget ends; until it is done every step continues it, nobody decodes, and it cannot be preempted.
+      where the budget ends; until it is done every step continues it, no request decodes, and it cannot be preempted.
 
     A prompt takes the blocks of its whole known sequence at once. Decodes lack a block only when they begin one; then
     the latest admitted is preempted, recomputed, and goes back to the front of the queue (prioritizer `fcfs` with

@@ -24,7 +24,7 @@ from vajra_py.contract import (
 )
 
 _NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_PREEMPTED})
-"""Refusals of a waiting request for which nobody is preempted."""
+"""Refusals of a waiting request for which no request is preempted."""
 
 
 class NanoVllmRsConfig(PolicyConfig):
@@ -63,7 +63,7 @@ class NanoVllmRs:
       priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
       is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
       that waits for its KV or its adapter. Under a prioritizer other than `priority`, a step may preempt who it has just
-      admitted; where that leaves it empty, since blocks are shared or pinned, nobody is preempted for that request again.
+      admitted; where that leaves it empty, since blocks are shared or pinned, no request is preempted for that request again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
     - *`max_num_seqs` counts all that run*, prompts in progress too, as in its description ("to run concurrently").
@@ -85,7 +85,7 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request for which a step has preempted everybody whom it had admitted, and which was refused even so."""
+        """Request for which a step has preempted all that it had admitted, and which was refused even so."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""
@@ -176,7 +176,7 @@ class NanoVllmRs:
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """The victim is the largest: the least urgent, of equals the one admitted last."""
+    """Return the order of victims, the largest first: the least urgent, of equals the one admitted last."""
     return request.priority, request.admitted_index
 
 

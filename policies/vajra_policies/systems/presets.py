@@ -99,6 +99,7 @@ PRESETS: list[Preset] = [
         summary="DistServe: prompts and decodes on replicas of their own, each request to the least loaded of either.",
         source="DistServe (OSDI'24); hand-off as in its simulator, the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "least_loaded"),
+        replica={"memory": {"prefix_cache": NO_PREFIX_CACHE}},
         replicaset=_SPLIT_POOLS,
     ),
     Preset(
@@ -106,6 +107,7 @@ PRESETS: list[Preset] = [
         summary="Splitwise: pools of prompts and decodes that lend each other replicas while one is full.",
         source="Splitwise (ISCA'24); splitwise-sim; the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "splitwise_mixed_pool"),
+        replica={"memory": {"prefix_cache": NO_PREFIX_CACHE}},
         replicaset={
             "pools": {
                 "prompt": {"num_replicas": 1, "role": "mixed"},
@@ -120,7 +122,6 @@ PRESETS: list[Preset] = [
         summary="Mooncake: its conductor over split pools with prefix caches, and early rejection of what would be late.",
         source="Mooncake (FAST'25), Algorithm 1; the ratio of pools and the links (50 GB/s) are ours",
         scheduling={**_scheduling("fcfs", "fixed_chunk", "mooncake_conductor"), "admission": "mooncake"},
-        replica={"memory": {"prefix_cache": {"enabled": True}}},
         replicaset=_SPLIT_POOLS,
     ),
     Preset(

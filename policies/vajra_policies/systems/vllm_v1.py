@@ -86,7 +86,7 @@ class VllmV1:
        victim leaves the step and its tokens return to the budget. The size of the needing request's chunk stays
        what it was when it was first tried.
     2. Unless someone was preempted, waiting requests are admitted from the head until budget, limit or blocks end it. No
-       looking past the head, and nobody is preempted for it.
+       looking past the head, and no request is preempted for it.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts it);
     exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
@@ -133,7 +133,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts admits nobody and shows nothing about the queue
+            if not holds:  # a step that preempts admits no request and shows nothing about the queue
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -188,7 +188,9 @@ class VllmV1:
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
-        waiting = iter(replica.waiting())  # looking at one may ask a connector about it, so none is looked at in vain
+        waiting = iter(
+            replica.waiting()
+        )  # looking at one may ask a connector about it, so none is looked at without need
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
             request = next(waiting, None)
             if request is None:

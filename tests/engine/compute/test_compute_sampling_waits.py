@@ -74,7 +74,7 @@ def test_greedy_rows_need_no_launch(device: Device) -> None:
 
 def test_the_kernel_gets_what_the_requests_asked_for(device: Device) -> None:
     """The same numbers as torch's own path, which the other tests of sampling hold to their definitions."""
-    from vajra_kernels.sampling import Column
+    from vajra_kernels.operands import Column
 
     sampler = sampler_of(ROWS)
     parameters = sampler._parameters

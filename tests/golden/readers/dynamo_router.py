@@ -13,8 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from tests.golden.readers.trace import Difference, Result
-from vajra_policies.routers.cost_router import CostRouter
-from vajra_policies.routers.dynamo_kv_router import CostRouterConfig
+from vajra_policies.routers.dynamo_kv_router import CostRouter, CostRouterConfig
 from vajra_py.contract import PolicyContext, ReplicaLimits, ReplicaLoadView, RequestView
 from vajra_py.testing.harness import Harness, HarnessOptions
 

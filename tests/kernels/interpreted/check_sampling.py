@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from vajra_kernels.checks import sampling_inputs, sampling_mismatches
-from vajra_kernels.sampling import Column, sample_tokens
+from vajra_kernels.operands import Column
+from vajra_kernels.sampling import sample_tokens
 
 # Overflow gives infinity, on a GPU without a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")

@@ -355,7 +355,7 @@ class _Journal:
         return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 
     def remove(self) -> None:
-        """The profile is written."""
+        """Remove the file of partial results, once the profile is written."""
         self._path.unlink(missing_ok=True)
 
 

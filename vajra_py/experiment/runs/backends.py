@@ -8,6 +8,7 @@ from vajra_py.config import ExperimentConfig, SystemConfig, naming_lines
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.plugins import Registry
+from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
@@ -23,7 +24,9 @@ def _make(run: Run) -> Backend:
     if kind == "simulator":
         from vajra_py.experiment.runs.simulated import SimulatedRun
 
-        return SimulatedRun(run)
+        backend = SimulatedRun(run)
+        check_reach(run.config, backend.controller)
+        return backend
     from vajra_py.engine.config import MODEL_BACKENDS  # a simulation must not import the engine
 
     if kind in MODEL_BACKENDS:

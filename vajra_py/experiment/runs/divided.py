@@ -222,7 +222,7 @@ class PartOfRun(SimulatedRun):
         raise RunError(f"{replicaset.scheduler_name} binds a request to no replica ({chosen!r})")
 
     def _next_index(self, facts: RequestFacts) -> int:
-        """Requests are submitted in the order in which they were planned."""
+        """Return the next index; requests are submitted in the order in which they were planned."""
         self._position += 1
         return int(self._rows[self._position])
 

@@ -156,7 +156,7 @@ class RunRecording:
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
-        """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
+        """Begin recording once the model is loaded, before anything has happened; `description` has its sizes by replicaset."""
         import pyarrow as pa
 
         pa.array(
@@ -207,7 +207,7 @@ class RunRecording:
             self._inputs.note(entry)
 
     def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
-        """A request has ended with these tokens; `is_faulty`: it failed by itself, in the token after them."""
+        """Record the end of a request with these tokens; `is_faulty`: it failed by itself, in the token after them."""
         if self._keeps_on():
             assert self._outputs is not None
             self._outputs.note(request, reason.value, token_ids, is_faulty=is_faulty)

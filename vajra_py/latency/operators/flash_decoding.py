@@ -151,7 +151,7 @@ def lognormal_quantiles(count: int, sigma: float) -> list[float]:
 
 
 def spread_orders(values: Sequence[float]) -> list[list[float]]:
-    """Some orders of the values, each of which spreads small and large ones evenly; the largest takes another place in each."""
+    """Return some orders of the values, each of which spreads small and large ones evenly; the largest has a different place in each."""
     places = [index * GOLDEN for index in range(len(values))]
     found = []
     for turn in range(NUM_ORDERS):

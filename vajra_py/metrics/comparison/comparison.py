@@ -38,7 +38,7 @@ class Comparison(ComparedSettings):
     """The numbers of several settings side by side, in every form in which they are shown or written."""
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
-        """One row per scope and setting, one column per metric, raw values (seconds, fractions), with the ends of its interval (`_low`, `_high`) and the p-values of its difference
+        """Return one row per scope and setting, one column per metric, raw values (seconds, fractions), with the ends of its interval (`_low`, `_high`) and the p-values of its difference
         from the best setting of the load (`_p_value`, `_p_adjusted`).
         """
         import pandas as pd

@@ -9,7 +9,7 @@ divided by the tenant's share (`ServiceWeights`). A tenant is *backlogged* at a 
   part of what all tenants got that were backlogged in the same cells. A policy that serves backlogged tenants equally has 1, one that serves one of n alone 1/n. Tenants whose `f_i` is less
   than the service of their largest request are left out: no policy divides a request.
 
-What a tenant gets while it does not wait is its demand and shows nothing of the policy, and neither does the service of a run that has served everybody: that is why neither measure is
+What a tenant gets while it does not wait is its demand and shows nothing of the policy, and neither does the service of a run that has served every request: that is why neither measure is
 about totals.
 """
 

@@ -56,7 +56,7 @@ class BlockHashes(Protocol):
         """The hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks; none for content that nobody else has."""
+        """The hashes of the prompt's full blocks; none for content that no other request has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -137,7 +137,7 @@ class TokenBlockHashes:
 
     def _hash_up_to(self, num_blocks: int) -> None:
         size = self._block_size
-        if num_blocks * size > self._num_known():
+        if num_blocks * size > len(self._tokens) and num_blocks * size > self._num_known():
             raise IndexError(
                 f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
                 "Only full blocks have hashes."
@@ -154,12 +154,13 @@ def root_digest(salt: str) -> bytes:
 
 def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
     """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
-    digests, digest = [], before
-    for begin in range(0, len(tokens), block_size):
-        ids = tokens[begin : begin + block_size]
-        if sys.byteorder == "big":
-            ids.byteswap()
-        digest = xxh3_128_digest(digest + ids.tobytes())
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    digests, digest, ids = [], before, tokens.tobytes()
+    width = block_size * tokens.itemsize
+    for begin in range(0, len(ids), width):
+        digest = xxh3_128_digest(digest + ids[begin : begin + width])
         digests.append(digest)
     return digests
 
@@ -304,7 +305,7 @@ class RecentPrompts:
 
 
 class PrivateBlockHashes:
-    """Hashes of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
+    """Hashes of content that no other request has: only the request itself finds its blocks again, after it was preempted."""
 
     __slots__ = ("_request_id",)
 

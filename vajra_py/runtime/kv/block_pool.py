@@ -142,9 +142,9 @@ class BlockPool:
         self._kept: dict[int, None] = {}
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
-        """Record of what can be found and what no longer can; None: nobody reads it."""
+        """Record of what can be found and what no longer can; None: there is no reader."""
         self.hits: HitIndex | None = None
-        """Waiting requests whose hits change with what can be found; None: nobody follows them."""
+        """Waiting requests whose hits change with what can be found; None: they are not followed."""
         self.lower: KvTiers | None = None
         """Tiers that get what is stored or given up here; None: there are none."""
 
@@ -274,7 +274,7 @@ class BlockPool:
     ) -> None:
         """Enter blocks in use, none of which has a hash yet, under their hashes.
 
-        `before`: the hash of the block that they continue (None: they begin a chain, or nobody asks for chains); `request` holds them.
+        `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed); `request` holds them.
         """
         self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_cached += len(blocks)
@@ -392,7 +392,7 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that nobody uses and that are not free, because their content is pinned."""
+        """Idle blocks that are not free, because their content is pinned."""
         return len(self._kept)
 
     def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:

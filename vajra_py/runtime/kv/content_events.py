@@ -46,11 +46,11 @@ class ContentEvents:
         self._events = record
 
     def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
-        """A request's blocks are entered in a row, beside the content that is `known` already."""
+        """Report a request's blocks that are entered in a row, beside the content that is `known` already."""
         self.stored([one for one in hashes if one not in known])
 
     def copy_left(self, block_hash: Hashable) -> None:
-        """A block is given up whose content another one still holds."""
+        """Report a block that is given up while another one still holds its content."""
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
         """Content can be found that could not."""
@@ -69,7 +69,7 @@ class ContentEvents:
             self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash], self._tier))
 
     def cleared(self) -> None:
-        """No content can be found any more."""
+        """Report that no content can be found any more."""
         self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, [], self._tier))
 
 

@@ -112,7 +112,7 @@ class HitIndex:
             self._change(request)
 
     def cleared(self) -> None:
-        """The cache may hold anything from now on."""
+        """Note that the cache may hold anything from now on."""
         self._changed.update(dict.fromkeys(self._place))
         self._held, self._awaiting, self._place = {}, {}, {}
 

@@ -119,7 +119,7 @@ class KvMemory(Protocol):
         """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return the source of changes of prefix hits from now on; None where the memory has none, or nobody needs it."""
+        """Return the source of changes of prefix hits from now on; None where the memory has none, or it is not needed."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
@@ -247,7 +247,7 @@ class KvMemory(Protocol):
         """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
 
     # Groups
 

@@ -291,7 +291,7 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return the source of changes of prefix hits from now on; None if nobody needs it."""
+        """Return the source of changes of prefix hits from now on; None if it is not needed."""
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
@@ -352,7 +352,7 @@ class PagedKvMemory:
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Let others find the KV of the first `num_tokens` tokens, which is in memory or will be when the step has run.
 
-        Enters full blocks that are not entered yet. Blocks that nobody else can name before the request ends are only
+        Enters full blocks that are not entered yet. Blocks that no other request can name before the request ends are only
         noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
         before `free` (or to pass the number to it).
         """
@@ -399,7 +399,7 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
 
         Others that hold such blocks keep them, and enter nothing in the cache any more.
         """

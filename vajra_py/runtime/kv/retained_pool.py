@@ -63,7 +63,7 @@ class RetainedBlockPool(BlockPool):
         """Called with each block that is about to be overwritten, by the policy's choice."""
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
-        """Blocks in use that hold content which another block is found for."""
+        """Blocks in use with content for which lookups find another block."""
         self._copy_of: dict[int, Hashable] = {}
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""
@@ -128,7 +128,7 @@ class RetainedBlockPool(BlockPool):
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
 
-        They compete as one entry: the policy cannot know that nobody will.
+        They compete as one entry: the policy cannot know that they are never hit.
         """
         self._freed.extend(blocks[num_filled:])
         if num_filled:
@@ -227,7 +227,7 @@ class RetainedBlockPool(BlockPool):
                 self._remove(entry, now)
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
-        """Forget idle content that continues an entry which is withdrawn: nobody can find it any more.
+        """Forget idle content that continues an entry which is withdrawn: it cannot be found any more.
 
         A request that computed known content again had taken the place of its idle block. That is rare, so this may look at everything.
         """

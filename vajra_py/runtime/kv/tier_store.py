@@ -1,6 +1,6 @@
 """Content of one tier of KV memory below the device: blocks by hash, given up in the order of a retention policy.
 
-A block is a candidate when nobody reads or writes it and nothing in the tier continues it. Content may lie here without what
+A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may lie here without what
 comes before it in its chain, which another tier holds; as soon as that comes, the chain is whole again.
 
 Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read or

@@ -99,7 +99,7 @@ class KvTiers:
         self.on_clear: Callable[[], None] | None = None
         """Listener to a clearance, before everything is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
-        """Records of what each tier holds; None: nobody reads it."""
+        """Records of what each tier holds; None: there is no reader."""
         self._replica_id = replica_id
         self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
@@ -107,7 +107,7 @@ class KvTiers:
         self._loaded: dict[Hashable, int] = {}
         """Uses of content that is on its way to the device, from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device content that nobody can name, by its first block: (name, blocks in order of content, request)."""
+        """Idle device content that no request can name, by its first block: (name, blocks in order of content, request)."""
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
@@ -155,7 +155,7 @@ class KvTiers:
             parent, depth = block_hash, depth + 1
 
     def used(self, hashes: Sequence[Hashable], request: Any) -> None:
-        """A request has found content in the device's cache."""
+        """Note that a request has found content in the device's cache."""
         now = self._clock()
         for block_hash in hashes:
             one = self._device[block_hash]
@@ -209,7 +209,7 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Blocks (in order of content) of content that nobody can name again became idle. It takes room and bandwidth like any other."""
+        """Blocks (in order of content) of content that no request can name again became idle. It takes room and bandwidth like any other."""
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
@@ -272,7 +272,7 @@ class KvTiers:
         return list(computed.values())
 
     def written(self, level: int, one: TierBlock) -> None:
-        """A copy has arrived in a tier."""
+        """Note that a copy has arrived in a tier."""
         store = self.stores[level]
         if not store.written(one, self._clock()):
             return
@@ -291,7 +291,7 @@ class KvTiers:
                 self._withdraw(level, below)
 
     def called_off(self, level: int, one: TierBlock) -> None:
-        """A copy will not arrive in a tier."""
+        """Note that a copy will not arrive in a tier."""
         self.stores[level].remove(one, self._clock())
 
     def _is_above(self, level: int, block_hash: Hashable) -> bool:
@@ -344,13 +344,13 @@ class KvTiers:
         return TierLoad(blocks, is_exclusive)
 
     def end_load(self, load: TierLoad) -> None:
-        """The device has the content of a load."""
+        """End a load: the device has its content."""
         for one in load.blocks:
             self.stores[0].unlock(one, self._clock())
             self._leave_exclusive(0, one.block_hash)
 
     def call_off_load(self, load: TierLoad) -> None:
-        """The content of a load is not wanted; what was given away comes back, if there is room."""
+        """Cancel a load whose content is not needed; what was given away comes back, if there is room."""
         store, now = self.stores[0], self._clock()
         for one in load.blocks:
             store.unlock(one, now)
@@ -388,7 +388,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """The leading blocks of a fetch have arrived in the first tier, and the others will not."""
+        """End a fetch whose leading blocks have arrived in the first tier; the others will not."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)
@@ -404,17 +404,17 @@ class KvTiers:
     # Requests and everything
 
     def forget(self, request: Any) -> None:
-        """A request has left the replica or its queue."""
+        """Forget a request that has left the replica or its queue."""
         if self.on_forget is not None:
             self.on_forget(request)
 
     def give_up(self, request: Any) -> None:
-        """A request gives up what it has loaded, and is to compute it."""
+        """Drop what a request has loaded; it will compute it."""
         if self.on_give_up is not None:
             self.on_give_up(request)
 
     def clear(self) -> None:
-        """The replica has lost everything; what it shares with others stays."""
+        """Forget everything that the replica has lost; what it shares with others stays."""
         if self.on_clear is not None:
             self.on_clear()
         self._device.clear()

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 
 class ReportedCopies:
-    """Copies under way whose duration nobody predicts; see `Network`, whose place it takes."""
+    """Copies under way whose duration is not predicted; see `Network`, whose place it takes."""
 
     def __init__(self) -> None:
         self._ended: list[Hashable] = []

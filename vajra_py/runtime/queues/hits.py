@@ -68,7 +68,7 @@ class Readings:
             self._times.note(request, now, serial)
 
     def entered(self, request: RequestView, now: float) -> None:
-        """A request waits whose key was read at `now`."""
+        """Add a waiting request whose key was read at `now`."""
         if self._hits is not None:
             self._hits.follow(request)
         if now != self._read_at:
@@ -77,7 +77,7 @@ class Readings:
             self._latest = now
 
     def left(self, request: RequestView) -> None:
-        """A request waits no more."""
+        """Remove a request that waits no more."""
         if self._times is not None:
             self._times.drop(request)
         if self._hits is not None:

@@ -1,7 +1,7 @@
 """Step log: one record of each plan that came back, and one of a run of decode steps that repeat it.
 
 An `Observer` gets steps expanded; a log that keeps every step of a long simulation cannot afford that. What is kept of a
-step is packed once, for everyone who keeps some of it (`share`).
+step is packed once, for all records of it (`share`).
 """
 
 from __future__ import annotations

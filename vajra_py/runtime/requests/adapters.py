@@ -1,7 +1,7 @@
 """LoRA adapters of one replica: which of them its slots hold, and who uses them.
 
 A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter is not here: into
-a free slot, else into that of the least recently used adapter that nobody uses. Until the request is admitted or leaves, its adapter
+a free slot, else into that of the least recently used idle adapter. Until the request is admitted or leaves, its adapter
 stays, so that two requests cannot take the slot from each other for ever.
 
 Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does not fit a step.
@@ -80,7 +80,7 @@ class Adapters:
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
-        """Requests for which adapters were loaded that nobody has used since."""
+        """Requests for which adapters were loaded that were not used since."""
 
     def wait_for_loads(self) -> None:
         """Let every load take until `end_load`, whatever its predicted time."""
@@ -145,7 +145,7 @@ class Adapters:
             self._slots[name] = self._slots.pop(name)
 
     def release(self, request: Request) -> None:
-        """A request runs no longer; nothing happens to one that has no adapter."""
+        """Release the slot of a request that has stopped running; does nothing for one without an adapter."""
         users = self._users.get(request.adapter)
         if users is not None:
             users.discard(request)
@@ -192,7 +192,7 @@ class Adapters:
         return chosen
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if nobody uses an adapter that is loaded, or waits for it alone."""
+        """Return True if no request uses an adapter that is loaded, or waits for it alone."""
         if not self._slots[name].has_ended or self._users.get(name):
             return False
         request = self._awaiting.get(name)

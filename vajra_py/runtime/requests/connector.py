@@ -55,7 +55,7 @@ class KvConnector(Protocol):
 
 
 class FormedStep(Protocol):
-    """A step, of which it matters here whom it computes."""
+    """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
         """Return True if a running request is part of it."""
@@ -70,7 +70,7 @@ class KvReport:
     sent: Collection[Request] = ()
     """Ended requests whose blocks are needed no longer."""
     failed: Collection[Request] = ()
-    """Requests of whose load nothing has come."""
+    """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
     num_returned: int = 0
@@ -91,6 +91,8 @@ class ConnectorRules:
     """True if the connector reports when steps come back; else at times of its own."""
     forms_ahead: bool = False
     """True if steps are formed before the last one has come back, which may still write blocks: those whom it computes are not preempted."""
+    draft_tokens: int = 0
+    """Tokens of a decode with its drafts and their lookahead, for which a load beside steps leaves room; 0: there are no drafts."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class _Load:
 @dataclass(slots=True)
 class _Kept:
     num_tokens: int
-    """Leading tokens whose KV the blocks hold, or would hold if it had come."""
+    """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 
@@ -129,7 +131,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -143,7 +145,9 @@ class ConnectedKv:
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
-        """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+        """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
+        self._whole: set[Request] = set()
+        """Requests that were admitted in this step without a load before, and whose known tokens it computes all."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not come back, where the next one is formed before."""
 
@@ -163,6 +167,7 @@ class ConnectedKv:
     def start_step(self) -> None:
         """Forget the answers of the last step."""
         self._matches.clear()
+        self._whole.clear()
 
     def offered(
         self, in_order: Iterator[RequestView], urgency: Callable[[RequestView], PriorityKey], now: float
@@ -232,6 +237,11 @@ class ConnectedKv:
 
     # Admission
 
+    def loads_beside_steps(self, request: Request) -> bool:
+        """Return True if a waiting request is to get KV by a load beside steps, and computes nothing until it is over."""
+        found = self._matches.get(request)
+        return found is not None and found[1].is_async and found[1].num_tokens > 0
+
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens that a waiting request need not compute if it is admitted now."""
         num_local = self._running_set.memory.cached_tokens(request)
@@ -242,16 +252,19 @@ class ConnectedKv:
         """Free blocks that admission takes, and those that it must leave to prompts under way."""
         memory = self._running_set.memory
         num_blocks = memory.blocks_needed(request, num_tokens)
-        found = self._matches.get(request)
-        if found is None or not found[1].is_async or not found[1].num_tokens:
+        if not self.loads_beside_steps(request):
             return num_blocks
+        found = self._matches[request]
+        assert found is not None
         return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
 
     def _num_reserved(self) -> int:
-        """Blocks that requests whose prompt is loaded or computed lack for what is known of them."""
-        memory = self._running_set.memory
-        under_way = dict.fromkeys((*self._loads, *self._running_set.partial))
-        return sum(max(memory.blocks_for(one.num_known_tokens) - memory.num_held_blocks(one), 0) for one in under_way)
+        """Blocks that requests whose prompt is loaded or computed lack for what is known of them, and each for its first decode with drafts."""
+        memory, ahead = self._running_set.memory, self.rules.draft_tokens
+        partial = (one for one in self._running_set.partial if one not in self._whole)
+        under_way = dict.fromkeys((*self._loads, *partial))
+        wanted = ((one, memory.blocks_for(one.num_known_tokens + ahead)) for one in under_way)
+        return memory.blocks_for(ahead) + sum(max(count - memory.num_held_blocks(one), 0) for one, count in wanted)
 
     def begin_load(self, request: Request, now: float) -> bool | None:
         """Begin to load a request's KV beside steps; None: there is nothing to load so; False: it does not fit."""
@@ -273,14 +286,16 @@ class ConnectedKv:
         self._connector.allocated(request, match.num_tokens)
         return True
 
-    def admitted(self, request: Request, num_loaded_tokens: int) -> None:
-        """A request has got memory to run, and so many tokens are loaded in its first step."""
-        self._loads.pop(request, None)
+    def admitted(self, request: Request, num_loaded_tokens: int, *, is_whole: bool) -> None:
+        """Note that a request has got memory to run; `is_whole`: its first step computes all but the loaded tokens."""
+        was_loaded = self._loads.pop(request, None) is not None
+        if is_whole and not was_loaded:
+            self._whole.add(request)
         self._computes.discard(request)
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """A request gives up what was loaded for it, or came with it from another replica, because nobody can run."""
+        """Drop what was loaded for a request, or came with it from another replica, because no request can run."""
         self._loads.pop(request, None)
         self._computes.add(request)
 
@@ -315,7 +330,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although nobody new is let in."""
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although no new request is let in."""
         return request in self._loads
 
     @property
@@ -325,7 +340,7 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send, a step or an answer that is not known yet may be why nobody can run."""
+        """True if a load, a send, a step or an answer that is not known yet may be why no request can run."""
         return bool(self._kept or self._ahead) or (
             any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )
@@ -417,9 +432,10 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """The replica has lost everything."""
+        """Forget everything: the replica has lost it."""
         self._loads.clear()
         self._matches.clear()
+        self._whole.clear()
         self._kept.clear()
         self._computes.clear()
         self._ahead.clear()

@@ -41,10 +41,10 @@ class KeepsEnded(Protocol):
         """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept`."""
 
     def give_up(self, request: Request) -> None:
-        """A waiting request gives up what was loaded for it, because nobody can run."""
+        """Drop what was loaded for a waiting request, because no request can run."""
 
     def clear(self) -> None:
-        """The replica's memory has lost everything."""
+        """Forget everything: the replica's memory has lost it."""
 
 
 class Lifecycle:
@@ -175,7 +175,7 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count drafts of the step that gave a request its newest token, of which so many became output; it may wait again since."""
+        """Count the drafts of the step that gave a request its newest token, and those that became output; it may wait again by now."""
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
             if request.hashes is not None:
@@ -346,7 +346,7 @@ class Lifecycle:
         self._running_set.queue.touch(request)
 
     def loaded(self, request: Request, num_tokens: int, now: float) -> None:
-        """The KV of a request's first tokens is in its blocks; it waits to run."""
+        """Let a request wait to run whose first tokens' KV is in its blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         request.set_computed(min(num_tokens, request.num_known_tokens - 1))

@@ -40,7 +40,7 @@ class Listeners:
 
     @property
     def hear_steps_alone(self) -> bool:
-        """True if nobody listens to anything but steps."""
+        """True if all listeners listen to steps alone."""
         return replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property

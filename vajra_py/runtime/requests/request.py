@@ -368,13 +368,12 @@ class Request(_Stated):
         self.token_log.append(tick)
         return self._output
 
-    def add_outputs(self, num_tokens: int, tick: int) -> int:
-        """Count tokens that came together at this tick, whose predecessors are computed by now; returns how many there are."""
+    def add_outputs(self, num_tokens: int, tick: int) -> None:
+        """Count tokens that came together at this tick, whose predecessors are computed by now."""
         assert self._pool is None
-        self._computed = self.num_prompt_tokens + self._output + num_tokens - 1
-        self._output += num_tokens
-        self.token_log.extend([tick] * num_tokens)
-        return self._output
+        self._output = num_outputs = self._output + num_tokens
+        self._computed = self.num_prompt_tokens + num_outputs - 1
+        self.token_log += [tick] * num_tokens
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count drafts that a step has verified, before its tokens are counted."""

@@ -47,7 +47,7 @@ class OffersWaiting(Protocol):
         """Iterate over the waiting requests that may be admitted, most urgent first."""
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks; such run although nobody new is let in."""
+        """Return True if a waiting request holds blocks; such run although no new request is let in."""
 
     @property
     def num_holding(self) -> int:

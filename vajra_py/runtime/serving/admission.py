@@ -149,7 +149,7 @@ class AdmissionGate:
         self._num_timeless += until is None
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """A request is let in or leaves; None when it is not deferred."""
+        """Forget a request that is let in or leaves; None when it is not deferred."""
         deferral = self._deferred.pop(request, None)
         if deferral is None:
             return None
@@ -275,7 +275,7 @@ def _degrade(request: Request, decision: Accept) -> str:
         request.max_tokens = int(decision.max_tokens)
         found.append(f"max_tokens={request.max_tokens}")
     if decision.slo_class is not None and decision.slo_class != request.slo_class:
-        stated: Any = request  # stated by the client, and fixed for everybody else
+        stated: Any = request  # stated by the client, and fixed for all others
         stated.slo_class = decision.slo_class
         found.append(f"slo_class={decision.slo_class}")
     if decision.replicaset is not None and decision.replicaset != request.replicaset:

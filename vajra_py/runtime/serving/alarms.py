@@ -96,7 +96,7 @@ class AlarmClock:
             alarm.is_void = True
 
     def rang(self, alarm: Alarm) -> None:
-        """The time of this one has come."""
+        """Handle the wake-up whose time has come."""
         del self._pending[alarm.sleeper, alarm.key]
 
 

@@ -120,7 +120,7 @@ class Backend(Protocol[S]):
         """
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
-        """Note that nobody wants this KV any more: blocks of the target may hold something else from now on."""
+        """Note that this KV is not needed any more: blocks of the target may hold something else from now on."""
 
     def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
         """Begin to load an adapter into its slot, which no step uses that was not launched yet.
@@ -138,7 +138,7 @@ class Backend(Protocol[S]):
         raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
 
     def on_tier_copy_cancelled(self, copy: TierCopy[Any]) -> None:
-        """Note that nobody waits for this copy any more: its blocks may hold something else from the replica's next step on."""
+        """Note that no request waits for this copy any more: its blocks may hold something else from the replica's next step on."""
         return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:

@@ -108,7 +108,7 @@ class Services:
     served_models: Mapping[str, object] | None = None
     """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
+    """Figures that the policies emit, and the names of policies that asked for unknown lengths."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies ask for."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)

@@ -31,7 +31,7 @@ class Movement(Generic[R]):
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
         self.attends_steps = self.hand_offs.follows_steps
         self.waiting = self._transfers.waiting
-        """True if transfers wait. Without, and without `attends_steps`, `step_ended` matters only if memory was freed, or a request has left, or a replica drains."""
+        """Transfers that wait. Without any, and without `attends_steps`, `step_ended` matters only if memory was freed, a request has left, or a replica drains."""
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
         self._migrations.on_slot_free = self._drains.room_changed

@@ -1,14 +1,17 @@
-"""Views of a replicaset's pools for admission policies and scalers: live figures."""
+"""Pools of a replicaset: live figures for admission policies and scalers, and those that no request can reach."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vajra_py.contract import PoolRole, ReplicaLoadView
+from vajra_py.contract import LeavesOutPools, PoolRole, ReplicaLoadView
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.queues import RequestQueue
 
 if TYPE_CHECKING:
+    from vajra_py.config import SystemConfig
+    from vajra_py.runtime.serving.controller import Controller
     from vajra_py.runtime.serving.replicaset import Replicaset
 
 
@@ -54,3 +57,36 @@ def pool_loads(replicaset: Replicaset) -> Sequence[PoolLoad]:
         ids.setdefault(replica.parts.pool, []).append(replica.replica_id)
     bounds = {} if replicaset.scaling is None else replicaset.scaling.bounds
     return [PoolLoad(replicaset, name, own, bounds.get(name, (len(own), len(own)))) for name, own in ids.items()]
+
+
+def check_reach(config: SystemConfig, controller: Controller) -> None:
+    """Raise `ConfigError` for pools to which no request can ever come by these settings."""
+    problems = []
+    for name, replicaset in controller.replicasets.items():
+        section = f"replicasets.{name}.scheduling" if config.replicasets else "scheduling"
+        for pool in _unreached(replicaset):
+            message = (
+                f"{replicaset.scheduler_name} can never send a request to pool {pool!r}: its parameters leave it out"
+            )
+            allowed = "Allowed: parameters by which some request may come to each pool"
+            problems.append(Problem(f"{section}.replicaset_scheduler", message, allowed))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unreached(replicaset: Replicaset) -> Sequence[str]:
+    """Return the pools that the scheduler leaves out for good.
+
+    Where requests are handed off, and the scheduler is not asked about all pools, the mechanism chooses a replica that decodes if it
+    chooses none; where replicas drain, running requests may go to any.
+    """
+    scheduler = replicaset.scheduler
+    if not isinstance(scheduler, LeavesOutPools) or replicaset.scaling is not None:
+        return ()
+    only_prefill = replicaset.hand_off is not None and not replicaset.places_itself
+    roles = {one.parts.pool: one.parts.role for one in replicaset.replicas}
+    return [
+        pool
+        for pool, role in roles.items()
+        if not (only_prefill and role is not PoolRole.PREFILL) and not scheduler.may_take(pool, role.value)
+    ]

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
@@ -49,6 +50,7 @@ _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 _PREFILL = PoolRole.PREFILL
 _KV_BLOCKS = Refusal.KV_BLOCKS
+_is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
@@ -436,7 +438,7 @@ class Replica:
         self.lifecycle.release_ended()
 
     def _release_pin(self, now: int) -> bool:
-        """End a pin, since the policy can run nobody and is not idle on purpose; False if no pin keeps a block from being free."""
+        """End a pin, since the policy can run no request and is not idle on purpose; False if no pin keeps a block from being free."""
         if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
@@ -456,7 +458,7 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
+        """Let the least urgent of the requests that came with their KV give it up, when the policy can run none."""
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)
@@ -630,7 +632,7 @@ class Replica:
         work = plan.work() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
-            lost = self._find_failed(result.report, list(plan.entries()))
+            lost = self._find_failed(result.report, plan)
         if result.tokens is not None:
             void = () if lost is None else lost.running
             tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
@@ -675,7 +677,7 @@ class Replica:
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
-        lost = None if self._connected is None else self._find_failed(report, ())
+        lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
             self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
@@ -719,10 +721,12 @@ class Replica:
         """Return the report that was recorded so."""
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
-    def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
+    def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
+        """Return whom the failed loads of a report concern, which comes with a step that is about to end, or without one."""
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
-        scheduled = {entry.request: entry.num_tokens for entry in entries}
+        entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
+        scheduled = {one.request: 1 if one.request in drafts else one.num_tokens for one in entries}
         return self._connected.find_failed(report, lambda request: scheduled.get(request, 0))
 
     def _apply_report(
@@ -759,7 +763,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Let nobody find what ended requests hold that computed from blocks to which nothing was loaded."""
+        """Hide what ended requests hold that computed from blocks to which nothing was loaded."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -798,6 +802,8 @@ class Replica:
     def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None) -> list[Request]:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
+        if len(drafts) == len(plan.chunks) and not any(map(_is_padding, drafts.values())):
+            return done
         is_split = memory.num_groups > 1
         chunks: Sequence[PlannedChunk] = plan.chunks
         if plan.num_apart < len(chunks):
@@ -847,25 +853,27 @@ class Replica:
         """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
-        limits, accepted, publishes = self._output_limits, result.accepted, not self._publishes_late
+        accepted, publishes = result.accepted, not self._publishes_late
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
         keeps = keeps or is_ahead  # the next step has places behind them
         done: list[Request] = []
+        without = {*result.failed, *self._over}
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
-            if request in result.failed or request in self._over:
+            if request in without:
                 continue
             if is_padding:
                 if not keeps:
                     self.memory.shrink(request, num_kept_blocks)
                 continue
-            limit = limits[request] if request in limits else self._output_limit(request)
+            num_left = request.end_epoch - 1
             num_accepted = accepted.get(request, 0)
-            if num_accepted:
-                num_accepted = min(num_accepted, limit - request.num_output_tokens - 1)
-            is_open = is_ahead and (request.num_output_tokens + 1 < limit or request in result.stopped)
+            if num_accepted > num_left:
+                num_accepted = num_left
+            is_open = is_ahead and (num_left > 0 or request in result.stopped)
             if num_drafts and not is_open:
                 request.count_drafts(num_drafts, num_accepted)
-            request.end_epoch = num_left = limit - request.add_outputs(1 + num_accepted, now)
+            request.add_outputs(1 + num_accepted, now)
+            request.end_epoch = num_left = num_left - num_accepted
             if is_open:
                 unverified[request] = Unverified(num_drafts)
                 continue
@@ -916,7 +924,7 @@ class Replica:
             return _FAILED
         if request in result.stopped:
             return _STOP
-        return _LENGTH if self._output_limits[request] >= request.max_tokens else _STOP
+        return _LENGTH if self._output_limit(request) >= request.max_tokens else _STOP
 
     def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         self._output_limits.pop(request, None)

@@ -115,7 +115,7 @@ class Replicaset:
         self.kv_event_lag_s = 0.0
         """Age that an event of a cache must have before policies know of it, seconds."""
         self.feed: ContentFeed | None = None
-        """Events of the caches; None: nobody needs them."""
+        """Events of the caches; None: they are not needed."""
         self._live = LiveLoads()
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}

@@ -79,13 +79,13 @@ class DriverServices(Protocol[R]):
         """Notify the backend of KV that goes from one replica to blocks that are set aside on another."""
 
     def cancel_transfer(self, transfer: Transfer[R]) -> None:
-        """Notify the backend of KV that nobody wants any more."""
+        """Notify the backend of KV that is not needed any more."""
 
     def copy_tier(self, copy: TierCopy[R]) -> None:
         """Have the backend copy KV between memory tiers of a replica."""
 
     def cancel_tier_copy(self, copy: TierCopy[R]) -> None:
-        """Notify the backend of a copy between memory tiers that nobody waits for any more."""
+        """Notify the backend of a copy between memory tiers that no request waits for any more."""
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Count requests that have ended, and notify the policies that listen."""

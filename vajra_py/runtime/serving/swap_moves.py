@@ -115,7 +115,7 @@ class SwapMoves(Generic[R]):
         self._schedule()
 
     def _forget(self, request: KvRequest) -> None:
-        """A request has left the replica: nobody reads its copy."""
+        """Forget the copy of a request that has left the replica."""
         own = cast(Request, request)
         if own not in self._under_way:
             return

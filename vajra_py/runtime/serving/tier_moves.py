@@ -129,7 +129,7 @@ class TierMoves(Generic[R]):
     # Events
 
     def queued(self, request: Request, one: R) -> None:
-        """A request was queued at a replica."""
+        """Prefetch for a request that was queued at a replica, with `prefetch_from: arrival`."""
         if self._rules.prefetch_from == "arrival" and len(self._networks) > 1:
             self._driver.sync(self._replicaset.name)
             self._prefetch(request, one)
@@ -177,7 +177,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Note that the backend has ended a copy, which `due` then handles; False if nobody waits for it any more."""
+        """Note that the backend has ended a copy, which `due` then handles; False if no request waits for it any more."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
@@ -370,7 +370,7 @@ class TierMoves(Generic[R]):
     # Ends before the time
 
     def forget(self, request: Request) -> None:
-        """A request has left its replica, or its queue."""
+        """Forget a request that has left its replica, or its queue."""
         self._computes.discard(request)
         prefetch = self._prefetches.pop(request, None)
         if prefetch is not None and prefetch.under_way:
@@ -387,7 +387,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def lose(self, one: R) -> None:
-        """A replica has lost everything: nothing is on its way to it or from it."""
+        """Cancel everything on its way to or from a replica that has lost all content."""
         for number in [number for number, transfer in self._sent.items() if transfer.one is one]:
             self._call_off(number).lost()
         for request in [request for request, prefetch in self._prefetches.items() if prefetch.one is one]:
@@ -495,5 +495,5 @@ class ReplicaTiers(Generic[R]):
         self._moves.load(request, self._one, self._tiers, num_on_device, num_tokens)
 
     def clear(self) -> None:
-        """The replica has lost everything."""
+        """Forget everything: the replica has lost it."""
         self._moves.lose(self._one)

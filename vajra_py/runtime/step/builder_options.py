@@ -54,7 +54,7 @@ class BuilderOptions:
     keep_notes: bool = False
     """True if notes of policies are read; set by the replica when it is observed."""
     reserves_growth: bool = False
-    """True if decodes that grow together reserve blocks as a number first, where nobody reads block tables at each step."""
+    """True if decodes that grow together reserve blocks as a number first, where block tables are not read at each step."""
     holds_ended_slots: bool = False
     """True if a request that ends keeps slot and blocks for one more step, scheduled before the end was known."""
     busy_group_tokens: int = 500

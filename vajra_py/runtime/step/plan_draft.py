@@ -76,7 +76,8 @@ class PlanDraft:
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._longest = limits.max_model_len
-        self._num_kv_tokens = running_set.memory.num_blocks * running_set.memory.block_size
+        memory = running_set.memory  # where blocks are left behind, every request that is taken in fits
+        self._num_kv_tokens = self._longest if memory.recycles else memory.num_blocks * memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
         self.now = 0.0
@@ -311,8 +312,9 @@ class PlanDraft:
         features = self.features()
         chunks = tuple(self.chunks.values())
         drafts = self.drafts  # they are known only once they are accepted
+        is_all_drafted = len(drafts) == len(chunks)
         for request, num_tokens, computed, _ in chunks:
-            request.set_computed(computed + (1 if request in drafts else num_tokens))
+            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0

@@ -72,7 +72,7 @@ class Generation:
                 raise error
 
     def finish(self) -> None:
-        """Abort outputs that still run, since nobody waits any longer."""
+        """Abort outputs that still run, since their client has left."""
         self.session.abort(self.answer.response.outputs)
         self.release()
 

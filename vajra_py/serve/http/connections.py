@@ -31,11 +31,11 @@ _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 _MOST_QUEUED = 8
 """Requests behind one that is being answered, above which nothing more of a connection is parsed."""
 _MOST_AHEAD = 2**17
-"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so nobody sees its end."""
+"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so its end is not seen."""
 _CHUNK_BYTES = 24
 """Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
 _LINGER_S = 5.0
-"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed, and
+"""Time that a client may go on sending an unwanted body, so that it can read the answer before the connection is closed, and
 that it may wait for an answer behind more than is read of it."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
@@ -132,7 +132,7 @@ class Phase(Enum):
     BODY = "the body of a request"
     NOTHING = "nothing"
     END = "the end"
-    """Its last answer is sent; what still comes is a body that nobody wants."""
+    """Its last answer is sent; what still comes is an unwanted body."""
 
 
 class _UntilClosed(int):
@@ -397,7 +397,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
 
     def _disconnect(self) -> None:
-        """Let every request of the connection know that nobody waits for it."""
+        """Let every request of the connection know that its client has left."""
         for cycle in (self._running, *(queued for queued, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -60,7 +60,7 @@ class ServeOptions:
         allowed_headers: headers that they may send.
         allow_credentials: whether they may send cookies and the like.
         forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed,
-            `*` for all; empty: nobody's are.
+            `*` for all; empty: none.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
         strict_fields: whether unknown fields of a body are refused instead of ignored.

@@ -2,7 +2,7 @@
 
 A replicaset serves the names that its `select.models` lists; one that lists none serves the name of its model's directory
 (or `--served-model-name`), and any other served name that no replicaset before it takes. Where replicasets run different
-models, each of them lists its names, so that nobody is answered by another model than the one named.
+models, each of them lists its names, so that each request gets the model that it names.
 
 A LoRA adapter is a model of its own: a request that names it is one of its base model with the fact `adapter`.
 """

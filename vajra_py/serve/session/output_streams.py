@@ -55,7 +55,7 @@ class OutputStream:
         text: text so far that a client may see.
         end: its end; None: it goes on.
         hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
-        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or nobody knows yet.
+        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or not known yet.
     """
 
     index: int
@@ -161,7 +161,7 @@ class LoopBridge:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the event loop is closed: nobody reads any more
+            except RuntimeError:  # the event loop is closed: there are no readers
                 self._notes.clear()
 
     def _deliver(self) -> None:

@@ -152,7 +152,7 @@ class EngineSession:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, once it is loaded."""
+        """Engine; None before it is loaded."""
         return self.client.engine
 
     @property
@@ -251,7 +251,7 @@ class EngineSession:
             self._set_state(SessionState.DRAINING)
 
     def end_if_out_of_service(self) -> None:
-        """End with an error when policies took every replicaset out of service; for servers where nobody can swap them."""
+        """End with an error when policies took every replicaset out of service; for servers where they cannot be swapped."""
         if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
             return
         replicasets = self.controller.replicasets.values()
@@ -363,7 +363,7 @@ class EngineSession:
         return self._given_up
 
     def _load(self) -> bool:
-        """Load the engine and begin to serve; False when nobody wants it any more."""
+        """Load the engine and begin to serve; False when it is not needed any more."""
         parts = self._parts
         engine = self.client.load()
         with self._load_gate:

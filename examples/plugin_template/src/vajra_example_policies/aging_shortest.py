@@ -24,7 +24,7 @@ class AgingShortestPolicy:
 
     key = remaining prompt tokens - forgiven_tokens * waited / promised TTFT, a straight line in time whose slope differs from request to
     request: a request with a tighter TTFT target ages faster. Declaring the line lets the queue keep the exact order without sorting
-    everybody again at each step.
+    all requests again at each step.
     """
 
     key_motion = KeyMotion.TIME_LINEAR

@@ -40,7 +40,7 @@ from vajra_py.engine.compute.model.shard import Shard
 from vajra_py.engine.compute.model.stage import Stage
 
 if TYPE_CHECKING:
-    from vajra_kernels.layer_ops import Rotation as TableRotation
+    from vajra_kernels.operands import Rotation as TableRotation
 
     StepRotation = Rotation | TableRotation
 

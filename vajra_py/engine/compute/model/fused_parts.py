@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from vajra_kernels.layer_ops import Rotation as TableRotation
+    from vajra_kernels.operands import Rotation as TableRotation
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -180,7 +180,7 @@ class Rope:
 
     def table(self, positions: torch.Tensor, num_positions: int) -> TableRotation:
         """Return the same as a table, for a kernel that indexes it by position."""
-        from vajra_kernels.layer_ops import Rotation as TableRotation
+        from vajra_kernels.operands import Rotation as TableRotation
 
         cos, sin, _ = self._tables.get(self.kind, num_positions, False)
         return TableRotation(cos, sin, positions)

@@ -219,7 +219,7 @@ class AdapterSlots:
         self._step = np.repeat(slots, query_lens) if (slots != _NO_ADAPTER).any() else None
 
     def use_all_rows(self) -> None:
-        """A forward pass over all rows of the step begins."""
+        """Begin a forward pass over all rows of the step."""
         self._rows.groups = [] if self._step is None else _grouped(self._step)
 
     def use_rows(self, rows: torch.Tensor) -> None:

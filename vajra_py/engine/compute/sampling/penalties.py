@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vajra_kernels.sampling import Column
+from vajra_kernels.operands import Column
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.transfer import to_device
 

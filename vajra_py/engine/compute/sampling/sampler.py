@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from vajra_kernels import uses_triton
-from vajra_kernels.sampling import Column, sample_tokens
+from vajra_kernels.operands import Column
+from vajra_kernels.sampling import sample_tokens
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import NewRow, SamplingParams
 from vajra_py.engine.compute.sampling.constraints import Constraints

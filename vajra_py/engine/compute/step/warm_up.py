@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from vajra_kernels import merge_partials
-from vajra_kernels.sampling import Column, sample_tokens
+from vajra_kernels.operands import Column
+from vajra_kernels.sampling import sample_tokens
 from vajra_py.engine.compute.batch import BatchState
 from vajra_py.engine.compute.interface import Chunk, RunnerOptions, StepInput
 from vajra_py.engine.compute.model.kv_memory import KvMemory

@@ -1,0 +1,38 @@
+"""Operands of launches that are more than a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import torch
+
+Norm: TypeAlias = tuple[torch.Tensor, float]
+"""(weight, epsilon) of a root-mean-square norm; the weight may have a wider dtype than its operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary embedding of a step: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+
+
+class Column(IntEnum):
+    """Columns of a row's parameters, float64 [R, len(Column)].
+
+    A temperature of 0 takes the largest logit; -1 means no history; the number, in [0, 1), is the draw's random number.
+    """
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    TOP_K = 3
+    REPETITION = 4
+    FREQUENCY = 5
+    PRESENCE = 6
+    HISTORY = 7
+    NUMBER = 8
