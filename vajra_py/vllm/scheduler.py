@@ -480,6 +480,7 @@ class Scheduler(WithoutExtras):
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
             if taken is not None:
                 return taken
+        self._steady.count_again()
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
@@ -540,12 +541,15 @@ class Scheduler(WithoutExtras):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""
-        find, proposals = self._records.get, dict[Request, list[int]]()
-        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
-            record = find(name)
-            if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                is_plain = record.is_plain  # then there is no grammar
-                proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
+        names, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        proposals = self._steady.proposals(names, drafts)
+        if proposals is None:
+            proposals = {}
+            for name, tokens in zip(names, drafts, strict=True):
+                record = self._records.get(name)
+                if record is not None and tokens and (own := record.own) is not None and own.is_decode:
+                    is_plain = record.is_plain  # then there is no grammar
+                    proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
         self.mechanism.propose(proposals)
 
     def update_draft_token_ids_in_output(
