@@ -179,7 +179,9 @@ class Lifecycle:
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
             memory, num_computed = self._running_set.memory, request.num_known_tokens - 1
-            if request.hashes is not None and num_computed % memory.block_size <= num_accepted:  # a block may be full now
+            if (
+                request.hashes is not None and num_computed % memory.block_size <= num_accepted
+            ):  # a block may be full now
                 memory.cache_blocks(request, num_computed)
             return
         queue = self._running_set.queue
