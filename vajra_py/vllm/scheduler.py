@@ -107,16 +107,12 @@ class Scheduler(WithoutExtras):
         self._thread_id: int | None = None
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
-        self._records: dict[str, Record] = {}
-        self._steady = SteadyTokens(self._records)
+        records = self._records = dict[str, Record]()
+        self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._stopping: list[Request] = []  # a token of the step at hand ends them
-        self._messages = Messages(
-            self.mechanism,
-            self._records,
-            resumes_as_new=bool(vllm_config.use_v2_model_runner),
-            zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
-        )
+        resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
+        self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
