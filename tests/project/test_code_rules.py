@@ -39,7 +39,6 @@ LONG_FILES: dict[str, str] = {
 MAX_POLICY_CODE_LINES = 150
 # Files of `vajra_policies` that may have more lines of code, each with its reason.
 LONG_POLICIES: dict[str, str] = {
-    "policies/vajra_policies/routers/endpoint_picker.py": "two routers of one configuration: a single profile, and profiles of split pools",
     "policies/vajra_policies/systems/presets.py": "a table: every preset, one after the other",
     "policies/vajra_policies/systems/vllm_v1.py": "every option of vLLM's scheduler, in one file that can be copied",
 }
