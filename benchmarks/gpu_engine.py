@@ -268,7 +268,7 @@ class _Copies:
 
 def floor_s(shape: Shape, facts: ModelFacts, num_kv_tokens: int, limits: dict[str, float]) -> float:
     """Seconds in which a step of decodes reads the weights and so many tokens of KV, at the rate of a copy."""
-    # Of an embedding that is not the head too, rows are looked up.
+    # An embedding that is not shared with the head is only read by rows.
     embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
     return (facts.weight_bytes - embedding + num_kv_tokens * facts.kv_bytes_per_token) / limits["copy_bytes_per_s"]
 

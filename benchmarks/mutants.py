@@ -237,7 +237,7 @@ class _Trial:
         [(_, (result, output))] = side_by_side([place], [("", lambda _: job)])
         by = _first_failure(output)
         if by and by not in self.sound:
-            # What fails by itself, for being run in a fork beside others, catches nothing.
+            # Tests that fail without a mutant, because they run in a fork beside others, catch nothing.
             [(_, control)] = side_by_side([place], [("", lambda _: place.run(partial(run_tests, [by]), CONTROL_S))])
             if control[0] != "passed":
                 sys.exit(f"mutants: {by} fails without a mutant.\n{control[1]}")

@@ -206,7 +206,7 @@ def _layer_cases() -> Iterator[StaticCase]:
 
 
 def _sampling_cases() -> Iterator[StaticCase]:
-    """Two programs of 256 threads a multiprocessor; up to 80 bytes on the stack, outside the passes."""
+    """Yield the cases of sampling: two programs of 256 threads per multiprocessor; up to 80 bytes on the stack, outside the passes."""
     tokens, seen = torch.zeros(16, dtype=torch.int64), torch.zeros((1, 151936), dtype=torch.int32)
     parameters = torch.zeros((16, len(Column)), dtype=torch.float64)
     for device, dtype in ((H200, torch.bfloat16), (H200, torch.float32), (A100, torch.bfloat16), (L4, torch.bfloat16)):

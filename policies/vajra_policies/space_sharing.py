@@ -83,7 +83,7 @@ class SpaceSharing:
             self._shares = ClassShares(config.class_shares, config.target_batch_time_s, by_tenant=by_tenant)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency until the step is predicted to take its target time."""
+        """Add decodes, then prompts by urgency until the step is predicted to take its target time."""
         self._long_prefill = None
         if self._shares is not None:
             self._shares.start()

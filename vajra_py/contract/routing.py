@@ -100,7 +100,7 @@ class LearnsPlacements(Protocol):
         """
 
 
-# What producers offer
+# Figures of producers
 
 
 @runtime_checkable

@@ -85,7 +85,7 @@ class EngineExecutor:
     def __init__(
         self, num_slots: int, block_size: int = 16, *, sends_tokens: bool = False, ngrams: NgramRules | None = None
     ) -> None:
-        """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
+        """`sends_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
 
         `ngrams`: how drafts are looked up; None: there are none.
         """

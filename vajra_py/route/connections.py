@@ -283,7 +283,7 @@ class Connection(asyncio.Protocol):
             if self.is_open:
                 self._transport.resume_reading()
 
-    # What comes
+    # Received data
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""

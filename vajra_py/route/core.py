@@ -110,7 +110,7 @@ class RouteCore(Backend[BackendReplica]):
             return self.now
         return self._driver.next_due()
 
-    # What happens
+    # Events
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
         """Let these events, and whatever is due, happen at a tick that is after all others; returns it."""

@@ -17,7 +17,7 @@ class AdapterNames:
         self._numbers: dict[str, int] = {}
 
     def name(self, lora: Any) -> str:
-        """Return the name of the adapter of a vLLM's `LoRARequest`; None has the base model's, which is empty."""
+        """Return the name of the adapter of a vLLM's `LoRARequest`; for None the base model's, which is empty."""
         if lora is None:
             return ""
         name, number = lora.lora_name, lora.lora_int_id

@@ -43,7 +43,15 @@ from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
-from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
+from vajra_py.vllm.settings import (
+    VajraOptions,
+    described,
+    experiment_of,
+    fallback_of,
+    orders_by_priority,
+    sizes_of,
+    vajra_options_of,
+)
 from vajra_py.vllm.steady_tokens import SteadyTokens, TakenTokens
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
@@ -107,16 +115,12 @@ class Scheduler(WithoutExtras):
         self._thread_id: int | None = None
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
-        self._records: dict[str, Record] = {}
-        self._steady = SteadyTokens(self._records)
+        records = self._records = dict[str, Record]()
+        self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._stopping: list[Request] = []  # a token of the step at hand ends them
-        self._messages = Messages(
-            self.mechanism,
-            self._records,
-            resumes_as_new=bool(vllm_config.use_v2_model_runner),
-            zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
-        )
+        resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
+        self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
@@ -131,7 +135,10 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        line = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
+        self._log_policies(options, is_managed=make_memory is not None)
+
+    def _log_policies(self, options: VajraOptions, *, is_managed: bool) -> None:
+        line = described(self.config, options, is_async=self._is_async, is_managed=is_managed)
         init_logger("vllm.vajra").info(line)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
@@ -481,6 +488,7 @@ class Scheduler(WithoutExtras):
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
             if taken is not None:
                 return taken
+        self._steady.count_again()
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
@@ -541,12 +549,15 @@ class Scheduler(WithoutExtras):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""
-        find, proposals = self._records.get, dict[Request, list[int]]()
-        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
-            record = find(name)
-            if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                is_plain = record.is_plain  # then there is no grammar
-                proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
+        names, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        proposals = self._steady.proposals(names, drafts)
+        if proposals is None:
+            proposals = {}
+            for name, tokens in zip(names, drafts, strict=True):
+                record = self._records.get(name)
+                if record is not None and tokens and (own := record.own) is not None and own.is_decode:
+                    is_plain = record.is_plain  # then there is no grammar
+                    proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
         self.mechanism.propose(proposals)
 
     def update_draft_token_ids_in_output(

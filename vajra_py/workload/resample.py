@@ -213,7 +213,7 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # of other ids
+    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # with other ids
     copied = replace(replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}
     renamed = {

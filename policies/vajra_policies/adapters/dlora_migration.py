@@ -163,7 +163,7 @@ class DloraMigration(BindsOnArrival):
                 break
             source_s, target_s = source_s - time_s, target_s + time_s + self._config.move_s
             names.add(request.adapter)
-            if not request.is_resident:  # who runs is there when its KV is
+            if not request.is_resident:  # a running request arrives with its KV
                 self._put(request, target.replica_id)
             moved.append(Move(request, target.replica_id, "fewer batches there"))
         return moved

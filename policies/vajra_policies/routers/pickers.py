@@ -38,7 +38,7 @@ class MaxScorePicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Draws only where several are best."""
+        """Return the best candidate; draws only where several are best."""
         values: Floats = np.asarray(scores, dtype=np.float64)
         best = np.flatnonzero(values == values.max())
         chosen = best[0] if len(best) == 1 else best[int(self._stream.integers(0, len(best)))]

@@ -148,7 +148,7 @@ class MixedPool(BindsOnArrival):
             del self._mixed[replica_id]
             home[replica_id] = None
 
-    # What has been done
+    # Completed work
 
     def on_step_end(self, step: EndedStep) -> None:
         """Prompts that are computed are pending no more; a mixed replica without work returns to its pool."""

@@ -27,7 +27,7 @@ _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attent
 """Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
 different algorithms; attention reads evenly."""
 _FREE = "num_tokens"
-"""The curve that may fall at its first knots."""
+"""Name of the only curve that may fall at its first knots."""
 _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
@@ -137,7 +137,7 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
 
 
 def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
-    """0, the first few numbers, powers of the factor, and the largest value, so that something lies in every segment."""
+    """Return the knots: 0, the first few numbers, powers of the factor, and the largest value, so that every segment has values."""
     largest = max(values)
     knots, top = [0.0], 1
     while top < largest:

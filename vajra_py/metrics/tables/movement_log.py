@@ -191,7 +191,7 @@ class MovementRows(Observer):
         journey = _Journey(request, MOVE, came_from, goes_to, start_at=now, end_at=now, arrived_at=now)
         self._row(journey, DONE, reason, now)
 
-    # What comes between
+    # Interruptions
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Make the row of a request that was held for some time and stays; that stayed at once has not left."""

@@ -206,13 +206,6 @@ class RetainedBlockPool(BlockPool):
         if self.lower is not None:
             self.lower.cached(hashes, before, request)
 
-    def uncache(self, blocks: Sequence[int]) -> bool:
-        """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
-        if not self._extra_references.keys().isdisjoint(blocks):
-            return False
-        self.withdraw(blocks)
-        return True
-
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Take the hashes of these blocks in use away, also where several requests share one."""
         now = self._clock()
@@ -352,7 +345,7 @@ class RetainedBlockPool(BlockPool):
         while expiries and expiries[0][0] <= now:
             at, index, entry = heappop(expiries)
             if not entry.is_idle or entry.index != index or self._entry_of.get(entry.block) is not entry:
-                continue  # it was used, or overwritten
+                continue  # the entry was used or overwritten meanwhile
             if entry.num_children:
                 self._due[entry] = at
                 continue

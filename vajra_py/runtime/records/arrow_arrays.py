@@ -122,6 +122,6 @@ def rows_with(table: Any, column: str, text: str) -> Any:
 def _compute() -> Any:
     try:
         import pyarrow._compute as compute
-    except ImportError:  # its place is not promised
+    except ImportError:  # its place may change between versions
         import pyarrow.compute as compute
     return compute

@@ -123,7 +123,7 @@ class AdmissionGate:
                 others = (each for each in one.policies.beside if each[0] is not before)
                 one.policies.beside = (*others, (self.policy, self.name))
 
-    # Who is deferred
+    # Deferred requests
 
     def __len__(self) -> int:
         """Deferred requests."""

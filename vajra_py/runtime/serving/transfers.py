@@ -174,7 +174,7 @@ class Transfers(Generic[R]):
         for key in ended:
             self._ended[key] = None
         for key in ended:
-            if key in self._ended:  # otherwise it was called off meanwhile
+            if key in self._ended:  # otherwise it was cancelled meanwhile
                 del self._ended[key]
                 self._arrived(key)
         if self._timers:

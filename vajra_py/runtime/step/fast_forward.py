@@ -49,7 +49,7 @@ class Repeats:
         if plan.num_requests != plan.num_running:
             return 0
         if (memory.may_expire and memory.next_due < inf) or (memory.is_watched and pool.num_public):
-            return 0  # something happens at its own time
+            return 0  # an event at a known time ends the run
         num_steps = pool.steps_to_next_end() - 1
         free = memory.repeat_headroom
         most = -(-num_steps // memory.block_size) * len(pool)
