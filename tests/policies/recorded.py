@@ -48,7 +48,7 @@ class Subject:
     @property
     def worlds(self) -> Mapping[str, World]:
         """The worlds that it is run in."""
-        worlds = WORLDS.get(self.name) or WORLDS[self.kind]
+        worlds = WORLDS.get(str(self)) or WORLDS.get(self.name) or WORLDS[self.kind]
         if self.config is not None and "default_output_tokens" in self.config.model_fields:
             return {**worlds, "unknown": without_lengths(worlds["chats"])}
         return worlds
@@ -60,7 +60,7 @@ class Subject:
 
     def settings(self, params: DEEP) -> dict[str, Any]:
         """Settings that name it."""
-        return merged(_naming(self.kind, self.name, params), NEEDS.get(self.name, {}))
+        return merged(_naming(self.kind, self.name, params), NEEDS.get(str(self)) or NEEDS.get(self.name, {}))
 
 
 def _naming(kind: str, name: str, params: DEEP) -> DEEP:

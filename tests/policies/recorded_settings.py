@@ -62,6 +62,9 @@ _PRESET: DEEP = {"replica": {"max_model_len": 2000}}
 PROFILES: DEEP = {"prefill": {"scorers": ["queue-scorer"]}, "decode": {"scorers": ["kv-cache-utilization-scorer"]}}
 """Settings of a router that chooses for prompts and decodes apart."""
 
+WITH_HAND_OFF = ("distserve", "splitwise", "mooncake", "dynaserve")
+"""Presets whose requests go from one replica to another."""
+
 WORLDS: dict[str, dict[str, World]] = {
     "request_prioritizer": _ONE,
     "replica_scheduler": {
@@ -106,7 +109,8 @@ WORLDS: dict[str, dict[str, World]] = {
     **{one: _worlds(2, _ROLES) for one in ("decode-filter", "prefill-filter")},
     **{one: _worlds(2, _SIZES) for one in ("by-label", "label-selector-filter")},
 }
-"""Worlds by kind of policy, or by name of one."""
+WORLDS |= {f"preset {one}": WORLDS["preset"] for one in WITH_HAND_OFF}
+"""Worlds by kind of policy, by name of one, or by kind and name."""
 
 NEEDS: dict[str, DEEP] = {
     "fcfs": ADAPTED,
@@ -114,6 +118,7 @@ NEEDS: dict[str, DEEP] = {
     "chameleon": ADAPTED,
     "dlora": ADAPTED,
     "cascadeinfer": {"hand_off": {"kv_bytes_per_token": 100_000}},
+    **{f"preset {one}": {"hand_off": {"kv_bytes_per_token": 100_000}} for one in WITH_HAND_OFF},
     "dlora_migration": merged(ADAPTED, {"hand_off": {"kv_bytes_per_token": 100_000}}),
     "lora-affinity-scorer": ADAPTED,
     "adaserve": DRAFTED,
