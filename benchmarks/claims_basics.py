@@ -49,7 +49,7 @@ CLAIMS = [
     ),
     _exact(
         "token_bucket",
-        "in every window of t seconds a tenant gets at most capacity + rate t prompt tokens; from its first deferral on, all it is due",
+        "in every window of t seconds a tenant gets at most capacity + rate t prompt tokens",
         ADMISSION,
         "bound of the bucket",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ class FakeServer:
         self.num_left = 0
         self.kv: dict[str, Any] = {"do_remote_prefill": True, "remote_block_ids": [1, 2]}
         self._runner: web.AppRunner | None = None
+        self._listening: socket.socket | None = None
         self.port = port
         thread.run(self._start())
 
@@ -83,19 +85,30 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._listening = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listening.getsockname()[1]
+        await web.SockSite(self._runner, self._listening).start()
 
     def kill(self) -> None:
         """Break every connection, and take none."""
 
-        async def stop() -> None:
+        def break_all() -> None:
             assert self._runner is not None
             assert self._runner.server is not None
             for connection in self._runner.server.connections:
                 if connection.transport is not None:
                     connection.transport.abort()
+
+        async def stop() -> None:
+            assert self._runner is not None
+            assert self._listening is not None
+            break_all()
+            self.thread.loop.remove_reader(self._listening)
+            for _ in range(
+                10
+            ):  # a connection that was just accepted comes to be; asyncio loses it once the server is closed
+                await asyncio.sleep(0)
+            break_all()
             await self._runner.cleanup()
             self._runner = None
 

@@ -71,6 +71,16 @@ def test_times_of_frontends_before_the_start_order_requests_of_equal_priority(ti
     assert compare_in(tiny_model, replace(given, begins=-1e6))[0] is None
 
 
+@pytest.mark.parametrize("client", [0, 1])
+def test_lengths_count_on_after_a_token_that_ends_one_request_and_not_another(tiny_model: str, client: int) -> None:
+    scripts = [
+        RequestScript("ignores", (100, 101), 20, 0, 0.0, ends_at=6, ignores_eos=True),
+        RequestScript("heeds", (200, 201), 25, 0, 0.1, client=client),
+        RequestScript("stops", (300, 301), 30, 0, 0.2, ends_at=23),
+    ]
+    assert compare_in(tiny_model, session(scripts, 40))[0] is None
+
+
 def test_where_vllms_requests_preempt_each_other_for_ever_they_do_here(tiny_model: str) -> None:
     """Copies of one prompt arrive at once, and each is the other's victim."""
     scripts = [RequestScript(f"{index}_r", tuple(range(100, 158)), 6, 0, 0.0) for index in range(2)]

@@ -1,9 +1,8 @@
-"""Copies of library policies: the files of one, renamed, as the start of a package of one's own."""
+"""Copies of library policies: the file of one, renamed, as the start of a package of one's own."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import sys
@@ -53,16 +52,15 @@ class CopiedPolicy:
     interface: Interface
     module: str
     """Name of the file without its suffix."""
-    sources: Mapping[str, str]
-    """Text of its files by their names without suffix: the one with its spec, and what that imports only when it is built."""
+    source: str
     specs: tuple[str, ...]
-    """Variables of the first file that hold what it offers."""
+    """Variables of the file that hold what it offers."""
     helpers: tuple[str, ...]
-    """Modules of the library that the files import."""
+    """Modules of the library that the file imports."""
 
 
-def copied_policy(name: str, package: str, prefix: str, registry: Registry, kind: str | None = None) -> CopiedPolicy:
-    """Copy the files of the library policy `name` for a package; names of policies in them begin with `prefix` and `_`.
+def copied_policy(name: str, prefix: str, registry: Registry, kind: str | None = None) -> CopiedPolicy:
+    """Copy the file of the library policy `name`; names of policies in it begin with `prefix` and `_`.
 
     `kind`: of package (`scaffold.KINDS`), where policies of several kinds have the name; without it those of the layers come first.
     Raises `UnknownNameError` if the library has no such policy, and `ConfigError` if its file does not state its policies' names.
@@ -71,27 +69,14 @@ def copied_policy(name: str, package: str, prefix: str, registry: Registry, kind
     module = sys.modules[spec.build.__module__]
     original = inspect.getsource(module)
     tree = ast.parse(original)
-    texts = {module.__name__: original}
-    texts |= {rules: inspect.getsource(importlib.import_module(rules)) for rules in _imported_when_built(tree)}
     offers = dict(_offers_in(tree, interface.spec))
     if name not in offers:
         hint = f"Copy {module.__file__} by hand"
         raise ConfigError(Problem("--from", f"the file of {name!r} does not state that name", hint))
-    helpers = sorted({one for text in texts.values() for one in _helpers_in(ast.parse(text))} - texts.keys())
-    texts[module.__name__] = _renamed(original, offers, prefix)
-    names = "|".join(map(re.escape, offers))
-    sources = {}
-    for path, text in texts.items():
-        for copied in texts:
-            text = re.sub(rf"\bfrom {re.escape(copied)} import\b", f"from {package}.{_stem(copied)} import", text)
-        sources[_stem(path)] = re.sub(rf"`({names})`", rf"`{prefix}_\1`", text)
+    source = _renamed(original, offers, prefix)
     specs = tuple(variable for variable, _ in offers.values())
-    stem = _stem(module.__name__)
-    return CopiedPolicy(name, f"{prefix}_{name}", spec.summary, interface, stem, sources, specs, tuple(helpers))
-
-
-def _stem(module: str) -> str:
-    return module.rpartition(".")[2]
+    stem = module.__name__.rpartition(".")[2]
+    return CopiedPolicy(name, f"{prefix}_{name}", spec.summary, interface, stem, source, specs, _helpers_in(tree))
 
 
 def _library_policy(name: str, registry: Registry, kind: str | None) -> tuple[AnyPolicySpec, Interface]:
@@ -130,14 +115,8 @@ def _renamed(source: str, offers: Mapping[str, tuple[str, ast.Call]], prefix: st
                 lines[first] = lines[first].replace(f'"{name}"', f'"{prefix}_{name}"')
             elif keyword.arg == "aliases":
                 lines[first : last + 1] = [""] * (last + 1 - first)
-    return "".join(lines)
-
-
-def _imported_when_built(tree: ast.Module) -> list[str]:
-    """Modules of the library that functions import."""
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
-    return [node.module for node in imports if node.module and node.module.partition(".")[0] == LIBRARY]
+    names = "|".join(re.escape(name) for name in offers)
+    return re.sub(rf"`({names})`", rf"`{prefix}_\1`", "".join(lines))
 
 
 def _helpers_in(tree: ast.Module) -> tuple[str, ...]:

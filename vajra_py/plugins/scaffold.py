@@ -79,9 +79,9 @@ def render_copy(name: str, original: str, kind: str | None = None) -> Mapping[st
     `kind` is needed where policies of several kinds have the name. Raises `UnknownNameError` if none has it.
     """
     names = plugin_names(name)
-    copied = copied_policy(original, names.package, names.prefix, load_registry(), kind)
+    copied = copied_policy(original, names.prefix, load_registry(), kind)
     files = {**_rendered(names, COPY, POLICIES, copied=copied)}
-    files |= {f"src/{names.package}/{stem}.py": text for stem, text in copied.sources.items()}
+    files[f"src/{names.package}/{copied.module}.py"] = copied.source
     return dict(sorted(files.items()))
 
 

@@ -141,11 +141,11 @@ class Messages:
         if self._managed is not None:
             record.num_sent = self._managed.num_entries(request)
             return Tables(self._managed.numbers(request, known))
-        held = memory.num_held_blocks(request)
-        if held == known:
+        table = memory.block_table(request)
+        if len(table) == known:
             return ()
-        record.num_sent = held
-        return memory.block_table(request)[known:]
+        record.num_sent = len(table)
+        return table[known:]
 
     # All at once
 

@@ -115,16 +115,12 @@ class Scheduler(WithoutExtras):
         self._thread_id: int | None = None
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
-        self._records: dict[str, Record] = {}
-        self._steady = SteadyTokens(self._records)
+        records = self._records = dict[str, Record]()
+        self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._stopping: list[Request] = []  # a token of the step at hand ends them
-        self._messages = Messages(
-            self.mechanism,
-            self._records,
-            resumes_as_new=bool(vllm_config.use_v2_model_runner),
-            zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
-        )
+        resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
+        self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
@@ -492,6 +488,7 @@ class Scheduler(WithoutExtras):
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
             if taken is not None:
                 return taken
+        self._steady.count_again()
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
@@ -552,12 +549,15 @@ class Scheduler(WithoutExtras):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""
-        find, proposals = self._records.get, dict[Request, list[int]]()
-        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
-            record = find(name)
-            if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                is_plain = record.is_plain  # then there is no grammar
-                proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
+        names, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        proposals = self._steady.proposals(names, drafts)
+        if proposals is None:
+            proposals = {}
+            for name, tokens in zip(names, drafts, strict=True):
+                record = self._records.get(name)
+                if record is not None and tokens and (own := record.own) is not None and own.is_decode:
+                    is_plain = record.is_plain  # then there is no grammar
+                    proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
         self.mechanism.propose(proposals)
 
     def update_draft_token_ids_in_output(

@@ -67,6 +67,11 @@ class SteadyTokens:
         """Look requests up again, since one of them has ended or was handed in again."""
         self._names, self._batch = [], None
 
+    def count_again(self) -> None:
+        """Count what is left of each request again, since tokens are taken in one by one."""
+        if self._batch is not None:
+            self._batch.num_left = 0
+
     def take(self, names: list[str], sampled: Sequence[list[int]]) -> TakenTokens | None:
         """Take in a step's tokens, of which clients get the ids alone; None, and nothing changed, if a request needs a look."""
         if names != self._names:
@@ -97,6 +102,13 @@ class SteadyTokens:
         if most > 1:
             accepted = {one: count - 1 for one, count in zip(batch.requests, counts, strict=True) if count > 1}
         return TakenTokens(outputs, accepted)
+
+    def proposals(self, names: list[str], drafts: Sequence[list[int]]) -> dict[Request, list[int]] | None:
+        """Return the drafts of each request that decodes and has any; None if these are not the requests, or one needs a look."""
+        if self._batch is None or names != self._names:
+            return None
+        owners = zip(self._batch.requests, drafts, strict=True)
+        return {request: tokens for request, tokens in owners if tokens and request.is_decode}
 
     def _look_up(self) -> None:
         """Look the requests up, unless one is unknown, is in the mechanism's hands no more, or has given no token yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vajra_policies.scaling.planner_rules import EngineLoad, Promises, Traffic
+from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
@@ -67,12 +68,10 @@ class EnginePredictions:
         limits = self._context.limits
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
         room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))
-        low, high = 1, max(1, min(limits.max_batch_size, room)) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            step_s = self._decode_s(middle, middle * context_tokens)
-            if step_s / self._promises.accept_length <= self._promises.itl_s:
-                low = middle
-            else:
-                high = middle
-        return low, self._decode_s(low, low * context_tokens)
+
+        def keeps_promise(num_decodes: int) -> bool:
+            step_s = self._decode_s(num_decodes, num_decodes * context_tokens)
+            return step_s / self._promises.accept_length <= self._promises.itl_s
+
+        most = most_that_fits(1, max(1, min(limits.max_batch_size, room)) + 1, keeps_promise)
+        return most, self._decode_s(most, most * context_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from vajra_policies.preemptive import Preemptive, PreemptiveConfig
+from vajra_policies.search import most_that_fits
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -58,14 +59,8 @@ class Hygen(Preemptive):
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens
-        low, high = 0, num_tokens  # the largest that fits is at least low and below high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits(request, middle, batch):
-                low = middle
-            else:
-                high = middle
-        return low if low or batch.num_requests else 1
+        most = most_that_fits(0, num_tokens, lambda num: self._fits(request, num, batch))
+        return most if most or batch.num_requests else 1
 
     def _fits(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> bool:
         return batch.predicted_time_with(request, num_tokens) <= self._budget_s

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.search import most_that_fits
 from vajra_policies.slo.prompt_plans import Prompt, most_in_time
 from vajra_py.contract import (
     BatchBuilder,
@@ -83,7 +84,7 @@ class SlosServe(FixedChunk):
             features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
             return self._latency.stage_time_s(features) <= self._step_s
 
-        return max(_most(min(num_remaining_tokens, self._chunk_size), fits), 1)
+        return max(most_that_fits(0, min(num_remaining_tokens, self._chunk_size) + 1, fits), 1)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
@@ -117,28 +118,19 @@ class SlosServe(FixedChunk):
         """B: the most tokens of a step that takes `step_s`, those of its decodes included."""
         running = replica.running()
         decodes = BatchFeatures().with_decodes(len(running), sum(one.num_known_tokens for one in running))
-        most = _most(
-            self._chunk_size, lambda num: self._latency.stage_time_s(decodes.with_chunk(num, 0)) <= self._step_s
+        most = most_that_fits(
+            0, self._chunk_size + 1, lambda num: self._latency.stage_time_s(decodes.with_chunk(num, 0)) <= self._step_s
         )
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
         """Return at most so many tokens, as the step's time allows; 1 for a step that would be empty."""
-        most = _most(num_tokens, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
+        most = most_that_fits(0, num_tokens + 1, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         num_tokens = super()._next_chunk(request, batch, replica)
         return num_tokens if num_tokens is None else self._within(request, num_tokens, batch) or None
-
-
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to the limit that fits, 0 if none does; a smaller one fits where a larger one does."""
-    low, high = 0, max(limit, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _due_at(request: RequestView) -> float:

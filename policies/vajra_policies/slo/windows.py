@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 
@@ -12,11 +13,7 @@ def first_of_two(
 
     def most(fits: Callable[[int], bool]) -> int:
         """Number of the ascending sizes that fit."""
-        low, high = 0, len(sizes)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
-        return low
+        return bisect_left(sizes, True, key=lambda size: not fits(size))
 
     def total(c_1: int) -> int:
         left = s_2 - t_1(c_1)

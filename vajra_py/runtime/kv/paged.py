@@ -372,7 +372,7 @@ class PagedKvMemory:
 
     def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int, request: KvRequest) -> None:
         start = entry.num_cached
-        stop = min(num_tokens, hashes.num_hashed_tokens) // self.block_size
+        stop = num_tokens // self.block_size
         if stop > start:
             asks_chains = self._retention is not None or self.tiers is not None
             before = hashes.block_hash(start - 1) if start and asks_chains else None
@@ -534,7 +534,7 @@ class PagedKvMemory:
                 entry.blocks = []
                 entry.num_valid_tokens = 0
                 return
-            self._cache(entry, entry.hashes, valid, request)
+            self._cache(entry, entry.hashes, min(valid, entry.hashes.num_hashed_tokens), request)
         self._pool.release(entry.blocks, entry.num_cached, request)
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0

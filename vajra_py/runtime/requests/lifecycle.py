@@ -178,8 +178,11 @@ class Lifecycle:
         """Count the drafts of the step that gave a request its newest token, and those that became output; it may wait again by now."""
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
-            if request.hashes is not None:
-                self._running_set.memory.cache_blocks(request, request.num_known_tokens - 1)
+            memory, num_computed = self._running_set.memory, request.num_known_tokens - 1
+            if (
+                request.hashes is not None and num_computed % memory.block_size <= num_accepted
+            ):  # a block may be full now
+                memory.cache_blocks(request, num_computed)
             return
         queue = self._running_set.queue
         queue.remove(request)

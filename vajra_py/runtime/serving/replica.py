@@ -857,7 +857,7 @@ class Replica:
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
         keeps = keeps or is_ahead  # the next step has places behind them
         done: list[Request] = []
-        without = {*result.failed, *self._over}
+        without, open_one = {*result.failed, *self._over}, Unverified(-1)
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
             if request in without:
                 continue
@@ -875,7 +875,9 @@ class Replica:
             request.add_outputs(1 + num_accepted, now)
             request.end_epoch = num_left = num_left - num_accepted
             if is_open:
-                unverified[request] = Unverified(num_drafts)
+                if open_one.num_drafts != num_drafts:
+                    open_one = Unverified(num_drafts)
+                unverified[request] = open_one
                 continue
             if not keeps:
                 num_blocks = self.memory.blocks_for(request.num_computed_tokens)

@@ -74,6 +74,7 @@ class Builder(PlanDraft):
         "_latency",
         "_lifecycle",
         "_looked_at",
+        "_most_advance",
         "_most_held",
         "_order",
         "_order_of_decodes",
@@ -136,7 +137,9 @@ class Builder(PlanDraft):
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
         """Tokens that a decode and its drafts may have: a token comes behind all drafts, and it has to be able to run alone."""
-        self._draft_rules = options.drafts
+        self._draft_rules = rules = options.drafts
+        self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
+        """Tokens by which a decode with drafts gets on at most between two of its steps: deeper in a block, all before is cached."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
@@ -296,8 +299,6 @@ class Builder(PlanDraft):
         unverified, num_open, num_known = self._running_set.unverified, 0, 1
         end = min(len(order), position + self.slots_left)
         start, others, drafts = position, chunks.copy(), _NO_DRAFTS
-        # The most that a decode can advance between two of its steps: further into a block, all before is cached already.
-        num_new = size if recycles or self._draft_rules is None else self._draft_rules.max_tokens + 2
         while position < end:
             request = order[position]
             if not request.is_skipped or tokens_left <= 0 or request in others:
@@ -330,7 +331,7 @@ class Builder(PlanDraft):
             tokens_left -= 1 + num_drafts
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
-            if caches and (computed + num_known) % size < num_new and request.hashes is not None:
+            if caches and (computed + num_known) % size < self._most_advance and request.hashes is not None:
                 memory.cache_blocks(request, computed + num_known)  # the newest token may not be known yet
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
