@@ -56,6 +56,17 @@ def test_quiet_says_where_only(vajra: Vajra, small: Path) -> None:
     assert vajra("run", small, "-q").out == "results: runs/small\n"
 
 
+@pytest.mark.parametrize("written", ["true", "false"])
+def test_a_run_loads_no_pandas(small: Path, written: str) -> None:
+    settings = [f"output.{name}={written}" for name in ("decision_log", "steps")]
+    arguments = ["run", str(small), "-q", *(part for one in settings for part in ("--set", one))]
+    code = (
+        "import sys; from vajra_py.cli.main import vajra;"
+        f"vajra.main({arguments!r}, standalone_mode=False); assert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_what_is_finished_is_not_run_again(vajra: Vajra, small: Path) -> None:
     vajra("run", small, "-q")
     before = Path("runs/small/environment.json").stat().st_mtime_ns

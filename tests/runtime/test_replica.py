@@ -353,7 +353,7 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
         if at_once:
             bench.replica.note_waiting()
             ticks = array("q", [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)])
-            plan = bench.replica.complete_repeats(plan, ticks, ticks[-1])
+            bench.replica.complete_repeats(plan, ticks, ticks[-1])
             bench.now = ticks[-1]
         else:
             for _ in range(num_steps):

@@ -142,7 +142,7 @@ class Growths(StepLog):
         self.counts: list[tuple[int, int]] = []
 
     def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
         self.counts.append((len(repeats.ended_at), len(repeats.growth)))
 

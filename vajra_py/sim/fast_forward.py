@@ -139,9 +139,10 @@ class DecodeFastForward:
         self._driver.count_repeats(len(ended_at))
         if one.is_apart:
             one.is_apart = False
-            plan = replica.complete_repeats(plan, ended_at[:1], now)
+            replica.complete_repeats(plan, ended_at[:1], now)
             ended_at = ended_at[1:]
-        one.plan = replica.complete_repeats(plan, ended_at, now) if ended_at else plan
+        if ended_at:
+            replica.complete_repeats(plan, ended_at, now)
 
     def _end_after(self, one: SimReplica, num_steps: int) -> None:
         """Make the run end after so many more steps, the one in flight included."""

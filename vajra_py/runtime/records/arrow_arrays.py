@@ -82,7 +82,7 @@ def numpy_array(column: Any) -> NDArray[Any]:
 
     array = column
     if isinstance(column, pa.ChunkedArray):
-        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        array = one_array(column)
     kind, end = array.type, array.offset + len(array)
     if pa.types.is_string(kind):
         return np.array(array.to_pylist(), dtype=np.object_)
@@ -95,6 +95,18 @@ def numpy_array(column: Any) -> NDArray[Any]:
         bits = np.frombuffer(array.buffers()[1], dtype=np.uint8)
         return np.unpackbits(bits, count=end, bitorder="little")[array.offset :].view(np.bool_)
     return np.frombuffer(array.buffers()[1], dtype=kind.to_pandas_dtype(), count=end)[array.offset :]
+
+
+def one_array(column: Any) -> Any:
+    """Return a chunked column as one array, without a copy where it has one chunk.
+
+    The same as its `combine_chunks`, which imports pandas where there is no chunk.
+    """
+    import pyarrow as pa
+
+    if not column.num_chunks:
+        return pa.nulls(0, column.type)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def call(function: str, *values: Any, options: Any = None) -> Any:

@@ -154,11 +154,11 @@ class DecisionLog(StepLog):
             self._take(replicaset, plan, ONLY_PREEMPTED, plan.formed_at, ())
 
     def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
         """Make one record of all these steps."""
-        super().on_plan_repeats(replicaset, plan, repeats, following, now)
-        self._open[following] = replicaset, NO_MOVES
+        super().on_plan_repeats(replicaset, plan, repeats, num_waiting, now)
+        self._open[plan] = replicaset, NO_MOVES
 
     def close(self) -> None:
         """Write the steps that never came back, and finish the file."""

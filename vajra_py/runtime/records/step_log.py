@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import PoolChanges
 from vajra_py.runtime.step.plan import StepPlan
 
-RECORDS_PER_BATCH = 1_024
+RECORDS_PER_BATCH = 4_096
 """Number of records that are passed on together."""
 CAME_BACK, ONLY_PREEMPTED, NEVER_CAME_BACK = 0, 1, 2
 """Values of a record's `status`."""
@@ -50,18 +50,14 @@ FIELDS = (
 """Whole numbers of a record: the plan's, of its features (from `batch_decodes` on), of what came of it, and entries of each list.
 `kept`: the tick at which it was taken;
 `decodes_at`: number of chunks before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
-_PACKED_AT_ONCE = 64
-"""Number of records packed together, in half the time of one by one; few, so that their plans are still in the cache."""
 _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
-_TICK = Struct("<q")
+_pack = _ROW.pack
 NO_LISTS = (0,) * (len(LISTS) - 1)
 """Lengths of the lists after the first of a record without any entries in them."""
 
 Numbers: TypeAlias = Sequence[int]
 _Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
-_Taken: TypeAlias = "tuple[str, StepPlan, int, int, Any, array[int] | None, int, _Finished]"
-"""(replicaset, plan, status, tick of taking, tick of its end, None, waiting, who ended), or of a run its ticks and growth."""
 
 
 class Batch(NamedTuple):
@@ -106,11 +102,11 @@ class StepLog(Observer):
         self._keepers: list[Callable[[Batch], None]] = [self._keep]
         self._replicasets: dict[str, int] = {}
         self._batch_size = records_per_batch or RECORDS_PER_BATCH
-        self._num_packed = 0
-        self._taken: list[_Taken] = []
-        """Records of this batch that are not packed yet."""
-        self._parts: dict[str, list[bytes]] = {name: [] for name in ("rows", "ends", *LISTS)}
-        """Packed parts; joined when they are passed on, since a growing buffer is copied again and again."""
+        self._rows: list[bytes] = []
+        """Packed records; joined when they are passed on, since a growing buffer is copied again and again."""
+        self._ends = array("q")
+        self._growth = array("q")
+        self._lists: dict[str, list[int]] = {name: [] for name in LISTS if name != "growth"}
         self._notes: dict[int, str] = {}
         """Notes by record of this batch."""
         self._ids: list[str] = []
@@ -124,74 +120,27 @@ class StepLog(Observer):
 
     def hand_on(self) -> None:
         """Pass on the records so far."""
-        self._pack()
-        if not self._num_packed and not self._ids:
+        if not self._rows and not self._ids:
             return
-        notes = [self._notes.get(record, "") for record in range(self._num_packed)] if self._notes else []
-        packed = {name: b"".join(parts) for name, parts in self._parts.items()}
-        rows, ends, arrived = packed.pop("rows"), packed.pop("ends"), array("q", self._arrived).tobytes()
-        batch = Batch(list(self._replicasets), rows, ends, notes, self._ids, arrived, packed)
-        self._num_packed, self._notes, self._ids = 0, {}, []
+        notes = [self._notes.get(record, "") for record in range(len(self._rows))] if self._notes else []
+        lists = {name: array("q", numbers).tobytes() for name, numbers in self._lists.items()}
+        batch = Batch(
+            replicasets=list(self._replicasets),
+            rows=b"".join(self._rows),
+            ends=self._ends.tobytes(),
+            notes=notes,
+            ids=self._ids,
+            arrived=array("q", self._arrived).tobytes(),
+            lists={"growth": self._growth.tobytes(), **lists},
+        )
+        self._notes, self._ids = {}, []
+        self._rows.clear()
         self._arrived.clear()
-        for parts in self._parts.values():
-            parts.clear()
+        for numbers in self._lists.values():
+            numbers.clear()
+        self._ends, self._growth = array("q"), array("q")
         for keep in self._keepers:
             keep(batch)
-
-    def _pack(self) -> None:
-        """Pack the records that were taken."""
-        rows: list[bytes] = []
-        ends: list[bytes | array[int]] = []
-        growths: list[array[int]] = []
-        lists: dict[str, list[int]] = {name: [] for name in LISTS if name != "growth"}
-        codes, count_lists, pack = self._replicasets, self._count_lists, _ROW.pack
-        for replicaset, plan, status, tick, ended, growth, num_waiting, finished in self._taken:
-            code = codes.get(replicaset)
-            if code is None:
-                code = codes[replicaset] = len(codes)
-            if plan.notes:
-                self._notes[self._num_packed + len(rows)] = json.dumps(plan.notes, separators=(",", ":"))
-            num_steps, num_growths = 1, 0
-            if growth is None:
-                ends.append(_TICK.pack(ended))
-            else:
-                ends.append(ended)
-                growths.append(growth)
-                num_steps, num_growths = len(ended), len(growth)
-            features = plan.features
-            rows.append(
-                pack(
-                    code,
-                    plan.replica_id,
-                    plan.step_index,
-                    plan.formed_at,
-                    tick,
-                    plan.num_pool_decodes,
-                    plan.pool_position,
-                    plan.free_blocks,
-                    plan.num_waiting,
-                    plan.num_running,
-                    plan.num_preempted_before,
-                    features.num_decodes,
-                    features.num_decodes + features.num_draft_tokens,
-                    features.decode_context_tokens,
-                    features.num_prefills,
-                    features.prefill_tokens,
-                    status,
-                    num_steps,
-                    num_waiting,
-                    num_growths,
-                    *count_lists(plan, finished, lists),
-                )
-            )
-        self._num_packed += len(rows)
-        self._taken.clear()
-        parts = self._parts
-        for name, own in (("rows", rows), ("ends", ends), ("growth", growths)):
-            parts[name].append(b"".join(own))
-        for name, numbers in lists.items():
-            if numbers:
-                parts[name].append(array("q", numbers).tobytes())
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
         """Note a new plan; one without entries only preempts, and nothing comes back from it."""
@@ -203,31 +152,78 @@ class StepLog(Observer):
         self._take(replicaset, plan, CAME_BACK, now, finished)
 
     def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
-        """Record a plan of decodes and its repetitions, which are applied now; `following`, one more, is in flight."""
+        """Record a plan of decodes and its repetitions, which are applied now; the plan becomes that of one more, in flight.
+
+        `num_waiting`: waiting requests in repetitions.
+        """
         if now > self._tick:
             self._tick = now
-        self._taken.append((replicaset, plan, CAME_BACK, self._tick, *repeats, following.num_waiting, ()))
-        if len(self._taken) >= _PACKED_AT_ONCE:
-            self._pack_or_hand_on()
+        self._record(replicaset, plan, CAME_BACK, (), num_waiting, repeats)
 
-    def _take(
-        self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: Sequence[tuple[Request, EndReason]]
-    ) -> None:
+    def _take(self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: _Finished) -> None:
         if ended > self._tick:
             self._tick = ended
-        self._taken.append((replicaset, plan, status, self._tick, ended, None, plan.num_waiting, finished))
-        if len(self._taken) >= _PACKED_AT_ONCE:
-            self._pack_or_hand_on()
+        self._ends.append(ended)
+        self._record(replicaset, plan, status, finished, plan.num_waiting)
+
+    def _record(
+        self,
+        replicaset: str,
+        plan: StepPlan,
+        status: int,
+        finished: _Finished,
+        num_waiting: int,
+        repeats: PlanRepeats | None = None,
+    ) -> None:
+        """Pack a record; without `repeats` it is of one step, whose end has been noted."""
+        code = self._replicasets.get(replicaset)
+        if code is None:
+            code = self._replicasets[replicaset] = len(self._replicasets)
+        if plan.notes:
+            self._notes[len(self._rows)] = json.dumps(plan.notes, separators=(",", ":"))
+        num_steps, num_growths = 1, 0
+        if repeats is not None:
+            ended_at, growth = repeats
+            num_steps, num_growths = len(ended_at), len(growth)
+            self._ends += ended_at
+            self._growth += growth
+        features = plan.features
+        num_joined, num_left, num_chunks, num_preempted, num_finished = self._count_lists(plan, finished, self._lists)
+        row = _pack(
+            code,
+            plan.replica_id,
+            plan.step_index,
+            plan.formed_at,
+            self._tick,
+            plan.num_pool_decodes,
+            plan.pool_position,
+            plan.free_blocks,
+            plan.num_waiting,
+            plan.num_running,
+            plan.num_preempted_before,
+            features.num_decodes,
+            features.num_decodes + features.num_draft_tokens,
+            features.decode_context_tokens,
+            features.num_prefills,
+            features.prefill_tokens,
+            status,
+            num_steps,
+            num_waiting,
+            num_growths,
+            num_joined,
+            num_left,
+            num_chunks,
+            num_preempted,
+            num_finished,
+        )
+        self._rows.append(row)
+        if len(self._rows) >= self._batch_size:
+            self.hand_on()
 
     def _keep(self, batch: Batch) -> None:
         """Keep these records."""
-
-    def _pack_or_hand_on(self) -> None:
-        self._pack()
-        if self._num_packed >= self._batch_size:
-            self.hand_on()
 
     def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
         """Return a record's number of entries in each of `LISTS` after the first; a subclass may append them to `lists`."""

@@ -571,33 +571,31 @@ class Replica:
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
-    def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
-        """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
+    def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> None:
+        """Complete `plan` and repetitions of it at these ticks up to now; it becomes that of the repetition in flight after them."""
         if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
-            plan, ended_at = self.complete_repeats(plan, ended_at[:1], now), ended_at[1:]
+            self.complete_repeats(plan, ended_at[:1], now)
+            ended_at = ended_at[1:]
         pool, has_joined = plan.pool, bool(plan.chunks)
         assert pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
                 observer.on_step_run(run)
-        growth = pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
         step_index, formed_at = plan.step_index, plan.formed_at
-        following = plan.copy_of_decodes() if self._step_logs else plan  # logs keep plans
-        self.builder.repeat(following, len(ended_at), ended_at[-1], self._num_waiting_in_run)
-        if growth is not None:
-            repeats = PlanRepeats(ended_at, growth)
+        if self._step_logs:
+            repeats = PlanRepeats(ended_at, pool.growth_cycle(len(ended_at) - 1))
             for log in self._step_logs:
-                log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
+                log.on_plan_repeats(self.replicaset, plan, repeats, self._num_waiting_in_run, now)
+        self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
         pool.advance(ended_at)
         self.num_steps += len(ended_at)
         if has_joined and self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
-                log.on_plan(self.replicaset, following, changes)
+                log.on_plan(self.replicaset, plan, changes)
         if self.parts.listeners.step_runs:
             self._notify_run(step_index, formed_at, pool, ended_at)
-        return following
 
     def _notify_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
         seconds = [tick / TICKS_PER_SECOND for tick in ended_at]

@@ -109,23 +109,6 @@ class StepPlan:
             [*(one.num_tokens for one in before), *[1] * len(decodes), *(one.num_tokens for one in after)],
         )
 
-    def copy_of_decodes(self) -> StepPlan:
-        """Return a copy of a plan whose tokens the pool counts, with all of them as decodes of the pool."""
-        return StepPlan(
-            self.step_index,
-            self.replica_id,
-            self.formed_at,
-            self.features,
-            (),
-            self.pool,
-            self.num_requests,
-            self.free_blocks,
-            self.num_waiting,
-            self.num_running,
-            running_in_order=self.running_in_order,
-            notes=self.notes,
-        )
-
     def _pool_entries(self) -> Sequence[PlannedChunk]:
         return [PlannedChunk(request, 1, request.num_computed_tokens - 1, "running") for request in self.decodes()]
 
