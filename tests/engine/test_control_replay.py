@@ -387,7 +387,8 @@ def test_the_fuzzed_runs_are_worth_replaying(hollow_model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("preset", sorted(load_registry().presets))
 def test_presets_are_replayed(preset: str, hollow_model: Path, tmp_path: Path) -> None:
-    mapping = settings(hollow_model, {}, SESSIONS, num_replicas=1, preset=preset)
+    num_replicas = 2 if load_registry().presets[preset].spec.replicaset else 1
+    mapping = settings(hollow_model, {}, SESSIONS, num_replicas=num_replicas, preset=preset)
     mapping["replica"] = {"max_model_len": 224, "memory": {"block_size": 16, "num_blocks": 16}}
     del mapping["scheduling"]
     run = run_it(mapping, tmp_path / "run", abort_rate=0.03)
@@ -395,7 +396,7 @@ def test_presets_are_replayed(preset: str, hollow_model: Path, tmp_path: Path) -
     assert replay(tmp_path / "run").is_equal
     happened = what_happened(run)
     assert happened["aborted"] > 0
-    assert happened["preempted"] > 0 or preset in PREEMPTS_SELDOM
+    assert happened["preempted"] > 0 or preset in PREEMPTS_SELDOM or num_replicas == 2
 
 
 @pytest.mark.parametrize("batcher", BATCHERS[:2])

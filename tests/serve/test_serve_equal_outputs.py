@@ -68,6 +68,8 @@ def test_scheduling_never_changes_what_a_request_gets(
 ) -> None:
     outputs = asyncio.run(together(tiny_model, preset))
     assert [list(one.token_ids) for one in outputs] == [list(one) for one in alone]
+    if load_registry().presets[preset].spec.replicaset:
+        return  # two replicas have memory for all
     gave_way = sum(one.metrics.num_preemptions for one in outputs)
     waited = sum(one.metrics.admitted_at - one.metrics.arrived_at > 0 for one in outputs if one.metrics.admitted_at)
     assert waited
