@@ -52,6 +52,15 @@ def session_of(seed: int, *, is_async: bool = False, kind: str = "plain") -> Con
     scripts = [replace(one, transfer=_transfer(rng, one, failing), grammar=_good(one)) for one in base.scripts]
     given = {name: getattr(base, name) for name in base.__dataclass_fields__}
     on_failure = rng.choice(("fail", "recompute"))
+    connector = rng.choice(("ScriptedConnector", "GroupedConnector"))
+    if base.windows != (None,):
+        # Which blocks were not loaded is not told where there are several tables, and vLLM takes no others there.
+        scripts = [replace(one, transfer=_without_bad_blocks(one.transfer or {})) for one in scripts]
+        connector = "GroupedConnector"
+    if any(
+        base.windows
+    ):  # vLLM computes the last of loaded tokens without what its window has of them: docs/evidence/vllm.md
+        scripts = [replace(one, transfer=_without_last(one)) for one in scripts]
     if base.num_drafts and on_failure == "recompute":
         # Who computes again what was not loaded has its drafts before it is a decode in vLLM: docs/evidence/vllm.md.
         scripts = [replace(one, transfer=_loading_all(one.transfer or {})) for one in scripts]
@@ -66,7 +75,7 @@ def session_of(seed: int, *, is_async: bool = False, kind: str = "plain") -> Con
     return ConnectedSession(
         **given,
         on_failure=on_failure,
-        connector=rng.choice(("ScriptedConnector", "GroupedConnector")),
+        connector=connector,
     )
 
 
@@ -95,11 +104,20 @@ def _transfer(rng: random.Random, script: RequestScript, failing: bool) -> dict[
     return made
 
 
+def _without_bad_blocks(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Return the script of a request whose loads bring every block, or none."""
+    return {name: value for name, value in transfer.items() if name != "bad_block"}
+
+
+def _without_last(script: RequestScript) -> dict[str, Any]:
+    """Return the script of a request of whose prompt at least the last token is computed."""
+    transfer = script.transfer or {}
+    return transfer and transfer | {"remote": min(transfer["remote"], len(script.prompt) - 1)}
+
+
 def _loading_all(transfer: dict[str, Any]) -> dict[str, Any]:
     """Return the script of a request whose loads within a step bring every block."""
-    return (
-        transfer if transfer.get("load_turns") else {name: transfer[name] for name in transfer if name != "bad_block"}
-    )
+    return transfer if transfer.get("load_turns") else _without_bad_blocks(transfer)
 
 
 @dataclass
@@ -126,8 +144,8 @@ class ConnectedPlay(Play):
         (found,) = [one for one in self.session.scripts if one.name == name]
         return Script(**found.transfer or {})
 
-    def _write(self, name: str, blocks: list[int], start: int, end: int) -> None:
-        self.worker.slots.write(name, self.worker.expected[name], (blocks,), start, end)
+    def _write(self, name: str, tables: tuple[list[int], ...], start: int, end: int) -> None:
+        self.worker.slots.write(name, self.worker.expected[name], tables, start, end)
 
     def _compile(self) -> None:
         self.scheduler.connector.turn = self.turn
@@ -152,13 +170,16 @@ class ConnectedPlay(Play):
         """A load does not wait for a step that was told before and is not back."""
         places = slice(load.start // self.worker.slots.size, -(-load.end // self.worker.slots.size))
         for output, _ in self.queue:
-            if not self.written[id(output)].isdisjoint(load.blocks[places]):
+            loaded = {block for table in load.tables for block in table[places] if block}
+            if not self.written[id(output)].isdisjoint(loaded):
                 raise WorkerFault(f"{load.name}: is loaded to blocks that a step in flight writes")
 
     def _check_sent(self, name: str) -> None:
         """Check that what is sent stays until it was sent."""
-        blocks, num_tokens = self.loader.sent[name]
-        self.worker.slots.read(name, self.worker.expected[name], (blocks,), 0, num_tokens)
+        tables, num_tokens = self.loader.sent[name]
+        slots = self.worker.slots
+        start = 0 if slots.windows == [None] else num_tokens  # windows have left behind what no later token reads
+        slots.read(name, self.worker.expected[name], tables, start, num_tokens)
 
     def update(self, output: Any, result: Any) -> None:
         for client, each in self.scheduler.update_from_output(output, result).items():

@@ -45,7 +45,7 @@ class Load:
     """A load, as workers are told of it."""
 
     name: str
-    blocks: list[int]
+    tables: tuple[list[int], ...]
     start: int
     end: int
     is_async: bool
@@ -57,8 +57,8 @@ class ScriptedMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers with a step."""
 
     loads: list[Load] = field(default_factory=list)
-    sends: dict[str, tuple[int, list[int], int]] = field(default_factory=dict)
-    """Requests whose blocks are needed, the turn until which they are, the blocks, and the tokens in them."""
+    sends: dict[str, tuple[int, tuple[list[int], ...], int]] = field(default_factory=dict)
+    """Requests whose blocks are needed, the turn until which they are, the block tables, and the tokens in them."""
 
 
 class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -101,23 +101,25 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return num_tokens, is_async and bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        name, (table,) = request.request_id, blocks.get_block_ids()
-        unhashed = blocks.get_unhashed_block_ids() if num_external_tokens and self._asked[name][1] else ()
-        assert set(unhashed) <= set(table)
-        said = num_external_tokens, len(table), len(unhashed), request.num_computed_tokens
+        name, tables = request.request_id, blocks.get_block_ids()
+        begins = num_external_tokens and self._asked[name][1]
+        unhashed = blocks.get_unhashed_block_ids_all_groups() if begins else ()
+        assert all(set(one) <= set(table) for one, table in zip(unhashed, tables, strict=False))
+        counts = [len(table) - table.count(0) for table in tables], sum(map(len, unhashed))
+        said = num_external_tokens, *counts, request.num_computed_tokens
         self.calls.append((self.turn, "allocated", name, *said))
         if num_external_tokens:
             start, is_async = self._asked[name]
             due = self.turn + Script(**request.kv_transfer_params).load_turns
             self._has_loaded.add(name)
-            self._metadata.loads.append(Load(name, table, start, start + num_external_tokens, is_async, due))
+            self._metadata.loads.append(Load(name, tables, start, start + num_external_tokens, is_async, due))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
         cached = scheduler_output.scheduled_cached_reqs
         for name in scheduler_output.num_scheduled_tokens:
-            (table,) = state.get_block_ids(name)
-            assert len(table) == len(set(table))
+            held = [block for table in state.get_block_ids(name) for block in table if block]
+            assert len(held) == len(set(held))
         assert state.get_block_ids("nobody's") is None
         assert scheduler_output.has_sync_kv_loads is any(not one.is_async for one in self._metadata.loads)
         for request, tokens, hashes in self._kept.values() if cached.req_ids else ():
@@ -132,19 +134,23 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.calls.append((self.turn, "reported", *told))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, (block_ids,))
+
+    def _finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        held = [len(table) - table.count(0) for table in tables]
         del self._kept[request.request_id]
         script = Script(**request.kv_transfer_params or {})
         is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        keeps = is_complete and script.send_turns is not None and bool(block_ids)
-        said = (request.request_id, str(request.status), len(block_ids), request.num_computed_tokens)
+        keeps = is_complete and script.send_turns is not None and any(held)
+        said = (request.request_id, str(request.status), held, request.num_computed_tokens)
         self.calls.append(("finished", *said, len(request.all_token_ids), len(request.block_hashes)))
         if keeps:
             due, num_tokens = (
                 self.turn + (script.send_turns or 0),
                 min(request.num_computed_tokens, request.num_tokens - 1),
             )
-            self._metadata.sends[request.request_id] = due, block_ids, num_tokens
-        return keeps, {"blocks": len(block_ids), "tokens": list(request.output_token_ids)} if is_complete else None
+            self._metadata.sends[request.request_id] = due, tables, num_tokens
+        return keeps, {"blocks": held, "tokens": list(request.output_token_ids)} if is_complete else None
 
     def take_events(self) -> list[Any]:
         taken, self.events = self.events, []
@@ -174,8 +180,7 @@ class GroupedConnector(ScriptedConnector, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        (table,) = block_ids
-        return self.request_finished(request, table)
+        return self._finished(request, block_ids)
 
 
 @dataclass
@@ -189,11 +194,11 @@ class ScriptedWorker:
 
     size: int
     script: Callable[[str], Script]
-    write: Callable[[str, list[int], int, int], None]
+    write: Callable[[str, tuple[list[int], ...], int, int], None]
     loads: list[Load] = field(default_factory=list)
-    sends: dict[str, tuple[int, list[int], int]] = field(default_factory=dict)
-    sent: dict[str, tuple[list[int], int]] = field(default_factory=dict)
-    """Requests whose blocks were reported as sent last, with blocks and tokens."""
+    sends: dict[str, tuple[int, tuple[list[int], ...], int]] = field(default_factory=dict)
+    sent: dict[str, tuple[tuple[list[int], ...], int]] = field(default_factory=dict)
+    """Requests whose blocks were reported as sent last, with block tables and tokens."""
 
     def begin(self, metadata: ScriptedMetadata) -> set[int]:
         """Take what the scheduler tells with a step, whose loads come at once; returns the blocks to which nothing came."""
@@ -214,14 +219,14 @@ class ScriptedWorker:
             for place in places:
                 if place not in bad:
                     end = min(load.end, (place + 1) * self.size)
-                    self.write(load.name, load.blocks, max(load.start, place * self.size), end)
-        return {load.blocks[place] for place in bad}
+                    self.write(load.name, load.tables, max(load.start, place * self.size), end)
+        return {load.tables[0][place] for place in bad}
 
     def report(self, turn: int, bad: set[int]) -> KVConnectorOutput | None:
         """Return what is due; `bad`: blocks of loads within the step to which nothing came."""
         over = [one for one in self.loads if one.due <= turn]
         self.loads = [one for one in self.loads if one.due > turn]
-        self.sent = sent = {name: what for name, (due, *what) in self.sends.items() if due <= turn}
+        self.sent = sent = {name: (tables, count) for name, (due, tables, count) in self.sends.items() if due <= turn}
         self.sends = {name: one for name, one in self.sends.items() if name not in sent}
         for load in over:
             bad |= self._arrive(load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.vllm import fuzz
-from tests.vllm.connector_fuzz import breaking, compare, replayed, session_of
-from tests.vllm.core import Core, calls_of, make_scheduler, vllm_config
+from tests.vllm.connector_fuzz import ConnectedSession, breaking, compare, compare_in, replayed, session_of
+from tests.vllm.core import Core, calls_of, kv_cache, make_scheduler, vllm_config
 from tests.vllm.fuzz import RequestScript, Session
 from tests.vllm.plugins import install_broken
+from tests.vllm.test_vllm_fuzz import PLAIN
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import build_registry
 from vajra_py.vllm import Scheduler
@@ -34,7 +36,7 @@ def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
     assert found is None
 
 
-@pytest.mark.parametrize("kind", ["adapters", "drafts"])
+@pytest.mark.parametrize("kind", ["adapters", "drafts", "windows", "windows-drafts"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))
 def test_a_session_with_more_than_a_connector_is_vllms(tiny_model: str, seed: int, kind: str) -> None:
     found, counts = compare(tiny_model, seed, kind=kind)
@@ -50,7 +52,7 @@ def test_a_recorded_session_is_replayed(tiny_model: str, tmp_path: Path, seed: i
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "drafts"])
+@pytest.mark.parametrize("kind", ["plain", "drafts", "windows"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_004))
 def test_other_policies_take_over_when_transfers_are_over(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kind: str, is_async: bool
@@ -183,7 +185,7 @@ def test_blocks_of_an_ended_request_are_free_when_they_are_sent(scheduler: Any) 
     for _ in range(4):
         _, told = turn(scheduler)
     (last,) = told[0].outputs
-    assert last.kv_transfer_params == {"blocks": 5, "tokens": [9, 9, 9, 9]}
+    assert last.kv_transfer_params == {"blocks": [5], "tokens": [9, 9, 9, 9]}
     assert scheduler.get_kv_cache_usage() > 0
     turn(scheduler)
     assert scheduler.has_requests()
@@ -201,6 +203,27 @@ def test_a_load_that_fails_ends_its_request_with_an_error(scheduler: Any) -> Non
     assert str(end.finish_reason) == "error"
     assert "could not be loaded" in end.stop_reason
     assert not scheduler.requests
+
+
+# Several block tables
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_token_of_a_loaded_prompt_finds_its_window(tiny_model: str, is_async: bool) -> None:
+    """Every token is loaded, and the window of the last one begins in a block that no later token reads; vLLM lacks that block."""
+    script = RequestScript("r0", tuple(range(100, 109)), 6, 0, 0.0, transfer={"remote": 9, "load_turns": 1})
+    given = ConnectedSession(0, 1, 64, PLAIN, [script], [], is_async, second_runner=False, windows=(None, 4))
+    found, counts = compare_in(tiny_model, replace(given, connector="GroupedConnector"))
+    assert found is None
+    assert counts["vllm_faults"] == 1
+
+
+def test_blocks_that_were_not_loaded_have_to_be_told_by_requests(config: Any) -> None:
+    made = make_scheduler(Scheduler, config, 33, BLOCK, cache=kv_cache(33, BLOCK, (None, 8)))
+    made.add_request(request(remote=16, load_turns=1))
+    with pytest.raises(RuntimeError, match="failed_recving"):
+        turn(made, KVConnectorOutput(invalid_block_ids={3}))
+    made.shutdown()
 
 
 # What is refused

@@ -17,7 +17,7 @@ from tests.vllm.test_vllm_connector import BLOCK, MODULE, request
 from vajra_py.vllm import Scheduler
 
 
-@pytest.mark.parametrize("kind", ["plain", "adapters", "drafts"])
+@pytest.mark.parametrize("kind", ["plain", "adapters", "drafts", "windows", "windows-drafts"])
 @pytest.mark.parametrize("seed", range(5_000_001, 5_000_004))
 def test_clients_and_connector_see_what_they_see_under_vllms(tiny_model: str, seed: int, kind: str) -> None:
     found, _ = compare(tiny_model, seed, is_async=True, kind=kind)
@@ -97,7 +97,7 @@ def test_an_end_by_length_is_told_with_its_last_token(steps: Ahead) -> None:
     assert not told_of(steps.scheduler, "r0")
     assert steps.scheduler.get_kv_cache_usage() > 0
     (last,) = steps.come_back()
-    assert last.kv_transfer_params == {"blocks": 3, "tokens": [9, 9, 9, 9]}
+    assert last.kv_transfer_params == {"blocks": [3], "tokens": [9, 9, 9, 9]}
     ((_, _, status, *_),) = told_of(steps.scheduler, "r0")
     assert status == "FINISHED_LENGTH_CAPPED"
     steps.come_back()
@@ -117,7 +117,7 @@ def test_blocks_that_a_step_in_flight_writes_are_not_loaded_to(few_blocks: Ahead
     few_blocks.come_back()
     output = few_blocks.form()
     (load,) = output.kv_connector_metadata.loads
-    assert len(load.blocks) == 7
+    assert len(load.tables[0]) == 7
 
 
 def test_a_request_in_a_step_in_flight_is_not_preempted(few_blocks: Ahead) -> None:
@@ -137,7 +137,7 @@ def test_a_request_in_a_step_in_flight_is_not_preempted(few_blocks: Ahead) -> No
 
 def bad(output: Any) -> KVConnectorOutput:
     (load,) = output.kv_connector_metadata.loads
-    return KVConnectorOutput(invalid_block_ids={load.blocks[0]})
+    return KVConnectorOutput(invalid_block_ids={load.tables[0][0]})
 
 
 def test_a_request_whose_load_failed_ends_although_its_next_step_is_in_flight(steps: Ahead) -> None:

@@ -99,10 +99,15 @@ class KvSlots:
         end: int,
         right: int | None = None,
     ) -> None:
-        """Write KV of the tokens from `start` on: the request's up to `right` (None: all), and drafts that are rejected behind that."""
+        """Write KV of the tokens from `start` on: the request's up to `right` (None: all), and drafts that are rejected behind that.
+
+        What a window has left behind has no slot.
+        """
         right = end if right is None else right
         for group, table in enumerate(tables):
             for position in range(start, end):
+                if not table[position // self.size]:
+                    continue
                 slot = (table[position // self.size], position % self.size)
                 other = self._written_by.setdefault(slot, (name, group))
                 if other != (name, group):

@@ -25,11 +25,16 @@ from vllm.v1.request import RequestStatus
 from vajra_py.vllm.drafting import without_drafts
 from vajra_py.vllm.late_ends import LateEnds
 from vajra_py.vllm.lazy_request import make_lazy, settle
+from vajra_py.vllm.managed_kv import ManagedKv
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
 from vajra_py.vllm.records import Record
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
+_BY_BLOCK = (
+    "the KV connector reports blocks that were not loaded, which name no token where windows leave blocks behind or "
+    "there are several block tables. It has to report requests (failed_recving)"
+)
 _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress", "completed_waiting"
 
 
@@ -67,9 +72,12 @@ class Connector:
         """True for each step in flight that was formed by the policies."""
         self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
-        self._memory = mechanism.replica.memory
+        self._memory = memory = mechanism.replica.memory
+        self._managed = memory if isinstance(memory, ManagedKv) else None
+        """VLLM's own memory, which has several tables; None: this project's."""
         self._connected = mechanism.use_connector(self, rules)
         self._on_lookup = on_lookup
+        self._num_tables = len(kv_cache_config.kv_cache_groups)
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
         """Requests whose end the connector was not notified of."""
@@ -113,7 +121,7 @@ class Connector:
             if self._late is not None and own is not None and own in self._late.unreported:
                 self._late.note_end(record.request_id, wants=self._finish_of(record, own))
             else:
-                self._finish(record, [])
+                self._finish(record, ([],) * self._num_tables)
 
     def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
         """Note the last output of a request, which ends with the step in flight; the connector may add parameters to it."""
@@ -186,7 +194,7 @@ class Connector:
         self._loaded.discard(name)
         if num_local is None:
             num_local = request.num_computed_tokens - num_tokens
-        blocks = self._blocks(request, vllms, num_local if begins else num_local + num_tokens)
+        blocks = self._blocks(request, vllms, num_local if begins else num_local + num_tokens, begins=begins)
         self._guarded(lambda: self.vllms.update_state_after_alloc(vllms, blocks, num_tokens), None)
         if begins:
             self._loaded.add(name)
@@ -223,10 +231,14 @@ class Connector:
         self._loaded.discard(name)
         self._enter(name, None)
         has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
-        held = memory.block_table(request)[: memory.blocks_for(num_tokens)] if has_blocks else ()
-        return self._finish(record, [block + 1 for block in held])
+        if self._managed is not None and has_blocks:
+            return self._finish(record, self._managed.numbers_at_end(request, num_tokens))
+        if not has_blocks:
+            return self._finish(record, ([],) * self._num_tables)
+        held = memory.block_table(request)[: memory.blocks_for(num_tokens)]
+        return self._finish(record, ([block + 1 for block in held],))
 
-    def _finish(self, record: Record, blocks: list[int]) -> bool:
+    def _finish(self, record: Record, tables: tuple[list[int], ...]) -> bool:
         vllms = record.request
         if not vllms.is_finished():
             vllms.status = RequestStatus.FINISHED_ERROR
@@ -234,9 +246,9 @@ class Connector:
         nothing: tuple[bool, dict[str, Any] | None] = (False, None)
         keeps, params = self._guarded(
             lambda: (
-                finished.request_finished_all_groups(vllms, (blocks,))
+                finished.request_finished_all_groups(vllms, tables)
                 if isinstance(finished, SupportsHMA)
-                else finished.request_finished(vllms, blocks)
+                else finished.request_finished(vllms, tables[0])
             ),
             nothing,
         )
@@ -250,8 +262,12 @@ class Connector:
             self._sending.add(record.request_id)
         return bool(keeps)
 
-    def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int) -> KVCacheBlocks:
+    def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int, *, begins: bool) -> KVCacheBlocks:
         """Return a request's blocks as vLLM's memory would show them, the first with the hashes by which they are found."""
+        if self._managed is not None:
+            if not begins:
+                self._managed.cache_blocks(request, num_cached)
+            return self._managed.blocks_of(request)
         num_hashed = num_cached // self._memory.block_size if self._caches and request.hashes is not None else 0
         blocks = [KVCacheBlock(block + 1, ref_cnt=1) for block in self._memory.block_table(request)]
         for block, block_hash in zip(blocks[:num_hashed], vllms.block_hashes, strict=False):
@@ -278,12 +294,16 @@ class Connector:
     def _table_of(self, name: str) -> tuple[list[int], ...]:
         own = self._known[name].own
         assert own is not None
+        if self._managed is not None:
+            return self._managed.numbers(own)
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
         """Return the requests whose result of a step is void, since a block that they use was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
+        if self._managed is not None:
+            raise RuntimeError(_BY_BLOCK)
         num_scheduled = without_drafts(step)
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))

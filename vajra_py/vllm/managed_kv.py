@@ -14,25 +14,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
-from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.absent_kv import WithoutKvExtras
-from vajra_py.vllm.mechanism import (
-    BlockHashes,
-    KvMemory,
-    KvRequest,
-    MakeMemory,
-    ReplicaConfig,
-    ReplicaLimits,
-    Request,
-    Retention,
-    reads_cache,
-)
-from vajra_py.vllm.settings import VajraOptions
-from vajra_py.vllm.support import needs_manager
-
-_WHY = "models with sliding windows or several block tables"
+from vajra_py.vllm.mechanism import BlockHashes, KvRequest, Request, reads_cache
 
 
 class _Hashes(Sequence[bytes]):
@@ -66,6 +51,7 @@ class _Held:
         "found",
         "found_at",
         "hashes",
+        "num_loaded",
         "num_prompt_tokens",
         "num_tokens",
         "request",
@@ -83,6 +69,8 @@ class _Held:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = request.num_known_tokens
         self.shared_prefix_boundary = 0
+        self.num_loaded = 0
+        """Tokens behind the cached ones that are to be loaded, while it waits."""
         self.found: tuple[Any, int, int] | None = None
         """Its content in the prefix cache, by vLLM's `get_computed_blocks`; None: not looked up."""
         self.found_at: tuple[int, int] = (-1, -1)
@@ -131,11 +119,11 @@ class ManagedKv(WithoutKvExtras):
         self._coordinator: Any = self.manager.coordinator
         self._pool: Any = self.manager.block_pool
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
-        first = self._coordinator.single_type_managers[0]
-        self._first_table: dict[str, list[Any]] = first.req_to_blocks
-        """The first of the tables of each resident request; the others are as long."""
-        self._num_entered: dict[str, int] = first.num_cached_block
-        """Blocks of the first table that the prefix cache has got."""
+        widest = max(self._coordinator.single_type_managers, key=lambda one: getattr(one, "sliding_window", inf))
+        self._table: dict[str, list[Any]] = widest.req_to_blocks
+        """The table of each resident request that windows leave the least behind of; the others are as long."""
+        self._num_entered: dict[str, int] = widest.num_cached_block
+        """Blocks of that table that the prefix cache has got; of the others it has as many, or more."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""
@@ -215,9 +203,23 @@ class ManagedKv(WithoutKvExtras):
         """Entries of each of the request's tables, those left behind included."""
         return len(self.tables(request)[0])
 
-    def numbers(self, request: KvRequest, start: int) -> tuple[list[int], ...]:
-        """Return vLLM's numbers of the blocks from an entry on, by table."""
-        return tuple([block.block_id for block in table[start:]] for table in self.tables(request))
+    def numbers(self, request: KvRequest, start: int = 0, end: int | None = None) -> tuple[list[int], ...]:
+        """Return vLLM's numbers of the blocks from an entry on, or up to another, by table."""
+        return tuple([block.block_id for block in table[start:end]] for table in self.tables(request))
+
+    def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
+        """Return those of a request that ends with so many computed tokens, after its windows have left behind what they can."""
+        self._leave_behind(self._held[request])
+        self._version += 1
+        return self.numbers(request, 0, -(-num_tokens // self.block_size))
+
+    def num_stored(self, request: KvRequest) -> int:
+        """Leading tokens of a resident request that the prefix cache has in every table, about."""
+        return int(self.manager.estimate_cached_tokens(self._held[request]))
+
+    def blocks_of(self, request: KvRequest) -> KVCacheBlocks:
+        """Return vLLM's blocks of a request as a connector reads them."""
+        return self.manager.get_blocks(self._held[request].request_id)
 
     def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks of the request, shared ones included, in all tables."""
@@ -301,11 +303,13 @@ class ManagedKv(WithoutKvExtras):
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
         """Return vLLM's count of the free blocks that would be taken for the first `num_tokens` tokens."""
         request = held.request
-        if self._first_table.get(held.request_id):
-            blocks, done = self._none, request.num_computed_tokens
+        if self._table.get(held.request_id):
+            blocks, local, done = self._none, request.num_computed_tokens, request.num_computed_tokens
         else:
-            blocks, done, _ = self._found(request)
-        num_tokens = min(num_tokens, self._sizes.max_model_len)
+            blocks, local, _ = self._found(request)
+            done = local + held.num_loaded
+        if not capped:
+            num_tokens = min(num_tokens, self._sizes.max_model_len)
         return int(
             self._coordinator.get_num_blocks_to_allocate(
                 request_id=held.request_id,
@@ -313,7 +317,7 @@ class ManagedKv(WithoutKvExtras):
                 new_computed_blocks=blocks,
                 num_encoder_tokens=0,
                 total_computed_tokens=done,
-                num_local_computed_tokens=done,
+                num_local_computed_tokens=local,
                 num_tokens_main_model=num_tokens,
                 apply_admission_cap=capped,
                 prefill_end=max(held.num_prompt_tokens, request.num_known_tokens - 1),
@@ -326,12 +330,20 @@ class ManagedKv(WithoutKvExtras):
         Of what no step is large enough to compute at once, windows leave a part behind before the rest is taken.
         """
         held = self._held[request]
-        done = self.cached_tokens(request) or held.request.num_computed_tokens
+        done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
         return self._needed(held, num_tokens, capped=num_tokens - done > self._sizes.max_step_tokens)
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
         """Free blocks that would be taken at most, if several steps computed these tokens."""
         return self._needed(self._held[request], num_tokens, capped=True)
+
+    def expect_load(self, request: KvRequest, num_tokens: int) -> None:
+        """Note that so many tokens behind the cached ones are to be loaded: windows need no blocks for what they leave behind of them.
+
+        Of a request all of whose tokens are loaded the last one is computed, and its windows begin there.
+        """
+        is_all = num_tokens > 0 and self.cached_tokens(request) + num_tokens == request.num_known_tokens
+        self._held[request].num_loaded = num_tokens - is_all
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate`, or `grow` for a resident request, would succeed now."""
@@ -352,15 +364,16 @@ class ManagedKv(WithoutKvExtras):
         num_tokens = max(num_tokens, hit)
         if self._needed(held, num_tokens) > self.free_blocks:
             return None
-        if blocks is not self._none:
+        if blocks is not self._none or held.num_loaded:
             self._coordinator.allocate_new_computed_blocks(
                 request_id=held.request_id,
                 new_computed_blocks=blocks,
                 num_local_computed_tokens=hit,
-                num_external_computed_tokens=0,
+                num_external_computed_tokens=held.num_loaded,
             )
         num_tokens = min(num_tokens, self._sizes.max_model_len)
         self._coordinator.allocate_new_blocks(held.request_id, num_tokens, num_tokens)
+        held.num_loaded = 0
         self._version += 1
         self.lagging[request] = None
         return hit
@@ -380,7 +393,7 @@ class ManagedKv(WithoutKvExtras):
         name, done = held.request_id, held.request.num_computed_tokens
         self._leave_behind(held)
         self._version += 1
-        if num_tokens > len(self._first_table[name]) * self.block_size:
+        if num_tokens > len(self._table[name]) * self.block_size:
             num_tokens = min(num_tokens, self._sizes.max_model_len)
             if self._needed(held, num_tokens) > self.free_blocks:
                 return False
@@ -399,7 +412,9 @@ class ManagedKv(WithoutKvExtras):
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Give a request's device blocks back (end, abort, or preemption by recomputation)."""
-        self.manager.free(self._held[request])
+        held = self._held[request]
+        held.num_loaded = 0
+        self.manager.free(held)
         self.lagging.pop(request, None)
         self._version += 1
 
@@ -422,59 +437,3 @@ class ManagedKv(WithoutKvExtras):
                 raise AssertionError(f"ManagedKv: block {block.block_id} is held {block.ref_cnt} times, not {users}")
         if len(users) + self.free_blocks != self.num_blocks:
             raise AssertionError(f"ManagedKv: {len(users)} held and {self.free_blocks} free of {self.num_blocks}")
-
-
-def managed_memory(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    block_sizes: tuple[int, int],
-    options: VajraOptions,
-    num_in_flight: Callable[[str], int],
-) -> MakeMemory | None:
-    """Return what builds this memory for a vLLM whose blocks, and blocks with a hash, have these sizes; None: it needs none.
-
-    Raises `ConfigError` for options that do not go together with it.
-    """
-    if not needs_manager(kv_cache_config, *block_sizes):
-        return None
-    if options.save_run is not None:
-        message = f"a session is not recorded for such a model, since its decisions could not be replayed ({_WHY})"
-        raise ConfigError(Problem("--additional-config vajra.save_run", message, "Leave the option out"))
-    if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-        message = f"KV events are not published for such a model ({_WHY})"
-        raise ConfigError(Problem("--kv-events-config", message, "Leave the option out"))
-    if vllm_config.kv_transfer_config is not None:
-        message = f"a connector's loads go to the blocks of a single table ({_WHY})"
-        raise ConfigError(Problem("--kv-transfer-config", message, "Leave the option out"))
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    sizes = ManagedSizes(
-        block_size=block_sizes[0],
-        max_model_len=vllm_config.model_config.max_model_len,
-        max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
-        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-        lag_tokens=1 if scheduler.async_scheduling else 0,
-        caches=bool(vllm_config.cache_config.enable_prefix_caching),
-        drops_last_hit=speculative is not None and bool(speculative.use_eagle_block_drop()),
-    )
-
-    def make(settings: ReplicaConfig, limits: ReplicaLimits, retention: Retention | None) -> KvMemory:
-        _check(settings, retention)
-        return ManagedKv(kv_cache_config, sizes, num_in_flight)
-
-    return make
-
-
-def _check(settings: ReplicaConfig, retention: Retention | None) -> None:
-    """Raise `ConfigError` for settings of the memory that are others than vLLM's manager follows."""
-    if retention is not None:
-        message = f"{retention.name!r} orders cached content, which is vLLM's affair here ({_WHY})"
-        raise ConfigError(Problem("scheduling.retention", message, "Allowed: null"))
-    if settings.memory.reservation == "prompt":
-        message = f"a prompt is not given all its blocks at once where its windows leave some behind ({_WHY})"
-        raise ConfigError(Problem("replica.memory.reservation", message, "Allowed: incremental"))
-    cache = settings.memory.prefix_cache
-    followed = {"reuse_order": "lru", "release_order": "tail_first", "retain_freed": True, "duplicates": "keep_first"}
-    for name, value in followed.items():
-        if cache.enabled and getattr(cache, name) != value:
-            message = f"is {getattr(cache, name)!r}, and vLLM's manager follows its own rule ({_WHY})"
-            raise ConfigError(Problem(f"replica.memory.prefix_cache.{name}", message, f"Allowed: {value!r}"))

@@ -37,7 +37,8 @@ from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
 from vajra_py.vllm.lora import AdapterNames
-from vajra_py.vllm.managed_kv import managed_memory
+from vajra_py.vllm.managed_kv import ManagedKv
+from vajra_py.vllm.managing import managed_memory
 from vajra_py.vllm.mechanism import EndReason, MakeMemory, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
@@ -534,8 +535,7 @@ class Scheduler(WithoutExtras):
             made.num_nans_in_logits = output.num_nans_in_logits.get(name, 0)
         stats = request.take_prefill_stats()
         if stats is not None:
-            size = self.mechanism.replica.limits.block_size
-            stats.finalize(request.num_prompt_tokens // size * size if self._caches else 0)
+            stats.finalize(self._num_stored(record))
             made.prefill_stats = stats
         made.events = request.take_events()
         if stops:
@@ -546,6 +546,14 @@ class Scheduler(WithoutExtras):
                 self._connected.ends_with(record, made)
             self._end(record)
         return made
+
+    def _num_stored(self, record: Record) -> int:
+        """Return the tokens of a prompt that are in the prefix cache when it is computed."""
+        replica, own = self.mechanism.replica, record.own
+        memory, size = replica.memory, replica.limits.block_size
+        if isinstance(memory, ManagedKv) and own is not None and memory.is_registered(own):
+            return memory.num_stored(own)
+        return record.request.num_prompt_tokens // size * size if self._caches else 0
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""

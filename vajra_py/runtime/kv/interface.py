@@ -138,6 +138,9 @@ class KvMemory(Protocol):
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
         """Free blocks that would be taken at most at any time if several steps computed these tokens."""
 
+    def expect_load(self, request: KvRequest, num_tokens: int) -> None:
+        """Note that so many tokens behind the cached ones are to be loaded to blocks that a waiting request is about to get, not computed."""
+
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
 

@@ -441,6 +441,9 @@ class PagedKvMemory:
         """Return the same, since every block is held to the end."""
         return self.blocks_needed(request, num_tokens)
 
+    def expect_load(self, request: KvRequest, num_tokens: int) -> None:
+        """Do nothing: a loaded token has a block like any other."""
+
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free

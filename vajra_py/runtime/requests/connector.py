@@ -226,6 +226,7 @@ class ConnectedKv:
         if match is not None:
             most = request.num_known_tokens - num_local - (not match.is_async)
             found = num_local, match._replace(num_tokens=min(match.num_tokens, most))
+            self._running_set.memory.expect_load(request, found[1].num_tokens)
         self._matches[request] = found
         return match
 
@@ -248,10 +249,11 @@ class ConnectedKv:
         found = self._match(request) if request.state in _ASKED_ABOUT else None
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
-    def blocks_needed(self, request: Request, num_tokens: int) -> int:
-        """Free blocks that admission takes, and those that it must leave to prompts under way."""
+    def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
+        """Free blocks that admission takes, at most at any time if it is in several steps, and those that it must leave to prompts under way."""
         memory = self._running_set.memory
-        num_blocks = memory.blocks_needed(request, num_tokens)
+        count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
+        num_blocks = count(request, num_tokens)
         if not self.loads_beside_steps(request):
             return num_blocks
         found = self._matches[request]
@@ -262,9 +264,13 @@ class ConnectedKv:
         """Blocks that requests whose prompt is loaded or computed lack for what is known of them, and each for its first decode with drafts."""
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
-        under_way = dict.fromkeys((*self._loads, *partial))
-        wanted = ((one, memory.blocks_for(one.num_known_tokens + ahead)) for one in under_way)
-        return memory.blocks_for(ahead) + sum(max(count - memory.num_held_blocks(one), 0) for one, count in wanted)
+        num_blocks = memory.blocks_for(ahead)
+        for request in dict.fromkeys((*self._loads, *partial)):
+            num_tokens, is_waiting = request.num_known_tokens + ahead, request.state in _ASKED_ABOUT
+            num_blocks += (
+                memory.blocks_for(num_tokens) if is_waiting else memory.blocks_needed_in_steps(request, num_tokens)
+            )
+        return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
         """Begin to load a request's KV beside steps; None: there is nothing to load so; False: it does not fit."""
@@ -426,7 +432,7 @@ class ConnectedKv:
         self._loads.pop(request, None)
         if is_loading and load is not None and not load.is_over and not self.rules.calls_off:
             reasons.add("load")
-        if reasons and memory.num_held_blocks(request):
+        if "load" in reasons or (reasons and memory.num_held_blocks(request)):
             self._kept[request] = _Kept(num_tokens, reasons)
             return True
         return False

@@ -770,7 +770,7 @@ class Builder(PlanDraft):
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
         self._materialize(own)
         if self._connected is not None:
-            return self._connected.blocks_needed(own, num_tokens)
+            return self._connected.blocks_needed(own, num_tokens, in_steps=in_steps and self._recycles)
         if in_steps and self._recycles:
             return self._memory.blocks_needed_in_steps(own, num_tokens)
         return self._memory.blocks_needed(own, num_tokens)
