@@ -63,7 +63,7 @@ CLAIMS = [
         "priority",
         "of cached content, what only less urgent requests used goes first",
         KEPT,
-        card="reference/policies.md#priority-1",
+        card="reference/policies.md#priority-of-cached-content",
     ),
     _exact("arc", "content used twice outlives a scan; what is missed moves the target", KEPT),
     _exact(

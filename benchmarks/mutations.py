@@ -50,8 +50,8 @@ EQUIVALENT: dict[str, str] = {
     "vajra_py/runtime/kv/paged.py::PagedKvMemory._found lookup.num_cached < 0 -> (lookup.num_cached > 0) #0": (
         "More or fewer hashes are asked for at first, with the same result."
     ),
-    "vajra_py/runtime/step/builder.py::Builder._num_drafts most > self._num_kv_tokens - known -> "
-    "(most >= self._num_kv_tokens - known) #0": "Where both are equal, one takes the place of the other.",
+    "vajra_py/runtime/step/builder.py::Builder._num_drafts most > self._most_held - known -> "
+    "(most >= self._most_held - known) #0": "Where both are equal, one takes the place of the other.",
     "vajra_py/runtime/step/plan_draft.py::PlanDraft.__init__ 0 -> 1 #6": "`_empty` sets it to 0 before it is read.",
     "vajra_py/runtime/queues/ranks.py::SortedRanks._mark 1 -> 2 #1": "Any other version ends a walk's read.",
     "vajra_py/runtime/kv/block_pool.py::BlockPool._note_removed len(self.removed) >= _REMOVED_LOG_BLOCKS -> (len(self.removed) > _REMOVED_LOG_BLOCKS) #0": "The log is begun anew one block later.",

@@ -190,8 +190,9 @@ class Messages:
         room = self._room
         for index, end in enumerate(map(add, computed, counts)):
             if end > room[index]:
-                blocks = self._new_blocks(self._decodes[index], requests[index])
-                room[index] += len(blocks) * self._block_size
+                record = self._decodes[index]
+                blocks = self._new_blocks(record, requests[index])
+                room[index] = record.num_sent * self._block_size - self._lookahead
                 if blocks:
                     new[index] = blocks
                     if self._zeroes and not isinstance(blocks, Tables):
