@@ -19,8 +19,10 @@ TRUE = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0002}
 TOLD = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0004}
 
 
-def steps_of(folder: Path, scheduler: Any, seed: int = 0, **simulator: Any) -> list[dict[str, Any]]:
-    """The steps of a simulation of a few requests."""
+def steps_of(
+    folder: Path, scheduler: Any, seed: int = 0, system: dict[str, Any] | None = None, **simulator: Any
+) -> list[dict[str, Any]]:
+    """The steps of a simulation of a few requests. `system`: further keys of the file."""
     config = config_from_mapping(
         {
             "version": 1,
@@ -39,6 +41,7 @@ def steps_of(folder: Path, scheduler: Any, seed: int = 0, **simulator: Any) -> l
                 "output_tokens": {"type": "constant", "value": 300},
             },
             "backend": {"simulator": simulator},
+            **(system or {}),
         }
     )
     steps: list[dict[str, Any]] = run_experiment(config, folder=folder).steps().to_pylist()
@@ -55,6 +58,17 @@ def test_policies_plan_with_what_they_are_told_and_steps_take_what_they_take(tmp
     for step in wrong:
         num_tokens = step["decode_tokens"] + step["prefill_tokens"]
         assert step["duration_s"] == pytest.approx(0.004 + 0.0002 * num_tokens)
+
+
+def test_predictions_of_a_pool_are_not_those_of_the_next_replicaset(tmp_path: Path) -> None:
+    dynamic = {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.05}}
+    pools = {"pools": {"only": {"role": "mixed"}}}
+    system = {"replicasets": {"a": {"select": {"slo_classes": ["x"]}, **pools}, "b": {}}}
+    own = {"a": {"pools": {"only": {"predictions": TOLD}}}, "b": {}}
+    alone = steps_of(tmp_path / "alone", dynamic, system=system, latency=TRUE)
+    beside = steps_of(tmp_path / "beside", dynamic, system=system, latency=TRUE, replicasets=own)
+    assert {step["replicaset"] for step in beside} == {"b"}
+    assert beside == alone
 
 
 def test_a_recording_needs_predictions_for_policies_that_ask(tmp_path: Path) -> None:

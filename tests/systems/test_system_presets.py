@@ -95,6 +95,36 @@ def test_a_preset_with_pools_needs_a_replica_for_each() -> None:
         config_from_mapping(experiment({"preset": "distserve"}, num_replicas=1))
 
 
+@pytest.mark.parametrize(
+    ("top", "own", "pools"),
+    [
+        ({"preset": "distserve"}, {"num_replicas": 4}, {"prefill": 2, "decode": 2}),
+        ({"preset": "distserve", "num_replicas": 6}, {}, {"prefill": 3, "decode": 3}),
+        ({"num_replicas": 6}, {"scheduling": {"preset": "distserve"}}, {"prefill": 3, "decode": 3}),
+        (
+            {"preset": "distserve", "num_replicas": 6},
+            {"scheduling": {"preset": "splitwise"}},
+            {"prompt": 3, "token": 3},
+        ),
+        ({"preset": "distserve", "num_replicas": 6}, {"scheduling": {"preset": "vllm-v1"}}, {}),
+        ({"pools": {"prefill": {}, "decode": {}}, "preset": "distserve"}, {"num_replicas": 4}, {}),
+    ],
+)
+def test_replicas_of_a_replicaset_are_divided_among_the_pools_of_its_preset(
+    top: dict[str, Any], own: dict[str, Any], pools: dict[str, int]
+) -> None:
+    replicasets = {"a": {"select": {"slo_classes": ["x"]}, **own}, "b": {"scheduling": {"preset": "vllm-v1"}}}
+    one = config_from_mapping(experiment({}, replicasets=replicasets, **top)).replicasets["a"]
+    assert {name: pool.num_replicas for name, pool in one.pools.items()} == pools
+    if not pools:
+        assert one.num_replicas == own.get("num_replicas", top.get("num_replicas"))
+
+
+def test_a_number_of_replicas_out_of_range_is_named_also_where_a_preset_divides_it() -> None:
+    with pytest.raises(ConfigError, match=r"pools\.prefill\.num_replicas: must be at most 1000000"):
+        config_from_mapping(experiment({"preset": "distserve"}, num_replicas=10**400))
+
+
 def test_whose_name_is_looked_for_among_policies_is_found_among_presets() -> None:
     layers = {"request_prioritizer": "fcfs", "replicaset_scheduler": "distserve", "replica_scheduler": "fixed_chunk"}
     with pytest.raises(ConfigError, match=r"'distserve'.*whole system: write `preset: distserve`"):

@@ -2,7 +2,7 @@
 
 Precedence, at every level: a replicaset's own keys, its preset, the top level's keys, the top level's preset.
 Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
-precedence are dropped.
+precedence are dropped. Pools belong to a preset: a replicaset with a preset of its own gets none of that at the top.
 """
 
 from __future__ import annotations
@@ -64,13 +64,15 @@ def _names(root: Entries, *path: Step) -> Sequence[str]:
 def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
     """Return the tree with presets expanded and every replicaset completed; unknown presets are findings."""
     findings: list[Finding] = []
-    root = _with_preset(root, (), registry, findings)
+    written, root = root, _with_preset(root, (), registry, findings)
     for name in _names(root, "replicasets"):
         replicasets = root["replicasets"]
         own = replicasets[name]
         if isinstance(own, Entries):
-            own = _inherit(_with_preset(own, ("replicasets", name), registry, findings), root, registry)
-            root = put(root, ("replicasets", name), own, replicasets.place_of(name))
+            is_other_system = get(own, "scheduling", "preset") is not None and "pools" not in written
+            above = root.without("pools") if is_other_system else root
+            own = _with_pools_of_preset(own, written, ("replicasets", name), registry, findings)
+            root = put(root, ("replicasets", name), _inherit(own, above, registry), replicasets.place_of(name))
     for path in replicaset_paths(root):
         root = _with_pools_completed(root, path, registry)
     return root, findings
@@ -146,6 +148,22 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
     return section
 
 
+def _with_pools_of_preset(
+    own: Entries, top: Entries, path: KeyPath, registry: Registry, findings: list[Finding]
+) -> Entries:
+    """Complete a replicaset from its preset, and divide its replicas among the pools of that, or of the preset at the top."""
+    has_pools = "pools" in own or "pools" in top
+    if get(own, "scheduling", "preset") is not None:
+        if "num_replicas" in top and "num_replicas" not in own and not has_pools:
+            own = own.replaced("num_replicas", top["num_replicas"], top.place_of("num_replicas"))
+        return _with_preset(own, path, registry, findings)
+    if has_pools or "num_replicas" not in own:
+        return own
+    above = _with_preset(top.without("num_replicas"), (), registry, [])
+    own, above = _with_replicas_divided(own, above, path, findings)
+    return own if "num_replicas" in own else own.replaced("pools", above["pools"], above.place_of("pools"))
+
+
 def _with_replicas_divided(
     section: Entries, given: Entries, path: KeyPath, findings: list[Finding]
 ) -> tuple[Entries, Entries]:
@@ -169,12 +187,12 @@ def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
 
     `count` is at least the number of weights, which are positive.
     """
-    shares = {name: count * weight / sum(weights.values()) for name, weight in weights.items()}
-    numbers = {name: max(1, int(share)) for name, share in shares.items()}
+    total = sum(weights.values())
+    numbers = {name: max(1, count * weight // total) for name, weight in weights.items()}
     while sum(numbers.values()) != count:
         step = 1 if sum(numbers.values()) < count else -1
         open_ = [name for name in numbers if numbers[name] + step]
-        numbers[max(open_, key=lambda name: step * (shares[name] - numbers[name]))] += step
+        numbers[max(open_, key=lambda name: step * (count * weights[name] - total * numbers[name]))] += step
     return numbers
 
 

@@ -151,8 +151,8 @@ def _by_replicaset(
             latency = latencies.get(model_key(name, pool), latencies[name])
             is_other = of_pool.latency is not None or of_pool.predictions is not None
             place = f"{where}.pools.{pool}"
-            predictions = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
-            pools[pool] = ReplicasetModel(predictions, model_facts(latency))
+            of_its_own = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
+            pools[pool] = ReplicasetModel(of_its_own, model_facts(latency))
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]), pools)
     return models
 
