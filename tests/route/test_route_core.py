@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from tests.route.route_harness import REGISTRY, system
+from vajra_policies.routing import BindsOnArrival
 from vajra_py.config import system_from_mapping
+from vajra_py.contract import ReplicaLoadView, RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.route.build import build_router
 from vajra_py.route.client import read_figures
@@ -137,6 +140,7 @@ def test_every_request_is_accounted_for_and_the_replay_decides_the_same(
         for what, number in steps:
             world.happen(what, number)
             world.controller.check_conservation()
+        assert not world.controller.replicasets["default"].out_of_service
         for replica_id in range(3):
             world.core.restore(world.core.now, "default", replica_id)
             world.core.report(world.core.now, "default", replica_id, (0, 0, 0.0))  # nobody else is there
@@ -189,6 +193,49 @@ def test_a_late_bound_request_waits_for_a_server_that_has_not_failed_it(tmp_path
     for replica_id in (1, 2):
         world.core.lose(world.core.now, "default", replica_id, "gone")
     assert [one.running_set.num_running for one in replicas] == [2, 0, 0]
+    world.close()
+
+
+class Insists(BindsOnArrival):
+    """Sends everything to the first server that it does not see down, also where it does not see it at all."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+        down = {one.replica_id for one in replicas if not one.is_up}
+        return next(replica_id for replica_id in range(3) if replica_id not in down)
+
+
+def test_a_scheduler_that_insists_on_a_server_gets_it_while_it_is_up(tmp_path: Path) -> None:
+    world = World(ROUTERS[0], tmp_path)
+    replicaset = world.controller.replicasets["default"]
+    replicaset.bind_policy(Insists(), "insists")
+    world.happen("arrive", 0)
+    (request,) = world.at
+    world.happen("again", 0)
+    assert world.at[request] == 0
+    world.core.lose(world.core.now, "default", 0, "gone", ())
+    assert world.at[request] == 1
+    assert not replicaset.out_of_service
+    world.close()
+
+
+@pytest.mark.parametrize("failure", ["again", "lose"])
+@pytest.mark.parametrize("pools", [{}, ROUTERS[2]], ids=["alike", "pools"])
+def test_a_program_goes_on_where_its_server_has_failed_it(failure: str, pools: dict[str, Any], tmp_path: Path) -> None:
+    world = World({**pools, "scheduling": {"replicaset_scheduler": {"policy": "thunderagent"}}}, tmp_path)
+    tokens = tuple(PROMPT_TOKENS[:20])
+    facts = RequestFacts("r", len(tokens), 10, program_id="p")
+    world.core.advance(1, (Phase.ARRIVAL, Submitted(Arrival(1, 0.0, facts, None, tokens))))
+    (request,) = world.at
+    if pools:
+        world.happen("end", 0)  # of its prompt
+        world.happen("wait", 0)
+    before = world.at[request]
+    world.happen(failure, before)
+    if pools:
+        world.happen("end", 0)
+        world.happen("wait", 0)
+    assert world.at[request] != before
+    assert not world.controller.replicasets["default"].out_of_service
     world.close()
 
 

@@ -61,10 +61,9 @@ class ThunderAgent:
             return self._least_loaded(request, replicas)
         self._ticks.start(now)
         name = request.program.program_id
-        if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # its replica was lost
+        if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # placed again after a failure
             program = self._table.programs.get(name)
-            place = None if program is None or program.replica not in self._table.capacity else program.replica
-            return place if isinstance(place, int) else self._least_loaded(request, replicas)
+            return self._at(None if program is None else program.replica, request, replicas)
         passage = self._table.before_call(name, self._num_tokens(name) + request.num_known_tokens, now)
         if passage is None:
             self._held.setdefault(name, {})[request] = None
@@ -72,7 +71,7 @@ class ThunderAgent:
             return None
         self._calls.setdefault(name, {})[request] = None
         self._note(request, passage, now)
-        return passage.replica if isinstance(passage.replica, int) else self._least_loaded(request, replicas)
+        return self._at(passage.replica, request, replicas)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Calls of resumed programs that are to go there, and requests for any replica."""
@@ -133,6 +132,12 @@ class ThunderAgent:
             elif not replica.is_up and replica.replica_id in capacity:
                 self._table.lose_replica(replica.replica_id)
                 self._ready.setdefault(_UNPLACED, {}).update(self._ready.pop(replica.replica_id, {}))
+
+    def _at(self, place: object, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> ReplicaId | None:
+        """Return the place of the request's program, if the request can go there; else the least loaded replica."""
+        found = (one.replica_id for one in replicas if one.is_up and one.replica_id == place)
+        replica_id = next(found, None)
+        return self._least_loaded(request, replicas) if replica_id is None else replica_id
 
     def _least_loaded(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> ReplicaId | None:
         best = min(those_up(replicas), key=lambda one: (self._load(one), one.replica_id), default=None)

@@ -472,9 +472,9 @@ class Replicaset:
         replica_id = None
         if may_assign:
             others = self._unfailed(request, candidates, PoolRole.DECODE)
-            replica_id = self._assign(request, others, seconds)
+            replica_id = self._assign(request, others, candidates, seconds)
             if replica_id is None and others is not candidates:
-                replica_id = self._assign(request, candidates, seconds)
+                replica_id = self._assign(request, candidates, candidates, seconds)
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
         return self.bind(request, replica_id, seconds)
@@ -494,13 +494,18 @@ class Replicaset:
             replica.enqueue(request, now)
         return replica
 
-    def _assign(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
+    def _assign(
+        self, request: Request, candidates: Sequence[Replica], able: Sequence[Replica], now: float
+    ) -> int | None:
+        """Return the scheduler's choice among candidates, which are `able` ones; among these if it insists on another."""
         loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
         if chosen is None:
             return None
         if type(chosen) is int and chosen in loads.ids and self._live[chosen].is_up:
             return chosen
+        if candidates is not able:
+            return self._assign(request, able, able, now)
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
@@ -512,12 +517,14 @@ class Replicaset:
         if not candidates:
             return None
         others = self._unfailed(request, candidates, PoolRole.PREFILL)
-        chosen = self._placed_among(request, others, now)
+        chosen = self._placed_among(request, others, candidates, now)
         if chosen is None and self.places_itself and others is not candidates:
-            return self._placed_among(request, candidates, now)
+            return self._placed_among(request, candidates, candidates, now)
         return chosen
 
-    def _placed_among(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
+    def _placed_among(
+        self, request: Request, candidates: Sequence[Replica], able: Sequence[Replica], now: float
+    ) -> int | None:
         loads = self._views.live_of(candidates)
         views = self._views.seen(loads, now)
         chosen = self._ask(self._place[1], request, views, now)
@@ -526,6 +533,8 @@ class Replicaset:
             chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
         if type(chosen) is int and chosen in loads.ids:
             return chosen
+        if chosen is not None and candidates is not able:
+            return self._placed_among(request, able, able, now)
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
