@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.route.route_harness import REGISTRY, system
 from vajra_policies.routing import BindsOnArrival
 from vajra_py.config import system_from_mapping
-from vajra_py.contract import ReplicaLoadView, RequestView
+from vajra_py.contract import Move, ReplicaLoadView, RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.route.build import build_router
 from vajra_py.route.client import read_figures
@@ -215,6 +215,42 @@ def test_a_scheduler_that_insists_on_a_server_gets_it_while_it_is_up(tmp_path: P
     world.core.lose(world.core.now, "default", 0, "gone", ())
     assert world.at[request] == 1
     assert not replicaset.out_of_service
+    world.close()
+
+
+class MovesAll(Insists):
+    """Asks that every request moves to the last server."""
+
+    def __init__(self) -> None:
+        self.placed: list[RequestView] = []
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+        self.placed.append(request)
+        return 0
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> list[Move]:
+        return [Move(one, 2) for one in self.placed if one.replica_id == 0]
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Let `moves` be called."""
+
+
+def test_what_a_server_computes_stays_there_and_what_waits_may_move(tmp_path: Path) -> None:
+    world = World({"scheduling": {"replicaset_scheduler": {"policy": "llumnix"}}}, tmp_path)
+    world.happen("arrive", 0)  # wakes llumnix later
+    (first,) = world.at
+    world.happen("end", 0)
+    world.controller.replicasets["default"].bind_policy(MovesAll(), "moves_all")
+    for _ in range(3):
+        world.happen("arrive", 0)
+    running = dict(world.at)
+    assert list(running.values()) == [0, 0]
+    for one in running:
+        world.core.answer(world.core.now, one, 1)
+    for _ in range(10):
+        world.happen("wait", 0)
+    assert {one: world.at[one] for one in running} == running
+    assert [world.at[one] for one in world.at if one not in running] == [2]
     world.close()
 
 

@@ -60,6 +60,8 @@ class RemoteReplica(Replica):
 
     __slots__ = ("news", "on_sent", "reported")
 
+    migrates = False
+
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(parts)
         self.news: Answered | None = None

@@ -140,6 +140,8 @@ class Migrations(Generic[R]):
     def begin(self, request: Request, target_id: int, reason: str) -> None:
         """Begin to copy a running request to another replica, if both may take part in one more migration."""
         source = self._driver.replica(self._replicaset.name, request.replica_id)
+        if not source.replica.migrates:
+            return
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # the caller may try again
         if self._hand_offs.is_being_sent(request):

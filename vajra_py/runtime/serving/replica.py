@@ -133,6 +133,9 @@ class Replica:
         "running_set",
     )
 
+    migrates = True
+    """False where running requests cannot move to another replica with their KV, since it is out of reach."""
+
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts = parts
         self.replicaset = parts.replicaset
