@@ -238,7 +238,6 @@ class MovesAll(Insists):
 def test_what_a_server_computes_stays_there_and_what_waits_may_move(tmp_path: Path) -> None:
     world = World({"scheduling": {"replicaset_scheduler": {"policy": "llumnix"}}}, tmp_path)
     world.happen("arrive", 0)  # wakes llumnix later
-    (first,) = world.at
     world.happen("end", 0)
     world.controller.replicasets["default"].bind_policy(MovesAll(), "moves_all")
     for _ in range(3):

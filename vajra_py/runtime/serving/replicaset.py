@@ -495,17 +495,17 @@ class Replicaset:
         return replica
 
     def _assign(
-        self, request: Request, candidates: Sequence[Replica], able: Sequence[Replica], now: float
+        self, request: Request, candidates: Sequence[Replica], allowed: Sequence[Replica], now: float
     ) -> int | None:
-        """Return the scheduler's choice among candidates, which are `able` ones; among these if it insists on another."""
+        """Return the scheduler's choice among candidates, some of the allowed ones; among all these if it insists on another."""
         loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
         if chosen is None:
             return None
         if type(chosen) is int and chosen in loads.ids and self._live[chosen].is_up:
             return chosen
-        if candidates is not able:
-            return self._assign(request, able, able, now)
+        if candidates is not allowed:
+            return self._assign(request, allowed, allowed, now)
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
@@ -523,7 +523,7 @@ class Replicaset:
         return chosen
 
     def _placed_among(
-        self, request: Request, candidates: Sequence[Replica], able: Sequence[Replica], now: float
+        self, request: Request, candidates: Sequence[Replica], allowed: Sequence[Replica], now: float
     ) -> int | None:
         loads = self._views.live_of(candidates)
         views = self._views.seen(loads, now)
@@ -533,8 +533,8 @@ class Replicaset:
             chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
         if type(chosen) is int and chosen in loads.ids:
             return chosen
-        if chosen is not None and candidates is not able:
-            return self._placed_among(request, able, able, now)
+        if chosen is not None and candidates is not allowed:
+            return self._placed_among(request, allowed, allowed, now)
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
