@@ -136,9 +136,8 @@ class Llumnix(BindsOnArrival):
         least_free = sorted(by_id, key=lambda one: (freeness[one], one))
         freest = sorted(by_id, key=lambda one: (-freeness[one], one))
         below, has_preempted = self._config.migrate_below, self._places.has_preempted
-        gives = [one for one in least_free if freeness[one] <= below or has_preempted(one)]
-        givers = set(gives)
-        takes = [one for one in freest if by_id[one].is_up and one not in givers]
+        gives = dict.fromkeys(one for one in least_free if freeness[one] <= below or has_preempted(one))
+        takes = [one for one in freest if by_id[one].is_up and one not in gives]
         for source, target in zip(gives, takes, strict=False):
             if self._config.pairs == "defrag" or self._balances(by_id[source], by_id[target], freeness):
                 yield by_id[source], by_id[target]
