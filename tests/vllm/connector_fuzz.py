@@ -224,6 +224,24 @@ def play(cls: type[Any], model: str, session: ConnectedSession) -> ConnectedPlay
     return made
 
 
+class _Trimming(SyncScheduler):
+    """VLLM's own, with 0.33's rule that no drafts behind the last token of who ends are computed: docs/evidence/vllm.md."""
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        count = len(new_token_ids)
+        kept, stops = super()._update_request_with_output(request, new_token_ids, is_stale)
+        request.num_computed_tokens -= count - len(kept)
+        return kept, stops
+
+
+def _own_class(session: Session) -> type[Any]:
+    if session.is_async:
+        return AsyncScheduler
+    return _Trimming if session.num_drafts and installed_version() < "0.33" else SyncScheduler
+
+
 def replayed(model: str, session: ConnectedSession, folder: Path) -> str | None:
     """Record a session in a folder; returns the first decision that the simulator takes otherwise."""
     config = fuzz._config(model, session)
@@ -261,7 +279,7 @@ def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) 
     config = fuzz._config(model, session)
     fuzz._MADE["zero"] = time.time()
     try:
-        own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+        own = play(_own_class(session), model, session)
     except WorkerFault:
         own = None
     file = folder / "experiment.yaml"
@@ -277,12 +295,7 @@ def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) 
     return found or fuzz.end_check(session, ours), ours.scheduler._fallback is None
 
 
-def _is_beyond(session: Session) -> bool:
-    """Return True if vLLM counts accepted drafts behind the last token of who ends, and their blocks, as computed."""
-    return session.num_drafts > 0 and installed_version() < "0.33"
-
-
-def _calls(session: Session, calls: list[Any], *kinds: str) -> Counter[str]:
+def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
     """Return the calls of these kinds, without what is no decision.
 
     Questions count once a turn, as an attempt that only preempts is a turn's first in vLLM alone. Of who is aborted while a step is
@@ -291,7 +304,7 @@ def _calls(session: Session, calls: list[Any], *kinds: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in calls:
         if one[0] == "finished" in kinds:
-            found[repr(one[:3] if "ABORTED" in one[2] else (*one[:3], *one[5:]) if _is_beyond(session) else one)] += 1
+            found[repr(one[:3] if "ABORTED" in one[2] else one)] += 1
         elif one[0] in kinds or one[1] in kinds:
             found[repr(one)] = 1 if one[1] == "matched" else found[repr(one)] + 1
     return found
@@ -306,26 +319,19 @@ def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPla
         return found or _late_difference(own, ours)
     theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
     for kinds in (("matched", "allocated", "reported"), ("new", "finished"), ("read",)):
-        left, right = _calls(session, theirs, *kinds), _calls(session, mine, *kinds)
+        left, right = _calls(theirs, *kinds), _calls(mine, *kinds)
         if found is None and left != right and not own.is_endless:
             found = f"calls {kinds}: vLLM's alone {list(left - right)[:2]}, here alone {list(right - left)[:2]}"
     if found is not None or own.is_endless:
         return found
     for what, left, right in (
-        ("parameters", *(_told_params(session, each) for each in (own, ours))),
+        ("parameters", own.params, ours.params),
         ("prefill statistics", own.cached, ours.cached),
         ("hits", +own.hits, +ours.hits),
     ):
         if left != right:
             return f"{what}: vLLM {left}, here {right}"
     return None
-
-
-def _told_params(session: Session, played: ConnectedPlay) -> dict[str, Any]:
-    """Return the parameters that clients got, as far as schedulers are to agree on them."""
-    if not _is_beyond(session):
-        return played.params
-    return {name: params and params["tokens"] for name, params in played.params.items()}
 
 
 def _late_difference(own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
@@ -356,7 +362,7 @@ def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Count
     fuzz._MADE["zero"] = time.time()
     counts: Counter[str] = Counter(sessions=1, requests=len(session.scripts))
     try:
-        own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+        own = play(_own_class(session), model, session)
     except WorkerFault as error:
         counts["vllm_reads_stale" if "reads KV" in str(error) else "vllm_faults"] += 1
         own = None

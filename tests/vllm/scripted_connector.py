@@ -28,6 +28,7 @@ class Script:
         unknown_until: turn before which it does not know what there is.
         send_turns: turns for which the blocks are needed after the end; None: they are not.
         bad_block: block of the load to which nothing comes.
+        bad_steps: steps after which that is reported, of a load within a step.
         fails: True if nothing of a load comes.
     """
 
@@ -37,6 +38,7 @@ class Script:
     unknown_until: int = 0
     send_turns: int | None = None
     bad_block: int | None = None
+    bad_steps: int = 0
     fails: bool = False
 
 
@@ -199,16 +201,21 @@ class ScriptedWorker:
     sends: dict[str, tuple[int, tuple[list[int], ...], int]] = field(default_factory=dict)
     sent: dict[str, tuple[tuple[list[int], ...], int]] = field(default_factory=dict)
     """Requests whose blocks were reported as sent last, with block tables and tokens."""
+    num_steps: int = 0
+    bad: list[tuple[int, set[int]]] = field(default_factory=list)
+    """Blocks of loads within steps to which nothing came, and the step that reports them."""
 
     def begin(self, metadata: ScriptedMetadata) -> set[int]:
-        """Take what the scheduler tells with a step, whose loads come at once; returns the blocks to which nothing came."""
+        """Take what the scheduler tells with a step, whose loads come at once; returns blocks to which nothing came."""
         self.loads += [one for one in metadata.loads if one.is_async]
         self.sends |= metadata.sends
-        bad: set[int] = set()
+        self.num_steps += 1
         for load in metadata.loads:
             if not load.is_async:
-                bad |= self._arrive(load)
-        return bad
+                self.bad.append((self.num_steps + self.script(load.name).bad_steps, self._arrive(load)))
+        due = [blocks for step, blocks in self.bad if step <= self.num_steps]
+        self.bad = [one for one in self.bad if one[0] > self.num_steps]
+        return set().union(*due)
 
     def _arrive(self, load: Load) -> set[int]:
         script = self.script(load.name)

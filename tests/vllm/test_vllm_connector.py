@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.vllm import fuzz
-from tests.vllm.connector_fuzz import ConnectedSession, breaking, compare, compare_in, replayed, session_of
+from tests.vllm.connector_fuzz import ConnectedSession, breaking, compare, compare_in, play, replayed, session_of
 from tests.vllm.core import Core, calls_of, kv_cache, make_scheduler, vllm_config
 from tests.vllm.fuzz import RequestScript, Session
 from tests.vllm.plugins import install_broken
@@ -203,6 +203,21 @@ def test_a_load_that_fails_ends_its_request_with_an_error(scheduler: Any) -> Non
     assert str(end.finish_reason) == "error"
     assert "could not be loaded" in end.stop_reason
     assert not scheduler.requests
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_block_that_is_reported_late_costs_no_token(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """Both requests hold the block, and are decodes by then: what that step computed of them is void."""
+    monkeypatch.setitem(fuzz._MADE, "zero", 0.0)
+    transfer = {"remote": 8, "bad_block": 1, "bad_steps": 2}
+    scripts = [RequestScript(name, tuple(range(100, 109)), 12, 0, 0.0, transfer=transfer) for name in ("r0", "r1")]
+    session = ConnectedSession(0, BLOCK, 64, PLAIN | {"caches": True}, scripts, [], is_async=False, second_runner=False)
+    played = play(Scheduler, tiny_model, replace(session, on_failure="recompute", num_drafts=num_drafts))
+    for one in scripts:
+        assert played.tokens[one.name] == [fuzz.token_of(one, place) for place in range(one.max_tokens)]
+    assert fuzz.end_check(session, played) is None
 
 
 # Several block tables

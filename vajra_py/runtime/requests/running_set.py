@@ -210,8 +210,8 @@ class RunningSet:
         else:
             del self.partial[request]
 
-    def compute_again(self, request: Request, num_valid_tokens: int, num_left: int) -> None:
-        """Let a running request compute again what comes after its valid tokens; it may have `num_left` more outputs."""
+    def compute_again(self, request: Request, num_valid_tokens: int) -> None:
+        """Let a running request compute again what comes after its valid tokens, as a prompt."""
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:
@@ -221,9 +221,6 @@ class RunningSet:
             del self.partial[request]
         request.set_computed(num_valid_tokens)
         self.partial[request] = None
-        if request.num_remaining_tokens == 1 and request.num_output_tokens:
-            del self.partial[request]
-            self.pool.join(request, num_left)
 
     def take_back_token(self, request: Request) -> None:
         """Undo the token that the pool's last step counted for a member and that never came."""

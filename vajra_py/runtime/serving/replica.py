@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
@@ -644,7 +644,7 @@ class Replica:
                 self._append_tokens(tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
         if plan.drafts:
-            done += self._apply_drafts(plan, result, now)
+            done += self._apply_drafts(plan, result, now, () if lost is None else lost.running)
         if lost is not None and lost.running:
             done = [one for one in done if one not in lost.running]
         if self._cache_at_end:
@@ -747,8 +747,9 @@ class Replica:
                 if plan is not None and plan.pool is not None:
                     self.running_set.take_back_token(request)
                 if not all_end:
-                    num_left = self._output_limit(request) - request.num_output_tokens
-                    self.running_set.compute_again(request, num_valid, num_left)
+                    self.running_set.compute_again(request, num_valid)
+                    if request.num_remaining_tokens == 1 and request.num_output_tokens:
+                        self._begin_decode(request, self._output_limit(request) - request.num_output_tokens)
             if fails or all_end:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
@@ -850,7 +851,7 @@ class Replica:
             del self.running_set.partial[request]
             self.running_set.pool.join(request, num_left)
 
-    def _apply_drafts(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
+    def _apply_drafts(self, plan: StepPlan, result: StepResult, now: int, void: Collection[Request]) -> list[Request]:
         """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
@@ -858,7 +859,7 @@ class Replica:
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
         keeps = keeps or is_ahead  # the next step has places behind them
         done: list[Request] = []
-        without, open_one = {*result.failed, *self._over}, Unverified(-1)
+        without, open_one = {*result.failed, *self._over, *void}, Unverified(-1)
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
             if request in without:
                 continue
