@@ -244,11 +244,15 @@ class Impatient(Returning):
     ("policy", "check", "found"),
     [
         (Returning, MOVES, "and its fall was not named in fallen_groups"),
-        (Returning, SERVES, "has fallen, and nobody said so"),
+        (Returning, SERVES, "has fallen without being named"),
         (Sinking, MOVES, "which was neither named nor told by falls_at"),
-        (Sinking, SERVES, "has fallen, and nobody said so"),
+        (Sinking, SERVES, "has fallen without being named"),
         (Frozen, MOVES, "and key_epoch() did not"),
-        (AgingHits, MOVES, "is PREFIX_HITS and moved with the same hits and progress, which falls_at did not tell"),
+        (
+            AgingHits,
+            MOVES,
+            "is PREFIX_HITS and moved with the same hits and progress, although falls_at gave no earlier time",
+        ),
         (Aging, MOVES, "which was neither named nor told by falls_at"),
         (Wandering, MOVES, "a request stays in its group"),
         (Impatient, MOVES, "and asked again"),

@@ -20,7 +20,7 @@ class Refusal(Enum):
     ALREADY_SCHEDULED = "the request is in this step's batch already"
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
-    NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
+    NOT_ADMITTED = "the backend admits no request now, or not this request in this step"
     LOADING = "its KV or its adapter has to come from elsewhere first, and it waits for that"
     NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"

@@ -306,7 +306,7 @@ class EngineExecutor:
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """The members of the last step's pool: only those that took a block are looked at."""
+        """Add the members of the last step's pool, looking only at those that took a block."""
         for request in pool.began_blocks():
             self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots

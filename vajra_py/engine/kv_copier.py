@@ -42,7 +42,7 @@ class KvCopier:
     """Makes the copies of one runner. All but `close` is called by the thread that computes its steps."""
 
     def __init__(self, runner: ModelRunner, notify: Callable[[KvMove, Exception | None], None]) -> None:
-        """`tell`: called with each copy when it has ended, with the error of one that failed, in the thread that made it."""
+        """`notify` is called when a copy has ended, with its error or None, in the thread that made the copy."""
         self._runner = runner
         self._notify = notify
         self._changed = threading.Condition()

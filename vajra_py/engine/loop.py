@@ -394,7 +394,7 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # with its KV
+        if request.state is RequestState.ARRIVED:  # it was placed with its KV
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)
@@ -424,7 +424,7 @@ class EngineLoop(Backend[EngineReplica]):
         return plan
 
     def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
-        """See `Backend`: its worker is sent what changed, and answers with a message."""
+        """See `Backend`: sends the worker what changed; the result comes as a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
         if self._tier_copies.load(replica, step.copies):
             step = replace(step, copies=())
@@ -486,7 +486,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
-        """Reduce the count of suspects: a request that gave a token by itself has one less to give."""
+        """Count the tokens that suspects gave: after enough of them a request is no suspect any more."""
         for request, _ in result.tokens or ():
             num_left = self._suspects.get(request)
             if num_left == 1:

@@ -301,7 +301,7 @@ class ProcessWorker:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def discard(self) -> None:
-        """See `Worker`; ranks may wait for one that is gone, so all are killed."""
+        """See `Worker`; all ranks are killed, since some may wait for one that is gone."""
         for process in list(self._processes):
             with suppress(ValueError):  # the process has been closed meanwhile
                 process.kill()

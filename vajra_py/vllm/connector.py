@@ -114,7 +114,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
+        """Remove a request that is not, or no longer, in the mechanism; does nothing if the connector was notified of its end."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -363,7 +363,7 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return a report of a step that has come back, where who has ended may hold blocks of it."""
+        """Return the report of a step that has come back, whose blocks requests that have ended may hold."""
         for request in report.sent:
             late.sent(request)
         return replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))

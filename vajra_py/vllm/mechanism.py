@@ -176,7 +176,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects who lost their KV blocks: preempted, in attempts at a step that ran nothing too, or with the cache."""
+    """Collects requests that lost their KV blocks: by preemption, also in attempts at a step that ran nothing, or with the whole cache."""
 
     wants_step_ends = False
 
@@ -306,7 +306,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
-        """Take a request back; with a step in flight, when that comes back."""
+        """Abort a request; if a step is in flight, once that has ended."""
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
@@ -350,7 +350,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.fault = None
 
     def forget_cache(self) -> None:
-        """Give every KV block up with the next step; who held some is computed again."""
+        """Give every KV block up with the next step; requests that held some are computed again."""
         tick, replica = self.open_turn(), self.replica
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 

@@ -64,7 +64,7 @@ class Messages:
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
+        """Return a step that computes nothing and reports which requests have ended; the workers take every request out of their batch."""
         self._step += 1
         return self.next.take()
 

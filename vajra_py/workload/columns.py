@@ -292,7 +292,7 @@ def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
 
 
 def _shifted(part: Columns, offset: int) -> Columns:
-    """Return the requests with the rows that they follow moved by `offset`."""
+    """Return the requests with `offset` added to the row numbers of those that they follow."""
     if part.follows is None:
         return part
     joins = part.joins

@@ -290,7 +290,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number; of drafts that never left the workers there were as many as wanted."""
+        """Return the recorded number; where drafts never left the workers it was not recorded, and `at_most` were made."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)

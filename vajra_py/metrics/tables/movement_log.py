@@ -144,7 +144,7 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Note that the KV of a request leaves: of one that is held, that migrates, or, first seen here, whose prompt is computed meanwhile."""
+        """Note that a transfer of KV begins: of a request that is held or migrates, or of one whose prompt is still being computed, seen here first."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
@@ -211,7 +211,7 @@ class MovementRows(Observer):
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Make the row of a request that gave up the KV with which it came; there is a later call for one that migrates."""
+        """Write the row of a request that gave up the KV with which it came; for one that migrates another call follows."""
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
             self._close(journey, RECOMPUTED, GIVEN_UP, now)
@@ -305,5 +305,5 @@ class MovementLog(MovementRows):
         self.table = TransfersBuilder()
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Append it to the table."""
+        """Append the row to the table."""
         self.table.append(request_id, row)

@@ -481,7 +481,7 @@ class BlockPool:
         )
         require(
             all(count > 0 for count in self._pins.values()) and self._pins.keys() <= self._entries.keys(),
-            "content is pinned that nobody can find",
+            "content is pinned that no lookup can find",
         )
         require(
             len(free) == len(set(free)) == self.num_free - num_fresh,

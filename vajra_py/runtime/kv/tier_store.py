@@ -35,7 +35,7 @@ class TierBlock(CachedEntry):
         self.num_locks = 1
         """Transfers that read or write it."""
         self.slot = -1
-        """Place of the tier that holds it, where places have numbers."""
+        """Slot of the tier in which it is stored; -1 where slots are not numbered."""
         self.source = -1
         """Device block that its content is copied from, where that is about to be overwritten."""
 
@@ -77,7 +77,7 @@ class TierStore:
         """Give each block a place of its own from now on, 0 to `num_blocks` - 1, while it is in the tier, which is empty."""
         self._free_slots = list(range(self.num_blocks - 1, -1, -1))
 
-    # What is here
+    # Content
 
     def holds(self, block_hash: Hashable) -> bool:
         """Return True if the content can be read here."""

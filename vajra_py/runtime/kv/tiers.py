@@ -209,7 +209,7 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Blocks (in order of content) of content that no request can name again became idle. It takes room and bandwidth like any other."""
+        """Note that blocks (in order of content) became idle whose content no request can name again. It takes room and bandwidth like any other."""
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
@@ -218,7 +218,7 @@ class KvTiers:
             self._write_run(run)
 
     def run_evicted(self, first_block: int) -> None:
-        """Such content was overwritten."""
+        """Note that content which no request can name again was overwritten."""
         run = self._runs.pop(first_block, None)
         if run is not None:
             self._write_run(run)
@@ -257,7 +257,7 @@ class KvTiers:
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is reported to `written`."""
+        """Return the copies of existing content that were decided since the last call, (level, block) in order; `written` is called when one has ended."""
         writes = self._writes
         if writes:
             self._writes = []

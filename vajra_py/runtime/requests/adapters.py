@@ -137,7 +137,7 @@ class Adapters:
         return None if load.has_ended else Refusal.LOADING
 
     def acquire(self, request: Request) -> None:
-        """A request that has one begins to run with its adapter."""
+        """Note that a request with an adapter begins to run with it."""
         name = request.adapter
         if self.serves(name):
             self._users.setdefault(name, set()).add(request)

@@ -90,7 +90,7 @@ class ConnectorRules:
     reports_with_steps: bool = True
     """True if the connector reports when steps come back; else at times of its own."""
     forms_ahead: bool = False
-    """True if steps are formed before the last one has come back, which may still write blocks: those whom it computes are not preempted."""
+    """True if steps are formed before the last one has come back, which may still write blocks: requests that it computes are not preempted."""
     draft_tokens: int = 0
     """Tokens of a decode with its drafts and their lookahead, for which a load beside steps leaves room; 0: there are no drafts."""
 
@@ -131,7 +131,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: aborted requests, which end with their step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -147,7 +147,7 @@ class ConnectedKv:
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
         self._whole: set[Request] = set()
-        """Requests that were admitted in this step without a load before, and whose known tokens it computes all."""
+        """Requests admitted in this step without a load before, all of whose known tokens it computes."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not come back, where the next one is formed before."""
 
@@ -374,7 +374,7 @@ class ConnectedKv:
             self._lifecycle.release_kept(request)
 
     def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
-        """Return whom failed loads concern, and let loads under way bring only what has come.
+        """Return the requests whose loads failed, and limit loads under way to what has come.
 
         A bad block that several running requests share is computed again by the first; the others wait for nothing, as if they had it.
         """

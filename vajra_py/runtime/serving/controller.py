@@ -419,7 +419,7 @@ class Controller:
             return PolicyError(replicaset.scaling.name, message, request_id=request.request_id)
         if request.state is RequestState.HELD:
             pool = "" if replica is None else f" in pool {replica.parts.pool!r}"
-            message = f"places nobody whose prompt is computed{pool} {remain}"
+            message = f"places no request whose prompt is computed{pool} {remain}"
             return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)

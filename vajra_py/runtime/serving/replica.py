@@ -196,7 +196,7 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Failure of a policy that was notified of a run; raised when the step in flight has ended, since other events are handled now."""
+        """Error of a policy that was notified of a run of steps; raised once the step in flight has ended, since other events are being handled."""
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -358,9 +358,7 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if (
-            self.parts.role is _PREFILL
-        ):  # the request leaves before it grows; one that runs again brings what it has generated
+        if self.parts.role is _PREFILL:  # it leaves before it grows; known tokens include output
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -720,7 +718,7 @@ class Replica:
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
-        """Return whom the failed loads of a report concern, which comes with a step that is about to end, or without one."""
+        """Return the requests whose loads failed by this report, which comes with a step that is about to end, or without one."""
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
         entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
@@ -761,7 +759,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Hide what ended requests hold that computed from blocks to which nothing was loaded."""
+        """Withdraw the KV of ended requests that computed with blocks whose load failed."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -840,7 +838,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """A request whose prompt is computed decodes from now on, for so many tokens more."""
+        """Let a request whose prompt is computed decode from now on, for so many more tokens."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:

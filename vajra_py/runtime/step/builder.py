@@ -32,7 +32,7 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 
 
 _new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Makes a chunk of a tuple of its fields, in less than half the time."""
+"""Makes a chunk of a tuple of its fields, in less than half the time of its constructor."""
 _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
@@ -136,10 +136,10 @@ class Builder(PlanDraft):
         """True if decodes leave blocks behind."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Tokens that a decode and its drafts may have: a token comes behind all drafts, and it has to be able to run alone."""
+        """Most tokens of a decode and its drafts: one token follows the drafts, and memory has to hold the request alone."""
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Tokens by which a decode with drafts gets on at most between two of its steps: deeper in a block, all before is cached."""
+        """Most tokens by which a decode with drafts advances between two of its steps; farther into a block, all earlier ones are cached."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
@@ -354,7 +354,7 @@ class Builder(PlanDraft):
         return executor.num_drafts(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
-        """Return for how many tokens a request needs blocks that computes up to so many."""
+        """Return the number of tokens for which a request needs blocks if it computes up to so many."""
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens

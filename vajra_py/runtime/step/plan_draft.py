@@ -231,7 +231,7 @@ class PlanDraft:
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
-    # Putting in and taking out
+    # Adding and removing entries
 
     def _put_chunk(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
         self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
