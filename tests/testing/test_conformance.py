@@ -245,7 +245,7 @@ class Impatient(Returning):
     [
         (Returning, MOVES, "and its fall was not named in fallen_groups"),
         (Returning, SERVES, "has fallen without being named"),
-        (Sinking, MOVES, "which was neither named nor told by falls_at"),
+        (Sinking, MOVES, "which was neither named nor given by falls_at"),
         (Sinking, SERVES, "has fallen without being named"),
         (Frozen, MOVES, "and key_epoch() did not"),
         (
@@ -253,7 +253,7 @@ class Impatient(Returning):
             MOVES,
             "is PREFIX_HITS and moved with the same hits and progress, although falls_at gave no earlier time",
         ),
-        (Aging, MOVES, "which was neither named nor told by falls_at"),
+        (Aging, MOVES, "which was neither named nor given by falls_at"),
         (Wandering, MOVES, "a request stays in its group"),
         (Impatient, MOVES, "and asked again"),
         (Drifting, MOVES, "is STATIC and moved since arrival"),
