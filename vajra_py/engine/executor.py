@@ -218,7 +218,7 @@ class EngineExecutor:
     def lookahead_decodes(
         self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
     ) -> LookaheadDecodes | None:
-        """Return one more decode for each (request, tokens computed by then); None if none may be started ahead.
+        """Return one more decode for each (request, tokens computed by then); None if the step may not be formed ahead.
 
         Penalties, bad words and log-probabilities would have to be undone with a dropped row. At most `num_spare` rows may need
         a block.

@@ -145,7 +145,7 @@ class LLM(EngineClient):
         *,
         replicaset: str = DEFAULT_REPLICASET,
     ) -> PolicySwap:
-        """Put another policy in force for what is generated from now on; what was and what is.
+        """Put another policy in force for all further generation; returns the old and the new one.
 
         Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
         """

@@ -211,7 +211,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
+        """Return whether a replica is restarting that may be needed: for requests to come, for living ones, or because all are lost."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
 
@@ -238,7 +238,7 @@ class EngineLoop(Backend[EngineReplica]):
                 return
 
     def _sort(self, message: Message) -> None:
-        """Make a message an event of the next turn; of what workers answer, one a turn."""
+        """Make a message an event of the next turn; messages of workers are queued, and one is handled per turn."""
         if isinstance(message, KvExported):
             self._transfers.exported(message)
         elif isinstance(message, WorkerMessage):

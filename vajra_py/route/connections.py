@@ -24,7 +24,7 @@ _MOST_UNREAD_BYTES = 2**18
 _KEPT_S = 15.0
 """Time for which an idle connection may serve another request."""
 _LAST_BYTES_S = 1.0
-"""Time that the end of an answer may take of which nothing more is wanted, so that its connection can be kept."""
+"""Time to wait for the end of an answer that is no longer needed, so that its connection can be kept, seconds."""
 _JOINED_BYTES = 2**16
 """Size of a body up to which it is sent in one piece with the head."""
 

@@ -313,7 +313,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight with what the connector's workers report, which it gets then. Raises what it raises."""
+        """End the step in flight, and give the connector the reports of its workers. Raises what the connector raises."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void

@@ -96,7 +96,7 @@ class Messages:
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # nothing is sent of it but its new blocks
+            if kind == "running" and record.ran_in == step - 1:  # only its new blocks are sent
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):

@@ -46,7 +46,7 @@ class _Batch:
     num_left: int = 0
 
     def count_left(self) -> int:
-        """Set `num_left`, which counts down by the most tokens that one of them got, to what it is."""
+        """Compute `num_left` anew; between calls it is a lower bound."""
         self.num_left = min(record.plain_until - len(record.output) for record in self.records)
         return self.num_left
 

@@ -448,7 +448,7 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first decision of the admission policy that differs, or of what replicas keep, or drafts that do."""
+    """Describe the first difference in decisions of admission, in retained content or in drafts."""
     logs = (
         ("admission decision", ADMISSIONS_FILE, read_admissions),
         ("retention", RETENTION_FILE, read_retention),

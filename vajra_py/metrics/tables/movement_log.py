@@ -172,7 +172,7 @@ class MovementRows(Observer):
             self._hold_again(journey, failure, now)
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Note that the target has taken it."""
+        """Note that the target has all of the KV."""
         journey = self._journeys.get(request.index)
         if journey is not None:
             journey.arrived_at = now

@@ -17,7 +17,7 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pins that hold, by name; of two that end at one time the later one ends last."""
+    """Pins in force, by name; of two with the same end the one made later ends last."""
 
     def __init__(self) -> None:
         self.next_end = inf

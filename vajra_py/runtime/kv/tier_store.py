@@ -37,7 +37,7 @@ class TierBlock(CachedEntry):
         self.slot = -1
         """Slot of the tier in which it is stored; -1 where slots are not numbered."""
         self.source = -1
-        """Device block that its content is copied from, where that is about to be overwritten."""
+        """Device block from which it is copied, if that block is about to be overwritten; else -1."""
 
 
 class TierStore:
@@ -52,7 +52,7 @@ class TierStore:
         self._policy: Any = retention.policy
         self._blocks: dict[Hashable, TierBlock] = {}
         self._without_parent: dict[Hashable, dict[TierBlock, None]] = {}
-        """Blocks that continue what is not here, by the hash of that."""
+        """Blocks whose parent is not in this tier, by the parent's hash."""
         self._free_slots: list[int] | None = None
         """Places that hold nothing; None: they have no numbers."""
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "on_cleared")
@@ -101,7 +101,7 @@ class TierStore:
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
-        self._link(new)  # before others go: it keeps what it continues
+        self._link(new)  # before evictions: its parent then stays
         evicted: list[TierBlock] = []
         while len(self._blocks) >= self.num_blocks:
             one = self._evict(now)

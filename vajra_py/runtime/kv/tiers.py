@@ -203,7 +203,7 @@ class KvTiers:
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
-            if copy is not None:  # it was never computed
+            if copy is not None:  # the block was never computed
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one, block)
@@ -236,7 +236,7 @@ class KvTiers:
     # Writing
 
     def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
-        """Copy what is above a tier to it. `source`: the device block that holds it, where that is about to be overwritten."""
+        """Copy a block from the level above into a tier. `source`: the device block that holds it, if that is about to be overwritten."""
         if self.stores[level].get(block_hash) is not None:
             return
         new = TierBlock(block_hash, above.parent_hash, above.depth, above.request, self._clock())

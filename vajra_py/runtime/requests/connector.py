@@ -231,7 +231,7 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return what is known of a waiting request that holds nothing; the connector was not queried before for one of a shared queue."""
+        """Return the known match of a waiting request without blocks; for one of a shared queue the connector was not queried yet."""
         if request not in self._matches:
             self._ask(request)
         return self._matches[request]
@@ -261,7 +261,7 @@ class ConnectedKv:
         return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
 
     def _num_reserved(self) -> int:
-        """Blocks that requests whose prompt is loaded or computed lack for what is known of them, and each for its first decode with drafts."""
+        """Blocks that requests whose prompt is being loaded or computed still need, for their known tokens and the first decode with drafts."""
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
         num_blocks = memory.blocks_for(ahead)
@@ -367,7 +367,7 @@ class ConnectedKv:
     def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
         kept = self._kept.get(request)
         if kept is None:
-            return  # it was lost with its replica
+            return  # the load was lost with its replica
         kept.reasons.discard(reason)
         if not kept.reasons:
             del self._kept[request]

@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
-"""Number of steps after which their ticks go into a new log, so that logs that no request refers to can be freed."""
+"""Number of steps per log of ticks; logs that no request refers to can be freed."""
 
 
 class DecodePool:

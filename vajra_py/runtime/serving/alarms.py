@@ -23,7 +23,7 @@ class Repeats:
     num_calls: int = 0
 
     def are_without_end(self, now: int) -> bool:
-        """Count a call; return True if there are too many for a policy that ever comes to an end."""
+        """Count a call; return True if there are so many that the policy may never stop."""
         if now > self.last_tick + 1:
             self.num_calls = 0
         self.last_tick = now

@@ -155,7 +155,7 @@ class FastForward(Protocol[S]):
         """Apply every step of a replicaset that has ended; launched steps go on."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; of equal ends by rank."""
+        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; equal ends in order of rank."""
 
     def on_queued(self, replica: S) -> None:
         """Apply, and end the run unless it does not depend on the replica's own queue, which a request has joined."""

@@ -477,7 +477,7 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy does nothing; others wait for the blocks of those that are held, and these for what runs."""
+    """Return the request whose policy is to blame. If some are held, others wait for their blocks: then it is a running one, else a held one."""
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]

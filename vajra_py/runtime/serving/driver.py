@@ -348,7 +348,7 @@ class Driver(Generic[R]):
         """Let the admission policy decide again, in this tick, about every request that it has deferred until something changes."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come
+            self.events.push(self.now, _ADMISSION, None, 1)  # after requests whose time has come
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
@@ -495,7 +495,7 @@ class Driver(Generic[R]):
         self.wake(one)
 
     def verify(self, one: R, accepted: Mapping[Request, int]) -> None:
-        """Count the drafts that were accepted by a step that had ended before that was known."""
+        """Count the accepted drafts of a step that has ended, which were not known at its end."""
         ended = one.replica.verify(accepted, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -553,7 +553,7 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            if what.free_at <= self.now:  # otherwise it went down in this tick
+            if what.free_at <= self.now:  # otherwise the replica went down in this tick
                 self._start(what)
             return
         self._offers.discard(what)
@@ -706,7 +706,7 @@ class Driver(Generic[R]):
         return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
-        """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
+        """Schedule a wake-up. One that is due now, after steps were formed, comes a tick later: a replay would put it before them."""
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 

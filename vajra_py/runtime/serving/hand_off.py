@@ -391,7 +391,7 @@ class HandOffs(Generic[R]):
         self._driver.wake(source)
 
     def step_ended(self, one: R) -> None:
-        """Let a replica, which is between two steps, take part in what waits for that."""
+        """Carry out what waits for a replica to be between two steps, as it is now."""
         if self._one_at_a_time:
             self._reserve(one)
         if self._transfers.waiting:
@@ -530,7 +530,7 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def recall(self) -> None:
-        """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
+        """Drop the plans for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
                 self._forget(one, _PLACED_ANEW)

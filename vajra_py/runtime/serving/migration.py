@@ -143,7 +143,7 @@ class Migrations(Generic[R]):
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # the caller may try again
         if self._hand_offs.is_being_sent(request):
-            return  # to where it goes when its prompt is computed
+            return  # its hand-off after the prompt is under way
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one

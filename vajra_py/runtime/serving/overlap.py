@@ -39,7 +39,7 @@ class Overlap(Generic[R]):
         self._moves_missing = rules.settings.moves == "missing"
 
     def step_formed(self, plan: StepPlan, ticks: int) -> None:
-        """Send what a step of so many ticks, which begins now, computes of prompts that are to leave."""
+        """Send the KV that a step computes of prompts that are handed off; the step begins now and lasts `ticks`."""
         for request, num_tokens, num_before, _ in plan.chunks:
             one = self._hand_offs.get(request)
             if one is None or not (one.is_early and one.has_reserved):

@@ -27,7 +27,7 @@ class Losses:
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Requests that will be computed again, and the replica that each is bound to now (None: any that takes it)."""
+    """Requests that are computed again, each with the replica to which it is bound now (None: any)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:

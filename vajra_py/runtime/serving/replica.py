@@ -513,7 +513,7 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
+        """Add requests that came with their KV and decode at once to the pool before this first step has come back."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # some decodes are not in the step, or it is reported separately from those that follow
@@ -685,7 +685,7 @@ class Replica:
         return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
 
     def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
-        """Count the drafts that were accepted by a step that had ended before that was known; returns the requests that end at once.
+        """Count the accepted drafts of a step that has ended, which were not known at its end; returns the requests that end at once.
 
         Who has reached its length and is part of the step that was formed meanwhile ends with that.
         """
@@ -748,7 +748,7 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # then its end releases it
+                    is_running = request in lost.running  # released when its step ends
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)
@@ -851,7 +851,7 @@ class Replica:
         keeps = rules is not None and rules.keeps_blocks
         accepted, publishes = result.accepted, not self._publishes_late
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
-        keeps = keeps or is_ahead  # the next step has places behind them
+        keeps = keeps or is_ahead  # the next step's tokens come after all drafts
         done: list[Request] = []
         without, open_one = {*result.failed, *self._over}, Unverified(-1)
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():

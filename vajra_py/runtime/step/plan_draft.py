@@ -311,7 +311,7 @@ class PlanDraft:
         pool = running_set.pool
         features = self.features()
         chunks = tuple(self.chunks.values())
-        drafts = self.drafts  # they are known only once they are accepted
+        drafts = self.drafts  # drafts count as computed only once accepted
         is_all_drafted = len(drafts) == len(chunks)
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
