@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods, and is none
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods, but not the type
         self._pool.open.add(self)
         if self._is_ended:
             self._transport.abort()

@@ -204,7 +204,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Write down when decodes with drafts ran last; these requests are taken one by one, and may be together in the next step."""
+        """Record when decodes with drafts ran last. These requests are handled one by one, and may be handled together in the next step."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 

@@ -107,11 +107,11 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """True if a queue has so many tokens left, or has admitted none."""
+        """True if a queue has so many tokens left, or has admitted no request."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """(queue, tokens) of the lenders that make up so many tokens; empty if they have not as many left."""
+        """Return how many tokens each lender gives, as (queue, tokens), `num_tokens` in all; empty if they have fewer left."""
         charges = []
         for queue in lenders:
             given = min(num_tokens, self.quotas[queue] - self.used[queue])

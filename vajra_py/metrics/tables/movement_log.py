@@ -166,7 +166,7 @@ class MovementRows(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
-            if journey.kind == HAND_OFF:  # it begins again when it is sent again, or held
+            if journey.kind == HAND_OFF:  # sent or held again, it gets a new row
                 del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)

@@ -27,10 +27,10 @@ class NamedFallsQueue(RankedQueue):
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._fallen = prioritizer.fallen_requests
         self._num_read = self._fallen.num_named
-        """Names of fallen requests that were read."""
+        """Number of fallen requests' names read so far."""
         self._order = SortedRanks()
         self._entries: dict[RequestView, int] = {}
-        """Serial with which each request came in; that of its rank is another one once its key has moved."""
+        """Serial with which each request came in; its rank gets another one when its key moves."""
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
         """Requests that have moved forward."""

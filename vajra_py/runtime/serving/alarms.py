@@ -12,7 +12,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped: it has itself called without end."""
+"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped, since it may go on without end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +60,7 @@ class Alarm:
 
     sleeper: Sleeper
     key: str | None
-    """None: no key of the policy's own; its replica's next step is due (`BatchBuilder.idle_until`)."""
+    """Key given by the policy; None: its replica's next step is due (`BatchBuilder.idle_until`)."""
     tick: int
     is_void: bool = False
 

@@ -73,7 +73,7 @@ _TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
-"""Phases of events by which no request goes on, unless a policy does something."""
+"""Phases whose events advance no request unless a policy acts."""
 _IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
 """Phases of events that do not keep a run going that has no request left."""
 
@@ -699,7 +699,7 @@ class Driver(Generic[R]):
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
     def _only_policies_are_left(self) -> bool:
-        """Return True if only events are to come by which nothing goes on, unless a policy does something."""
+        """Return True if the events to come advance no request unless a policy acts."""
         return self._is_left_only(_ASKS_POLICIES)
 
     def _is_left_only(self, phases: Sequence[Phase]) -> bool:
@@ -742,7 +742,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
-        """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
+        """End the requests that no replica will continue: those in the shared queue, and all if no replica decodes."""
         self.controller.abandon(replicaset, why, self.now)
         if replicaset.bounds.is_split and not any(
             replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
@@ -948,7 +948,7 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets among them without a call of a listening policy while a step is formed for which nothing waits."""
+        """Those of `_syncs_forming` whose listening policies are not called while a step is formed and nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]

@@ -102,7 +102,7 @@ class RequestBounds:
         """Tokens, prompt and output together, for which every replica has room."""
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
-        """Some replicas compute prompts alone, or decodes alone."""
+        """True if some replicas only compute prompts, or only decode."""
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Most tokens that a request may generate; below 1: no replica has room for its prompt and a token.

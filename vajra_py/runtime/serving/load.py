@@ -246,7 +246,7 @@ class ReplicaViews:
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """The groups again by the identity of tuples that were asked for: to hash a tuple is to look at every replica."""
+        """Groups by the identity of the tuples that were asked for, since hashing a tuple goes through all replicas."""
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""

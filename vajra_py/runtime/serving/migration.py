@@ -36,7 +36,7 @@ class Migration(Generic[R]):
     source: R
     target: R
     admitted_index: int
-    """Number of its admission at the source; another one means that it was preempted meanwhile."""
+    """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
     num_copied: int = 0
     """Leading tokens whose KV is at the target, or on its way."""
     num_copies: int = 0

@@ -160,7 +160,7 @@ class Replica:
         self._awaits_reports = False
         """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of steps that have ended and not come back, where the next one is formed before."""
+        """Tokens of steps that have ended and not come back, if the next step is formed before that."""
         self._joins_at_once = False
         """True if requests that come with their KV decode in the pool from their first step on; otherwise from the second."""
         self.forms_steps = True
@@ -174,11 +174,11 @@ class Replica:
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._over: set[Request] = set()
-        """Requests that have reached their length and are part of a step formed before that was known; they get nothing of it."""
+        """Requests that reached their length and are in a step formed before this was known; its results for them are dropped."""
         self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
-        """True if clients get the token that the last step of a prompt samples where the request leaves."""
+        """True if clients get the token that the last step of a prompt samples although the request then leaves."""
         self.newly_held: list[Request] = []
         """Requests that have become `held`; see `take_newly_held`."""
         self.expects_kv = False
@@ -228,7 +228,7 @@ class Replica:
         self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
-        """Let requests get KV from outside the replica, and leave it there, from now on.
+        """Let requests load KV from outside the replica, and save it there, from now on.
 
         Raises `ConfigError` where the memory has KV parallelism.
         """
@@ -426,7 +426,7 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Form the step after one that holds nothing but slots of ended requests."""
+        """Form the next step if this one only held slots of ended requests."""
         self._see_ends()
         return self.form_step(now)
 
@@ -929,7 +929,7 @@ class Replica:
         self._to_abort.pop(request, None)
         self._over.discard(request)
         before = self.running_set.unverified.pop(request, None)
-        if before is not None:  # none of them becomes output
+        if before is not None:  # its unverified drafts do not become output
             request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
         held = self.parts.options.holds_ended_slots
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
