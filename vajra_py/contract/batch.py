@@ -139,11 +139,11 @@ class BatchBuilder(Protocol):
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
 
-        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can.
+        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can be dropped.
         """
 
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
-        """Keep the content that the prefix cache holds of a request now for this time, whatever its retention key.
+        """Keep a request's content that is in the prefix cache now for so many seconds, whatever its retention key.
 
         A request of a session pins for the session, whose earlier pin ends; any other one for itself. Idle pinned
         blocks are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin

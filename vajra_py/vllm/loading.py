@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.runner import VllmRunner
 
 _PLACEHOLDER_BYTES = 1 << 20
-"""On a CPU vLLM wants to know the size of its KV memory before the model is loaded; the number of blocks counts later."""
+"""Size of KV memory that a vLLM on a CPU gets before the model is loaded; later the number of blocks decides."""
 
 
 def load_vllm(options: RunnerOptions) -> VllmRunner:

@@ -1,4 +1,4 @@
-"""VLLM's own KV manager behind this project's interface of KV memory, for models that have more than one block table.
+"""The KV manager of vLLM behind this project's interface of KV memory, for models that have more than one block table.
 
 Layers with sliding windows give blocks back while their request runs, and models with several kinds of layers have a table for each
 kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the

@@ -129,7 +129,7 @@ class Submission:
 
 @dataclass(slots=True)
 class _Executor:
-    """Somebody else executes: nothing is known in advance, and nothing is kept but proposed tokens.
+    """Executor of steps that vLLM executes: nothing is known in advance, and only proposed tokens are kept.
 
     Attributes:
         is_unseen: True if proposed tokens stay where they are made: there are as many as are wanted.
@@ -211,14 +211,14 @@ class Mechanism(Backend[_VllmReplica]):
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
         """Called at every end, after the submitter was notified."""
         self._refusal: VajraError | None = None
-        """Error of a change of policies that could not be made; the rest of it is not made either."""
+        """Error of a change of policies that failed; the rest of the change is left out."""
         self._arriving: list[Submission] = []
         self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
         self._ahead: StepPlan | None = None
-        """The last step, if it has ended before it was known which of its drafts are accepted."""
+        """The last step, if it has ended and it is not known yet which of its drafts are accepted."""
         self._leaving: set[Request] = set()
         """Requests that hold KV blocks until they end with the turn that is open."""
         self._connected: ConnectedKv | None = None
@@ -596,7 +596,7 @@ def make_mechanism(
 
 
 def check_policies(config: SystemConfig, registry: Registry, max_model_len: int) -> None:
-    """Ask the policies about one request of no one's. Raises `ConfigError` for a setting that they find missing only then."""
+    """Call the policies with a made-up request. Raises `ConfigError` for a setting that they find missing only then."""
     mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
     facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)
     mechanism.arrive(Submission(facts, 0.0, None, "", lambda request, reason: None))

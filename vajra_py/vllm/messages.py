@@ -40,7 +40,7 @@ class Messages:
         """True when resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
-        """VLLM's own memory, which has several tables; None: this project's."""
+        """Memory of vLLM's own, which has several tables; None: this project's is used."""
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None

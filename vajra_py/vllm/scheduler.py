@@ -675,7 +675,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def connector(self) -> Any:
-        """VLLM's connector of KV; None: there is none."""
+        """KV connector of this vLLM; None: there is none."""
         return None if self._connected is None else self._connected.vllms
 
     def get_kv_connector(self) -> Any:

@@ -171,7 +171,7 @@ def _has_other_layers(model: Any) -> bool:
 
 
 def policy_options(scheduler: Any) -> dict[str, Any]:
-    """VLLM's own options of how its scheduler decides that are set otherwise than they are by default, by name."""
+    """Return those options of vLLM's own scheduling that differ from their defaults, by name."""
     usual = {
         "policy": "fcfs",
         "long_prefill_token_threshold": 0,

@@ -21,7 +21,7 @@ class Pins:
 
     def __init__(self) -> None:
         self.next_end = inf
-        """Time of the first end, or an earlier one."""
+        """Lower bound of the time at which the first pin ends."""
         self._pins: dict[Hashable, _Pin] = {}
         self._ends: list[tuple[float, int, Hashable]] = []
         """Heap; pins that are gone may be in it."""

@@ -54,7 +54,7 @@ class TierStore:
         self._without_parent: dict[Hashable, dict[TierBlock, None]] = {}
         """Blocks whose parent is not in this tier, by the parent's hash."""
         self._free_slots: list[int] | None = None
-        """Places that hold nothing; None: they have no numbers."""
+        """Free slots; None: slots are not numbered."""
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "on_cleared")
         self._methods: dict[str, Callable[..., Any] | None] = {
             name: getattr(self._policy, name, None) for name in names
@@ -74,7 +74,7 @@ class TierStore:
         return self.order.error
 
     def number_slots(self) -> None:
-        """Give each block a place of its own from now on, 0 to `num_blocks` - 1, while it is in the tier, which is empty."""
+        """Assign each block a slot, 0 to `num_blocks` - 1, while it is in the tier; call this while the tier is empty."""
         self._free_slots = list(range(self.num_blocks - 1, -1, -1))
 
     # Content
@@ -89,7 +89,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of what can be read here, in order of entry."""
+        """Hashes of content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Coming and going
@@ -97,7 +97,7 @@ class TierStore:
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Take a block for content that is to be written; returns the blocks that were given up for it.
 
-        None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that is here.
+        None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that the tier has.
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")

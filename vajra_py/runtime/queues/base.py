@@ -75,8 +75,8 @@ class RequestQueue(Protocol):
     def ordered(self, now: float) -> Iterator[RequestView]:
         """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
 
-        The queue may change while this is read: what is removed before its turn is left out, and so is what is added, added
-        again, or refreshed with another key or number of tokens.
+        The queue may change while this is read: requests that are removed before their turn are
+        left out, and so are those that are added, added again, or refreshed with another key or number of tokens.
         """
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:

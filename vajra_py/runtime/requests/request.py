@@ -121,7 +121,7 @@ class Admission:
 
     @property
     def was_let_in(self) -> bool:
-        """True if it got as far as a queue."""
+        """True if the request reached a queue."""
         return self.outcome in ("accepted", "degraded")
 
 
