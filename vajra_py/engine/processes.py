@@ -150,7 +150,7 @@ class _Rank:
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Answer that KV blocks were copied between the device and the host memory of this rank, or why not."""
-        with suppress(OSError):  # there is no reader any more, which ends the process
+        with suppress(OSError):  # the reader is gone, which ends the process
             if error is None:
                 self._answer(RankMove(move.number))
             else:

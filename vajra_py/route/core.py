@@ -131,7 +131,7 @@ class RouteCore(Backend[BackendReplica]):
         return now
 
     def at(self, tick: int, inputs: Sequence[Input]) -> None:
-        """Let recorded inputs happen at the tick of their record."""
+        """Apply recorded inputs at their recorded tick."""
         self._driver.advance_to(tick)
         for one in inputs:
             if isinstance(one, ServerReport):

@@ -260,12 +260,12 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks, without those that are on their way out."""
+        """Number of requests that hold KV blocks, except those that are about to end."""
         return self.replica.running_set.num_running - len(self._leaving)
 
     @property
     def kv_usage(self) -> float:
-        """Part of the KV blocks that they hold."""
+        """Part of the KV blocks that these requests hold."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -278,13 +278,13 @@ class Mechanism(Backend[_VllmReplica]):
         return self._one.plan
 
     def alive(self) -> Sequence[tuple[Request, Submission]]:
-        """Requests that have not ended, with what they were handed in as."""
+        """Requests that have not ended, each with its submission."""
         return [(request, self._submissions[request]) for request in self.controller.alive()]
 
     # Between steps
 
     def open_turn(self) -> int:
-        """The tick at which everything happens until the next step is formed: the first thing's."""
+        """Return the tick of the open turn, at which everything happens until the next step is formed."""
         if self._turn is None:
             self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
             if self._is_gate_new:
@@ -301,7 +301,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """Add a request to the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        """Add a request to the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
         self.open_turn()
         self._arriving.append(submission)
 
@@ -320,7 +320,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """End the request with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        """Note that the request ends with the open turn or with the step in flight, by itself or because it is aborted."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
@@ -362,7 +362,7 @@ class Mechanism(Backend[_VllmReplica]):
     def stop(self, request: Request) -> None:
         """End the request, whose last token is known, with the step in flight.
 
-        One that is not part of that step, which was formed before the token was known, is taken back instead.
+        A request that is not part of that step (formed before the token was known) is aborted instead.
         """
         if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
@@ -371,7 +371,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.leave(request)
 
     def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
-        """Count so many drafts of these requests as output of a step, whose tokens are known now, in flight or ended ahead.
+        """Count so many drafts of these requests as output of a step whose tokens are known now; it is in flight, or was ended ahead.
 
         Nothing happens if it was called off.
         """
@@ -404,7 +404,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
-        """Return the tokens that a plan verifies for each of these requests, in their order; -1: a place that holds none."""
+        """Return the draft tokens that a plan verifies for each of these requests; -1 for a place without a draft."""
         if self._executor.is_unseen:
             return [[-1] * one.num_tokens for one in drafts.values()]
         known, found = self._executor.proposals, list[list[int]]()

@@ -1,7 +1,7 @@
 """Send vLLM's workers what a plan computes, as changes to what they know.
 
 A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
-every count grows by one, and who needs a block is known from the counts.
+every count grows by one, and the counts show which requests need a block.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Messages:
         self._at_step = -1
         """The pool's step that the arrays are at."""
         self._last = -1
-        """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
+        """The last step with all of these decodes; -1: none since they were looked up."""
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
         """Requests of the step before, if it had drafts; what follows describes them, and so do `_decodes` and `_ids` unless empty."""
         self._room: list[int] = []
         """Tokens for which the workers have blocks, without those that a drafter reads ahead."""
         self._outputs_ahead: list[int] = []
-        """Output tokens less those that are computed."""
+        """Number of output tokens minus that of computed ones, by request."""
         drafts = replica.parts.options.drafts
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 

@@ -20,7 +20,7 @@ from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, vajra_o
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _MANY_BLOCKS = 1 << 20
-"""Stands for their number, which is known once the model is loaded."""
+"""Number of KV blocks assumed until the model is loaded."""
 _SECONDS_TO_RECORD = 60
 
 
@@ -53,7 +53,7 @@ def check_early() -> None:
 
 
 def _check_requests_early() -> None:
-    """Answer malformed objectives of a client like every wrong parameter (status 400 over HTTP)."""
+    """Answer a client's malformed objectives like any wrong parameter (status 400 over HTTP)."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 

@@ -1,4 +1,4 @@
-"""The system that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
+"""The system that schedules a vLLM: an experiment file, completed by the sizes that vLLM has found.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
 `VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its

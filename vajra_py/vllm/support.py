@@ -86,7 +86,7 @@ def _is_full_attention(spec: Any) -> bool:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _MANAGED = (*_FULL, "SlidingWindowSpec")
-"""Kinds of KV blocks that vLLM's KV manager is known to serve as its scheduler asks for them."""
+"""Kinds of KV blocks for which vLLM's KV manager is known to work here as under its own scheduler."""
 
 
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:

@@ -1,7 +1,7 @@
 """Tiers of one replica's KV memory below the device: what its prefix cache stores or gives up, and what comes back.
 
 The first tier is next to the device; content of the others comes through it. A tier gets content from the one above it: when that
-gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
+gives it up (`write_back`), as soon as it is there (`write_through`), or after a number of uses (`write_through_selective`).
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
 Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
