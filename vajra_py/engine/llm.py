@@ -54,7 +54,7 @@ def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """Return the system that an LLM is: `config` with the model in it, and defaults where it has none. Of an experiment, its system.
+    """Return the system of an LLM: `config`, or the system of an experiment, with the model in it and defaults for the rest.
 
     Raises `ConfigError`.
     """

@@ -153,7 +153,7 @@ class EngineLoop(Backend[EngineReplica]):
     # From the loop's own thread
 
     def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
-        """Submit a request at a time of the clock; it is made then, since its prompt may depend on others' outputs."""
+        """Submit a request at a time of the clock; `make` is called then, since the prompt may depend on outputs of other requests."""
         self._events.push(tick, Phase.ARRIVAL, Timed(tick, make))
 
     @property

@@ -129,7 +129,7 @@ class StepWatch:
     """Limits how long the workers of an engine take for their steps."""
 
     def __init__(self, fixed_s: float | None) -> None:
-        """`fixed_s`: the limit; None: it follows from what steps took."""
+        """`fixed_s`: the limit; None: it follows from the times of earlier steps."""
         self._fixed_s = fixed_s
         self._times: dict[ReplicaKey, StepTimes] = {}
         self._timers: dict[ReplicaKey, _Timer] = {}
@@ -239,7 +239,7 @@ class LoadLimit:
         self.allowed_s = max(_LOADING_FACTOR * first_s, _LOADING_FLOOR_S)
 
     def wait_loaded(self, worker: Worker) -> None:
-        """Wait for it. Raises what loading raised, `ExecutorError` when it took too long."""
+        """Wait until a worker is loaded. Raises what loading raised, `ExecutorError` when it took too long."""
         is_late = threading.Event()
 
         def give_up() -> None:

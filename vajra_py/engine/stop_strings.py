@@ -76,7 +76,7 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these strings; the outputs of a request, and requests alike, share one while any of them is there."""
+    """Return the automaton of these strings; all requests with the same strings share one while any of them lives."""
     found = _automata.get(stops)
     if found is None:
         found = _automata[stops] = StopAutomaton(stops)

@@ -52,7 +52,7 @@ class StepRows:
 
 
 class AdaptedProduct(Product):
-    """A product of one or several modules, with what adapters add to its rows."""
+    """A product of one or several modules, plus the adapters' terms for its rows."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
