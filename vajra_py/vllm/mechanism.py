@@ -337,7 +337,7 @@ class Mechanism(Backend[_VllmReplica]):
         Raises what building them raises (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        # One that needs slack goes before the prioritizer that predicts it; else it comes after one that may.
+        # If the present scheduler needs slack, it is replaced before the prioritizer that predicts slack; else after it.
         needs_slack = traits_of(self.replica.parts.policy).needs_slack
         order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
         for layer in order:

@@ -223,7 +223,7 @@ class MovementRows(Observer):
             self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Hold what was to be taken by the replica when its step ended."""
+        """Count requests as held again that the replica was to take at the end of its step."""
         for journey in self._at(replicaset):
             if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
                 self._hold_again(journey, KV_LOST, now)

@@ -766,7 +766,7 @@ class Driver(Generic[R]):
             return
         if isinstance(what, Gate):
             one.replica.set_gate(what)
-        elif isinstance(what, CacheReset):  # a `KvLook` only wakes
+        elif isinstance(what, CacheReset):  # otherwise a `KvLook`, which only wakes the replica
             movement = self._movements.get(what.replicaset)
             try:
                 if movement is not None:

@@ -88,7 +88,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         replica.queue.touch(request)
     for (
         request
-    ) in replica.running_set.loading:  # from below: what was to come from another replica is called off by now
+    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas are cancelled by now
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
