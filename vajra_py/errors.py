@@ -172,7 +172,8 @@ class PolicyError(VajraError):
     of its own.
 
     `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run, None if it
-    is not tied to one; `time_s` is when it happened where no step has it, seconds on the run's clock; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
+    is not tied to one; `time_s` is when it happened, seconds on the run's clock, for
+    violations outside steps; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
     """
 
     exit_code: ClassVar[int] = 3

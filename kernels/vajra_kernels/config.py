@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 128
 SPLITS_PER_SM = 8
 """Aimed-at number of decode programs per multiprocessor: enough that the last, partial wave is a small part."""
 MAX_PIECES = 2048
-"""Bound on a batch's pieces beyond one for each sequence, on any chip up to 256 multiprocessors."""
+"""Most pieces of a batch in addition to one for each sequence; enough for chips of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
 """A part of a chunk's KV shorter than this costs more in start-up and merging than its parallelism gains."""
 MAX_CHUNK_SPLITS = 32

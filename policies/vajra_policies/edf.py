@@ -1,4 +1,4 @@
-"""Earliest deadline first: who must be served by an earlier time is more urgent."""
+"""Earliest deadline first: the earlier a request's deadline, the more urgent it is."""
 
 from __future__ import annotations
 

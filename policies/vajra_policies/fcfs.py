@@ -1,4 +1,4 @@
-"""First come, first served: who arrived earlier is more urgent."""
+"""First come, first served: the earlier a request arrived, the more urgent it is."""
 
 from __future__ import annotations
 

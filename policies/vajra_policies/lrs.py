@@ -1,4 +1,4 @@
-"""Least relative slack: who has the smallest part of its allowed time left to spare is more urgent."""
+"""Least relative slack: the smaller the part of its allowed time that a request has to spare, the more urgent it is."""
 
 from __future__ import annotations
 

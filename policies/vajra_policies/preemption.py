@@ -1,4 +1,4 @@
-"""Release of a preempted request's memory: the parameter that Vajra's replica schedulers share, and what it asks for."""
+"""Mode of preemption: the parameter that Vajra's replica schedulers share, its check, and preemption with a fallback."""
 
 from __future__ import annotations
 

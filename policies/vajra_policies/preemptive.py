@@ -56,7 +56,7 @@ class Preemptive(FixedChunk):
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            if len(running) == replica.num_running:  # no request is in flight who may free enough
+            if len(running) == replica.num_running:  # no request in flight may still free enough
                 self._free_the_earliest(running, batch)
 
     def _run(
@@ -85,7 +85,7 @@ class Preemptive(FixedChunk):
         return not replica.num_waiting and replica.num_running <= limit
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Tokens of the request in this step: what it has left, without those of the decodes behind it that slots are left for."""
+        """Tokens of the request in this step: those that it has left, while each decode behind it with a slot keeps one token."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         if num_tokens <= 1:
             return num_tokens

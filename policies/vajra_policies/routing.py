@@ -78,7 +78,7 @@ class PeriodicWakeUps:
             self._wake.at(now + self._interval_s, self._key)
 
     def woken(self, now: float, *, goes_on: bool) -> None:
-        """The policy was woken; `goes_on`: it is woken again."""
+        """Note that the policy was woken; with `goes_on` it is woken again."""
         self._is_set = False
         if goes_on:
             self.start(now)

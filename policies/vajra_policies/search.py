@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def most_that_fits(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number of at least `low` and below `high` that fits; `low` is taken to, and what is smaller fits where more does."""
+    """Return the largest number from `low` to `high` - 1 that fits. `low` is assumed to fit, and so is every number below one that fits."""
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):

@@ -128,7 +128,7 @@ def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, An
         ({"backend": {"engine": {"device": "tpu"}}}, "backend.engine.device"),
         (
             {"backend": {"engine": {"output_length": {"type": "oracle"}}}},
-            "output_length: nobody knows .* Allowed: none, ",
+            "output_length: the output lengths .* Allowed: none, ",
         ),
         ({"backend": {"engine": {"sampling": {"top_p": 2.0}}}}, "sampling: top_p: is out of range .* up to 1"),
     ],

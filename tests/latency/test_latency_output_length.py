@@ -53,7 +53,9 @@ def test_a_constant_stays_between_generated_and_allowed() -> None:
 
 @pytest.mark.parametrize("kind", ["oracle", "noisy_oracle"])
 def test_an_oracle_is_refused_where_clients_send_requests(kind: str) -> None:
-    message = f"backend.engine.output_length: nobody knows .*got '{kind}'.* Allowed: none, constant, histogram, history"
+    message = (
+        f"backend.engine.output_length: the output lengths .*got '{kind}'.* Allowed: none, constant, histogram, history"
+    )
     with pytest.raises(ConfigError, match=message):
         refuse_oracle(kind, "backend.engine.output_length")
     refuse_oracle("history", "backend.engine.output_length")

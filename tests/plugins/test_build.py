@@ -171,7 +171,11 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             "'refuses' is never asked of a request prioritizer. It is for a replica scheduler",
         ),
         (GOOD + "    def group(self, request): return 'a'\n", PRIORITIZER, "group and group_key belong together"),
-        (GOOD + "    def on_step_run(self, run): pass\n", PRIORITIZER, "on_step_end of the others, which it lacks"),
+        (
+            GOOD + "    def on_step_run(self, run): pass\n",
+            PRIORITIZER,
+            "on_step_end the others, and on_step_end is missing",
+        ),
         (GOOD + "    def group_keys(self, group): return 0\n", PRIORITIZER, "Did you mean 'group_key'"),
         (
             GOOD.replace("KeyMotion.TIME_LINEAR", "KeyMotion.NAMED_FALLS"),

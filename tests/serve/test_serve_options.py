@@ -195,7 +195,7 @@ INFINITY = float("inf")
         ({"api_key": "a\r\nX-Evil: 1"}, "api_key: has characters that a header cannot carry"),
         ({"api_key": "schlüssel"}, "api_key: has characters that a header cannot carry"),
         ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: has characters that a header cannot carry"),
-        ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: whoever may use the server could swap"),
+        ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: everyone who may use the server could swap"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),
         ({"ssl_keyfile": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),

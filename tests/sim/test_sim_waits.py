@@ -170,7 +170,8 @@ def test_a_scheduler_that_places_nobody_is_named_with_the_pool_that_is_full_of_t
     run, simulator, _ = prepared(mapping, registry=with_router(Placer))
     requests = [RequestSpec("waits", 0.0, 320, 20, priority=1), RequestSpec("held", 0.0, 80, 20, priority=0)]
     with pytest.raises(
-        PolicyError, match=r"router, request held, at 0\.018 s: places nobody .* in pool 'prefill' although 2 requests"
+        PolicyError,
+        match=r"router, request held, at 0\.018 s: places no request .* in pool 'prefill' although 2 requests",
     ):
         simulator.run(requests)
     run.controller.check_conservation()

@@ -153,7 +153,7 @@ def _server_options(command: click.Command | Any) -> Any:
             help="Most HTTP requests that generate at once; more are answered 429.",
         ),
         click.option(
-            "--strict-fields", is_flag=True, help="Refuse fields of a request that nobody knows; else they are ignored."
+            "--strict-fields", is_flag=True, help="Refuse unknown fields of a request; else they are ignored."
         ),
         click.option(
             "--grace",

@@ -110,7 +110,7 @@ class Workspace:
         return {name: one.replace(root, b"") if name.endswith(_TEXTS) else one for name, one in files.items()}
 
     def remove(self) -> None:
-        """Remove it from this node."""
+        """Remove the file from this node."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 

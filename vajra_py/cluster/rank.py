@@ -54,7 +54,7 @@ class Rank:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def export_kv(self, number: int, block_ids: Sequence[int]) -> tuple[RankCopy | BaseException, Any]:
-        """Return that the copy is done, and KV blocks, which stay in the cluster's memory."""
+        """Copy KV blocks into the cluster's memory; return the message that it is done, with a reference to them."""
         try:
             return RankCopy(number, part=True), exported(cast(KvRunner, self._runner), block_ids)
         except Exception as error:

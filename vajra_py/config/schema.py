@@ -93,7 +93,7 @@ class SelectConfig(Section):
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Return whether it meets every condition but those on its length."""
+        """Return whether the request meets all conditions except those on its length."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)

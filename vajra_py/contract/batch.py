@@ -20,7 +20,7 @@ class Refusal(Enum):
     ALREADY_SCHEDULED = "the request is in this step's batch already"
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
-    NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
+    NOT_ADMITTED = "the backend admits no request now, or not this request in this step"
     LOADING = "its KV or its adapter has to come from elsewhere first, and it waits for that"
     NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
@@ -139,11 +139,11 @@ class BatchBuilder(Protocol):
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
 
-        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can.
+        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can be dropped.
         """
 
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
-        """Keep the content that the prefix cache holds of a request now for this time, whatever its retention key.
+        """Keep a request's content that is in the prefix cache now for so many seconds, whatever its retention key.
 
         A request of a session pins for the session, whose earlier pin ends; any other one for itself. Idle pinned
         blocks are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin

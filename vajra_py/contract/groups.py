@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from vajra_py.contract.requests import RequestView
 
 _NUM_KEPT = 1024
-"""Names that a queue can be behind before it reads all its keys again."""
+"""Number of names kept for a queue; one that is farther behind reads all of its keys again."""
 
 
 class _Fallen:
-    """Names whose keys have become lower, the latest alone."""
+    """The latest names whose keys have become lower."""
 
     __slots__ = ("_names", "_num_forgotten", "num_named")
 

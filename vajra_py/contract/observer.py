@@ -56,7 +56,7 @@ class StepRecord:
     """Right after the step was formed."""
     num_waiting: int
     num_running: int
-    """Left waiting, and running, after the step was formed."""
+    """Running requests; this and `num_waiting` count right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Steps that ran one after another without anything changing but the length of what decodes; all sequences are as long."""
+    """Consecutive steps in which nothing changed but the length of the decodes; all sequences have one entry for each step."""
 
     replicaset: str
     replica_id: ReplicaId

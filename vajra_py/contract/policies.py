@@ -103,7 +103,7 @@ class CountsKeyChanges(RequestPrioritizer, Protocol):
     def key_epoch(self) -> int:
         """A number that changes whenever the key of any waiting request may have changed, for whatever reason.
 
-        Read before keys are read again; with the number of the last time they are not. A request's own progress needs no new
+        Read before keys are read again, which is left out if the number has not changed. A request's own progress needs no new
         number, nor do its hits under `PREFIX_HITS`.
         """
 
@@ -376,7 +376,7 @@ class ListensToRequests(Protocol):
     def on_step_run(self, run: EndedRun) -> None:
         """Steps of a replica have come back for which `on_step_end` was not called. A run may come in several parts.
 
-        Steps of one replica come in order; those that other replicas ran at the same time, before or after them.
+        Steps of one replica come in order; steps of other replicas at the same time may come before or after them.
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

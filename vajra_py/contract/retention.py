@@ -20,7 +20,7 @@ class CachedBlock(Protocol):
 
     @property
     def block_hash(self) -> Hashable:
-        """Hash of the content, as in `RequestView.block_hashes`; of content that no request can hit again, a name."""
+        """Hash of the content, as in `RequestView.block_hashes`; a unique name if no request can hit the content again."""
 
     @property
     def depth(self) -> int:
@@ -99,9 +99,9 @@ class PinsContent(Protocol):
     """Optional method of a retention policy that keeps the content of some requests for sure."""
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Seconds for which the content of a request that is about to give its blocks back stays, whatever its key; 0: no pin.
+        """Seconds for which to keep the content of a request that is about to give its blocks back, whatever its key; 0: no pin.
 
-        Called when it ends there for good. The pin of a session replaces its last one. Refused where pins would hold more than
+        Called when the request ends on the replica for good. The pin of a session replaces its last one. Refused where pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run no request otherwise.
         """
 
@@ -145,10 +145,10 @@ class ListensToCaches(Protocol):
         """The replica has lost all content at `now`."""
 
     def on_tier_blocks_stored(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can be found in a memory tier below the replica's device since `now`; of a shared tier, the replica that wrote it."""
+        """Content can be found in a memory tier below the replica's device since `now`; for a shared tier `replica_id` is the replica that wrote it."""
 
     def on_tier_blocks_removed(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can no longer be found in that tier since `now`; of a shared tier, the replica whose content took its place."""
+        """Content can no longer be found in that tier since `now`; for a shared tier `replica_id` is the replica whose content took its place."""
 
     def on_tier_cleared(self, replica_id: ReplicaId, tier: str, now: float) -> None:
         """The tier has lost all content at `now`."""

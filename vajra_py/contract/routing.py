@@ -59,7 +59,7 @@ class LeavesOutPools(Protocol):
     """
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return False if no request is ever sent to replicas of this pool, which have this role, whatever their state."""
+        """Return False if no request is ever sent to replicas of this pool, whatever their state; `role` is that of the pool."""
 
 
 @runtime_checkable

@@ -214,7 +214,7 @@ class ReplicaLoadView(Protocol):
 class LoadColumns(Protocol):
     """Optional method of the sequences of replicas that a replicaset scheduler gets: a figure of all of them at once.
 
-    Reading a figure of a thousand replicas so takes about half the time of reading each. A sequence without it is as good.
+    For a thousand replicas this takes about half the time of reading a figure from each. Sequences without it can be used likewise.
     """
 
     def column(self, name: str) -> Sequence[int]:

@@ -85,7 +85,7 @@ class EngineServices:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMaker:
-    """Makes workers: all of an engine's at its start, and one again when it is lost.
+    """Makes the workers of an engine: all at its start, and a new one when one is lost.
 
     Attributes:
         ordinals: by replica, the first of the devices that it takes.
@@ -351,7 +351,7 @@ def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mappi
 
 
 def _probe(controller: Controller, *, strict: bool = False) -> None:
-    """Let every policy decide about one request, on nothing: a setting that one of them lacks shows now.
+    """Call every policy with one made-up request, so that settings that a policy lacks are reported now.
 
     Raises the `ConfigError` that a policy met; what else it may raise is the run's business, unless it is `strict`.
     """

@@ -132,7 +132,7 @@ class EngineClient:
             self.loop.swap_policy(change, done)
 
     async def swap(self, change: PolicyChange) -> Swapped:
-        """Put another policy in force between two steps. Raises what `refusal` makes, and why it cannot be; then nothing has changed."""
+        """Put another policy in force between two steps. Raises the error of `refusal`, or the reason that it is not possible; then nothing has changed."""
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()
 

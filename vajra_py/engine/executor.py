@@ -35,11 +35,11 @@ class _Row:
     allows_lookahead: bool = True
     """True when a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
-    """True when it has the request's newest token, so that the next step need not name it."""
+    """True if the worker has the request's newest token, so that the next step need not contain it."""
 
 
 _Sampled: TypeAlias = tuple[Request, OutputBuffer]
-"""A request that gets a token, and what takes it."""
+"""A request that gets a token, and the output that takes it."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class EngineExecutor:
     def __init__(
         self, num_slots: int, block_size: int = 16, *, sends_tokens: bool = False, ngrams: NgramRules | None = None
     ) -> None:
-        """`sends_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
+        """`sends_tokens`: ranks may lack tokens that other ranks sampled, so steps contain all of them.
 
         `ngrams`: how drafts are looked up; None: there are none.
         """
@@ -200,7 +200,7 @@ class EngineExecutor:
         return [request for request, row in self._rows.items() if row.slot in slots]
 
     def parts(self, step: StepInput, suspects: Collection[Request]) -> list[StepInput]:
-        """The step in parts that give the same, one after another, so that each suspect is computed by itself.
+        """Split the step into parts that together give the same results, so that each suspect is computed by itself.
 
         Chunks stay in their order: one may read KV blocks that an earlier one writes.
         """
@@ -218,7 +218,7 @@ class EngineExecutor:
     def lookahead_decodes(
         self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
     ) -> LookaheadDecodes | None:
-        """Return one more decode for each (request, tokens computed by then); None if none may be started ahead.
+        """Return one more decode for each (request, tokens computed by then); None if the step may not be formed ahead.
 
         Penalties, bad words and log-probabilities would have to be undone with a dropped row. At most `num_spare` rows may need
         a block.
@@ -306,7 +306,7 @@ class EngineExecutor:
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """The members of the last step's pool: only those that took a block are looked at."""
+        """Add the members of the last step's pool, looking only at those that took a block."""
         for request in pool.began_blocks():
             self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
@@ -414,7 +414,7 @@ class EngineExecutor:
         return row
 
     def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
-        """Begin a request's slot anew where another group samples from now on, which has not seen its tokens so far."""
+        """Send a request's sampling state again if another group samples from now on, which has not seen its tokens."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
             changes.new.append(self._new_row(request, row.slot))

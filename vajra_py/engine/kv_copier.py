@@ -42,7 +42,7 @@ class KvCopier:
     """Makes the copies of one runner. All but `close` is called by the thread that computes its steps."""
 
     def __init__(self, runner: ModelRunner, notify: Callable[[KvMove, Exception | None], None]) -> None:
-        """`tell`: called with each copy when it has ended, with the error of one that failed, in the thread that made it."""
+        """`notify` is called when a copy has ended, with its error or None, in the thread that made the copy."""
         self._runner = runner
         self._notify = notify
         self._changed = threading.Condition()
@@ -65,7 +65,7 @@ class KvCopier:
         self._go_on(lane)
 
     def wait_before(self, work: StepInput | LookaheadStep) -> None:
-        """Wait for the copies that read or write what a step is the first to write. Raises `ExecutorError` after one that failed."""
+        """Wait for the copies that read or write blocks which the step begins to write. Raises `ExecutorError` after one that failed."""
         if self._down.busy or self._up.busy or self._error is not None:
             step = work.step if isinstance(work, LookaheadStep) else work
             self._wait_for(set(written_blocks(step, self._runner.facts.block_size)))
@@ -115,7 +115,7 @@ class KvCopier:
             self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
-        """Return True if there is a copy to begin, and none to the host reads what one to the device overwrites."""
+        """Return True if a copy can begin: no copy to the host still reads blocks that a copy to the device overwrites."""
         if not lane.moves:
             return False
         return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))

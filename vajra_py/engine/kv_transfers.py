@@ -27,7 +27,7 @@ class KvTransfers:
     """Transfers under way. The source's worker copies, then the target's; the controller passes the buffer on."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
-        """`tell`: called with each message of a worker."""
+        """`notify` is called with each message of a worker."""
         self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 

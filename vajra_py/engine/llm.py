@@ -54,7 +54,7 @@ def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """Return the system that an LLM is: `config` with the model in it, and defaults where it has none. Of an experiment, its system.
+    """Return the system of an LLM: `config`, or the system of an experiment, with the model in it and defaults for the rest.
 
     Raises `ConfigError`.
     """
@@ -145,7 +145,7 @@ class LLM(EngineClient):
         *,
         replicaset: str = DEFAULT_REPLICASET,
     ) -> PolicySwap:
-        """Put another policy in force for what is generated from now on; what was and what is.
+        """Put another policy in force for all further generation; returns the old and the new one.
 
         Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
         """

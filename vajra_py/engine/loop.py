@@ -153,7 +153,7 @@ class EngineLoop(Backend[EngineReplica]):
     # From the loop's own thread
 
     def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
-        """Submit a request at a time of the clock; it is made then, since its prompt may depend on others' outputs."""
+        """Submit a request at a time of the clock; `make` is called then, since the prompt may depend on outputs of other requests."""
         self._events.push(tick, Phase.ARRIVAL, Timed(tick, make))
 
     @property
@@ -211,7 +211,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
+        """Return whether a replica is restarting that may be needed: for requests to come, for living ones, or because all are lost."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
 
@@ -238,7 +238,7 @@ class EngineLoop(Backend[EngineReplica]):
                 return
 
     def _sort(self, message: Message) -> None:
-        """Make a message an event of the next turn; of what workers answer, one a turn."""
+        """Make a message an event of the next turn; messages of workers are queued, and one is handled per turn."""
         if isinstance(message, KvExported):
             self._transfers.exported(message)
         elif isinstance(message, WorkerMessage):
@@ -394,7 +394,7 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # with its KV
+        if request.state is RequestState.ARRIVED:  # it was placed with its KV
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)
@@ -424,7 +424,7 @@ class EngineLoop(Backend[EngineReplica]):
         return plan
 
     def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
-        """See `Backend`: its worker is sent what changed, and answers with a message."""
+        """See `Backend`: sends the worker what changed; the result comes as a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
         if self._tier_copies.load(replica, step.copies):
             step = replace(step, copies=())
@@ -486,7 +486,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
-        """Reduce the count of suspects: a request that gave a token by itself has one less to give."""
+        """Count the tokens that suspects gave: after enough of them a request is no suspect any more."""
         for request, _ in result.tokens or ():
             num_left = self._suspects.get(request)
             if num_left == 1:

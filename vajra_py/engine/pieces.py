@@ -59,7 +59,7 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 
 
 def stripped_blanks(tokenizer: Any) -> int | None:
-    """Return how many leading blanks a text loses whose tokens are otherwise what `piece_reader` reads, one after another.
+    """Return how many leading blanks decoding strips from a text; otherwise it equals its tokens' pieces, joined.
 
     None: tokens are written in some other way. Byte-level vocabularies and those of SentencePiece are recognised by their decoder;
     bytes that are no character may become more replacement characters there than here.

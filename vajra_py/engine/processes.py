@@ -150,7 +150,7 @@ class _Rank:
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Answer that KV blocks were copied between the device and the host memory of this rank, or why not."""
-        with suppress(OSError):  # there is no reader any more, which ends the process
+        with suppress(OSError):  # the reader is gone, which ends the process
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -301,7 +301,7 @@ class ProcessWorker:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def discard(self) -> None:
-        """See `Worker`; ranks may wait for one that is gone, so all are killed."""
+        """See `Worker`; all ranks are killed, since some may wait for one that is gone."""
         for process in list(self._processes):
             with suppress(ValueError):  # the process has been closed meanwhile
                 process.kill()

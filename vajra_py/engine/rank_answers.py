@@ -42,7 +42,7 @@ class RankAnswers:
         """Ranks that have done their part of each `KvMove` that is not complete."""
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
-        """Return the answers that are complete with one more, to be delivered in this order."""
+        """Add a rank's answer; yield the replica's answers that this completes, in order of delivery."""
         if isinstance(answer, LoadAdapter):  # there is a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return

@@ -74,7 +74,7 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
 
 
 def check_tiers(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return the memory tiers of a replica that the engine cannot carry out: it has one on the host, of each replica's own."""
+    """Return the memory tiers of a replica that the engine does not support: it has one tier, on the host, for each replica."""
     tiers = replica.memory.tiers
     if tiers is None:
         return []

@@ -1,9 +1,9 @@
-"""Lose workers that hang: a step has a time limit, which follows from what steps took.
+"""Detect workers that hang: each step has a time limit, which follows from the times of earlier steps.
 
-One thread looks at all replicas a few times a second. A worker whose step takes too long is lost as one that died: the loop gets the
-same message, and the worker is discarded, which kills its processes. What it answers after that is dropped.
+One thread looks at all replicas a few times a second. A worker whose step takes too long is treated as one that died: the loop gets
+the same message, and the worker is discarded, which kills its processes. Later answers of it are dropped.
 
-It is outside of what a replay repeats: it reads the wall clock, and what it decides reaches the loop as any other failure does.
+This reads the wall clock, so a replay does not repeat it: its decisions reach the loop, and the recording, as any other failure does.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class StepWatch:
     """Limits how long the workers of an engine take for their steps."""
 
     def __init__(self, fixed_s: float | None) -> None:
-        """`fixed_s`: the limit; None: it follows from what steps took."""
+        """`fixed_s`: the limit; None: it follows from the times of earlier steps."""
         self._fixed_s = fixed_s
         self._times: dict[ReplicaKey, StepTimes] = {}
         self._timers: dict[ReplicaKey, _Timer] = {}
@@ -239,7 +239,7 @@ class LoadLimit:
         self.allowed_s = max(_LOADING_FACTOR * first_s, _LOADING_FLOOR_S)
 
     def wait_loaded(self, worker: Worker) -> None:
-        """Wait for it. Raises what loading raised, `ExecutorError` when it took too long."""
+        """Wait until a worker is loaded. Raises what loading raised, `ExecutorError` when it took too long."""
         is_late = threading.Event()
 
         def give_up() -> None:

@@ -76,7 +76,7 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these strings; the outputs of a request, and requests alike, share one while any of them is there."""
+    """Return the automaton of these strings; all requests with the same strings share one while any of them lives."""
     found = _automata.get(stops)
     if found is None:
         found = _automata[stops] = StopAutomaton(stops)
@@ -96,7 +96,7 @@ class StopSearch:
         """The end of the text so far, as far as it begins a stop string."""
 
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
-        """Take in more text: what is certain not to belong to a stop string, and the stop string that ends the text, if one does.
+        """Add text; return the text that certainly belongs to no stop string, and the stop string that ends it, if one does.
 
         With `may_stop`, the text ends before the stop string that begins first, the least of those that begin there; a stop string
         that was complete before that counts while it is held back.

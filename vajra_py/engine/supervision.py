@@ -46,11 +46,11 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """Handle the loss of this worker, in the replica's step of this number (the first is 1; 0: before it).
 
-        Whether another one is tried for; the outcome is reported once.
+        Returns whether a replacement is started; the outcome is reported once.
         """
 
     def close(self) -> None:
-        """Try no more; nothing is reported after this."""
+        """Stop trying; nothing is reported after this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end is reported as well."""
+    """A worker has copied KV into its blocks, unless the KV `is_lost` with its source, whose loss is reported too."""
 
     replica: ReplicaKey
     number: int
@@ -130,7 +130,7 @@ class Worker(Protocol):
         """Give everything back; may be called twice."""
 
     def discard(self) -> None:
-        """The same without waiting for what it does: it is lost, or not wanted any more. From any thread."""
+        """Close a worker that is lost or not needed any more, without waiting for its work. From any thread."""
 
 
 def close_all(workers: Iterable[Worker]) -> None:

@@ -317,7 +317,7 @@ class _Policies(Mapping[str, Offer[PolicySpec]]):
         return len(self._given)
 
     def with_aliases(self) -> Mapping[str, OfferOfPolicy]:
-        """Return what was offered, by name or alias."""
+        """Return the offers by name or alias."""
         named = dict(self._given)
         for offer in self._given.values():
             for alias in offer.spec.aliases:

@@ -198,7 +198,9 @@ def _check_shape_beside(
 
 def _check_step_runs(policy: object, what: str, plugin: str) -> None:
     if _has(policy, "on_step_run") and not _has(policy, "on_step_end"):
-        raise PluginError(plugin, f"{what}: on_step_run tells of some steps, on_step_end of the others, which it lacks")
+        raise PluginError(
+            plugin, f"{what}: on_step_run reports some steps, on_step_end the others, and on_step_end is missing"
+        )
 
 
 def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:

@@ -95,7 +95,7 @@ def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
         try:
             text = tokenizer.render_chat(messages, ChatEnd.MESSAGE if body.continue_final_message is True else end)
             return list(tokenizer.encode(text, is_rendered=body.add_special_tokens is not True)) or [0]
-        except ConfigError:  # the server may know better; that is its affair
+        except ConfigError:  # invalid here; the server decides
             pass
     _collect(body.messages, partial(tokenizer.encode, is_rendered=True), found)
     return found or [0]

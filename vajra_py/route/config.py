@@ -137,7 +137,7 @@ class RouteConfig(Section):
             return []
         problems = []
         if self.tokenizer is None:
-            message = "is needed for KV events, which tell of blocks by their tokens (got null)"
+            message = "is needed for KV events, which identify blocks by their tokens (got null)"
             problems.append(Problem("backend.route.tokenizer", message, "Allowed: the servers' tokenizer"))
         for pool, settings in replicaset.effective_pools.items():
             memory = settings.replica.memory

@@ -24,7 +24,7 @@ _MOST_UNREAD_BYTES = 2**18
 _KEPT_S = 15.0
 """Time for which an idle connection may serve another request."""
 _LAST_BYTES_S = 1.0
-"""Time that the end of an answer may take of which nothing more is wanted, so that its connection can be kept."""
+"""Time to wait for the end of an answer that is no longer needed, so that its connection can be kept, seconds."""
 _JOINED_BYTES = 2**16
 """Size of a body up to which it is sent in one piece with the head."""
 
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods, and is none
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods, but not the type
         self._pool.open.add(self)
         if self._is_ended:
             self._transport.abort()

@@ -113,7 +113,7 @@ class RouteCore(Backend[BackendReplica]):
     # Events
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
-        """Let these events, and whatever is due, happen at a tick that is after all others; returns it."""
+        """Apply these events, and all that are due, at a tick after all earlier ones; returns the tick."""
         driver, now = self._driver, self._begin(clock)
         for phase, payload in events:
             driver.events.push(now, phase, payload)
@@ -131,7 +131,7 @@ class RouteCore(Backend[BackendReplica]):
         return now
 
     def at(self, tick: int, inputs: Sequence[Input]) -> None:
-        """Let recorded inputs happen at the tick of their record."""
+        """Apply recorded inputs at their recorded tick."""
         self._driver.advance_to(tick)
         for one in inputs:
             if isinstance(one, ServerReport):
@@ -173,7 +173,7 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service; what is at it and has given nothing is placed again. Does nothing if it was down.
+        """Take a server out of service; its requests without output are placed again. Does nothing if it was down.
 
         `sent`: the requests for which that was a try, since they were really sent; None: all that are at it.
         """
@@ -322,7 +322,7 @@ class RouteCore(Backend[BackendReplica]):
 
 
 def _send_waiting(replica: Replica, now: int) -> None:
-    """Send what waits for a server; there is no step to be formed."""
+    """Send the requests that wait for a server, instead of forming a step."""
     cast(RemoteReplica, replica).send_waiting(now)
 
 

@@ -85,7 +85,7 @@ class Exchange:
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
-            self._task.cancel()  # it went elsewhere, or has ended, while its server was silent
+            self._task.cancel()  # the request was placed elsewhere, or ended, while its server was silent
         self._news.set()
 
     async def run(self, receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""A server as a replica of the mechanism: what is at it is what was sent to it, corrected by its own figures.
+"""A server as a replica of the mechanism: its load is that of the requests sent to it, corrected by its own figures.
 
 A request runs here from when it is sent until its answer ends. It takes blocks of a memory as large as the server's, so that the
 memory's prefix cache is an approximate index of what the server's holds, and so that what cannot fit waits in the router. A
@@ -24,7 +24,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Figures of a server beside what was sent from here and ran there at the time of the report.
+    """Figures of a server, with the number of requests that this router had sent and that ran there at that time.
 
     Attributes:
         num_running, num_waiting: requests, those of others included.
@@ -123,7 +123,7 @@ class RemoteReplica(Replica):
         return True
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply the news of a request; returns it with the reason if it ended."""
+        """Apply the progress of a request; returns the request with the reason if it ended."""
         news, self.news = self.news, None
         assert news is not None
         request = news.request
@@ -154,7 +154,7 @@ class RemoteReplica(Replica):
                 self.lifecycle.first_token(request, now)
 
     def take_back(self, request: Request) -> None:
-        """Take a request off the server whose answer had not begun; it is in no queue then."""
+        """Remove a request whose answer has not begun from the server; it is then in no queue."""
         memory = self.memory
         if self.memory.is_registered(request):
             memory.free(request, 0, for_good=True)

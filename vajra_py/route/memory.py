@@ -1,4 +1,4 @@
-"""KV memory of a server: blocks by what was sent to it, prefixes by its KV events, if it publishes any."""
+"""KV memory of a server: blocks by the requests sent to it, prefixes by its KV events, if it publishes any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerMemory(PagedKvMemory):
         """See `PagedKvMemory`."""
         super().__init__(num_blocks, block_size, **options)
         self.reported: dict[Hashable, None] | None = None
-        """Content of the server's cache by its events; None: they are not followed, and what was sent there is taken for it."""
+        """Content of the server's cache by its events; None: they are not followed, and the prompts sent there count as its content."""
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:

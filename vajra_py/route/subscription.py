@@ -74,7 +74,7 @@ class Subscription:
             socket.close(linger=0)
 
     async def restart(self) -> None:
-        """Begin anew, if it is connected: the router has forgotten what the server holds."""
+        """Read the events from the start if connected, since the router has forgotten the server's content."""
         async with self._turn:
             if self.is_following:
                 await self._begin()
@@ -200,7 +200,7 @@ class KvFeeds:
         self._begin(one.run())
 
     def restart(self, key: tuple[str, int]) -> None:
-        """Begin anew with a server of which the router has forgotten what it holds; nothing happens where it publishes nothing."""
+        """Read a server's events from the start, since the router has forgotten its content; does nothing for a server without events."""
         one = self._ones.get(key)
         if one is not None:
             self._begin(one.restart())

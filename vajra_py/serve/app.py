@@ -312,7 +312,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelAnswer, responses=answers.errors(401, 404))
     async def model(name: str) -> JSONResponse:
-        """One of them."""
+        """One of the models."""
         if name not in service.names:
             raise unknown_model(name, service.names)
         return JSONResponse(describe(name))

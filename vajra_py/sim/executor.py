@@ -187,7 +187,7 @@ class SimulatedExecutor:
         return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return `at_most`: as many as are wanted."""
+        """Return `at_most`: any number of drafts can be simulated."""
         return at_most
 
     def known_output_tokens(self, request: Request) -> int | None:

@@ -326,7 +326,7 @@ def _preempts_for_somebody(subject: Subject) -> None:
             continue
         num_preemptions, num_futile = futile_preemptions(subject.base(scenario).decisions)
         if num_futile > max(4, num_preemptions // 2):
-            text = f"{num_futile} of {num_preemptions} preemptions gained nothing: nobody else was admitted before the victim"
+            text = f"{num_futile} of {num_preemptions} preemptions gained nothing: no other request was admitted before the victim"
             warnings.warn(f"{subject}: {text} ({scenario.name})", ConformanceWarning, stacklevel=2)
             return
 

@@ -116,7 +116,7 @@ def _within(value: Any) -> Sequence[Any]:
         return [value.__defaults__, value.__kwdefaults__, value.__closure__]
     if isinstance(value, MethodType):
         return [value.__self__]
-    if isinstance(value, dict):  # whose keys the collector passes over where all are strings
+    if isinstance(value, dict):  # the collector omits keys if all are strings
         return [*value.keys(), *value.values()]
     return gc.get_referents(value)
 

@@ -159,7 +159,7 @@ class KeyWatch:
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return
         text = f"key of {request.request_id} is PREFIX_HITS and moved with the same hits and progress"
-        require(before == key, f"{text}, which falls_at did not tell: {before!r}, at {at!r} s {key!r}")
+        require(before == key, f"{text}, although falls_at gave no earlier time: {before!r}, at {at!r} s {key!r}")
 
     def _note_hits(self, request: RequestView, now: float, key: Key) -> None:
         for one in [one for one in self.by_hits if one.end_reason is not None]:

@@ -57,7 +57,7 @@ class BySlack:
         return (request.arrived_at + allowed_s - left_s) / allowed_s, -1.0 / allowed_s
 
     def key(self, request: RequestView, now: float) -> float:
-        """The line at `now`."""
+        """Value of the request's line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 
@@ -66,7 +66,7 @@ class BySlack:
         return self.key(request, now) * self._allowed_s(request)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The key."""
+        """Slack as a part of the allowed time, which is the key."""
         return self.key(request, now)
 
     def _allowed_s(self, request: RequestView) -> float:

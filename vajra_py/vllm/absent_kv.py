@@ -75,7 +75,7 @@ class WithoutKvExtras:
         return None
 
     def report_content(self, events: ContentEvents) -> None:
-        """Raise `ConfigError`: what the prefix cache comes to hold and loses is not reported."""
+        """Raise `ConfigError`: changes of the prefix cache's content are not reported."""
         message = "is not reported for models with several kinds of KV blocks, whose prefix cache is vLLM's"
         raise ConfigError(Problem("content of the prefix cache", message, "Choose policies that do not follow it"))
 

@@ -64,9 +64,9 @@ class Connector:
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
-        """Ends where steps are formed before the last one has come back; None: they are not."""
+        """Ends of requests where steps are formed ahead; None: steps are not formed ahead."""
         self._void: dict[str, Request] = {}
-        """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
+        """Requests whose computed tokens are void and which the mechanism is to end, until no step computes them."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
         """True for each step in flight that was formed by the policies."""
@@ -74,7 +74,7 @@ class Connector:
         self._mechanism = mechanism
         self._memory = memory = mechanism.replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
-        """VLLM's own memory, which has several tables; None: this project's."""
+        """Memory of vLLM's own, which has several tables; None: this project's is used."""
         self._connected = mechanism.use_connector(self, rules)
         self._on_lookup = on_lookup
         self._num_tables = len(kv_cache_config.kv_cache_groups)
@@ -114,7 +114,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
+        """Remove a request that is not, or no longer, in the mechanism; does nothing if the connector was notified of its end."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -313,7 +313,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight with what the connector's workers report, which it gets then. Raises what it raises."""
+        """End the step in flight, and give the connector the reports of its workers. Raises what the connector raises."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
@@ -337,7 +337,7 @@ class Connector:
         return ended
 
     def is_void(self, request: Request) -> bool:
-        """Return true if what a request that ends in the mechanism has computed is void."""
+        """Return true if the computed tokens of a request that ends in the mechanism are void."""
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
@@ -363,7 +363,7 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return a report of a step that has come back, where who has ended may hold blocks of it."""
+        """Return the report of a step that has come back, whose blocks requests that have ended may hold."""
         for request in report.sent:
             late.sent(request)
         return replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
@@ -395,7 +395,7 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Requests go on under other policies if one breaks the contract: they do not end for the connector then."""
+        """Keep requests alive for the connector when a policy breaks the contract, since they go on under other policies."""
         self._relieves = True
 
     @property
@@ -438,7 +438,7 @@ class Connector:
         self._hits.record(num_tokens=num_asked, num_hits=num_tokens, preempted=is_again, hits_by_source=sources)
 
     def reset(self) -> bool:
-        """Let the connector forget what it holds; False if it cannot."""
+        """Have the connector drop its cached content; False if it cannot."""
         if self.vllms.reset_cache() is False:
             return False
         if self._hits is not None:

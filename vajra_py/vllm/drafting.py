@@ -1,4 +1,4 @@
-"""Drafts of a vLLM (`--speculative-config`): which of its drafters are scheduled, what they propose, and how it fares.
+"""Drafts of a vLLM (`--speculative-config`): which drafters can be scheduled, the tokens that they propose, and how many are accepted.
 
 vLLM's workers propose tokens and verify them. The mechanism plans as many as there are and fit; here are the tokens' way there and the counts
 for vLLM's metrics.
@@ -62,7 +62,7 @@ def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
 
 
 def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield what of a vLLM's options of drafts cannot be scheduled, each with the reason."""
+    """Yield the options of drafts that cannot be scheduled, each with the reason."""
     speculative = config.speculative_config
     if speculative is None:
         return
@@ -118,7 +118,7 @@ class DraftStats:
         self._stats: Any = None
 
     def observe(self, step: Any, output: Any, known: Mapping[str, Any]) -> None:
-        """Count what a step verified, of requests that are known still."""
+        """Count the drafts that a step verified, for requests that are still known."""
         from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
         if self._stats is None:

@@ -44,7 +44,7 @@ class Endings:
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """Remove a request that the client takes back before it got its end; None: there is none of that name."""
+        """Remove a request that its client aborts before it got the end; None: there is none of that name."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)

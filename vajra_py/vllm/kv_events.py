@@ -1,4 +1,4 @@
-"""Publish vLLM's KV cache events, which routers follow: what the prefix cache comes to hold and gives up, by vLLM's hashes.
+"""Publish vLLM's KV cache events, which routers follow: content stored in and removed from the prefix cache, by vLLM's hashes.
 
 Where events are published, the prefix cache itself is keyed by vLLM's hashes, so that nothing has to be translated. They are
 equal exactly where this project's are, and decisions do not change.

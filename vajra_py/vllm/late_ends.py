@@ -23,7 +23,7 @@ class LateEnds:
         self._kept: dict[Request, bool] = {}
         """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
         self._unreported: dict[str, Request] = {}
-        """Requests among them of whose end the connector has not been notified."""
+        """Requests of `_kept` of whose end the connector has not been notified."""
 
     def note_end(self, name: str, *, wants: bool) -> None:
         """Note that the connector was notified of an end, and whether it wants the blocks."""

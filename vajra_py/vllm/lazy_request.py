@@ -64,7 +64,7 @@ class LazyRequest(VllmRequest):  # type: ignore[misc]
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, num_tokens: int | None) -> None:
-        """Set them; None: they are the mechanism's from now on."""
+        """Set the computed tokens; None: they are the mechanism's from now on."""
         self.__dict__["num_computed_tokens"] = num_tokens
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.runner import VllmRunner
 
 _PLACEHOLDER_BYTES = 1 << 20
-"""On a CPU vLLM wants to know the size of its KV memory before the model is loaded; the number of blocks counts later."""
+"""Size of KV memory that a vLLM on a CPU gets before the model is loaded; later the number of blocks decides."""
 
 
 def load_vllm(options: RunnerOptions) -> VllmRunner:
@@ -32,7 +32,7 @@ def load_vllm(options: RunnerOptions) -> VllmRunner:
     assert isinstance(options, VllmOptions)
     version = installed_version()
     check_version(version)
-    # Workers of vLLM's second kind get requests in another form.
+    # vLLM's second model runner gets requests in another form.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vajra_py.vllm.runner import VllmRunner
@@ -202,7 +202,7 @@ def _engine_config(options: VllmOptions, is_cpu: bool) -> Any:
     _check_names(options.engine_args, EngineArgs)
     try:
         return EngineArgs(**arguments).create_engine_config()
-    except Exception as error:  # vLLM raises what its parts raise
+    except Exception as error:  # vLLM raises exceptions of many kinds
         raise ConfigError(Problem("backend.vllm", f"vLLM does not take these settings ({_line(error)})")) from error
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of vLLM's requests: what policies call them, and how many a step may have.
+"""LoRA adapters of vLLM's requests: their names for policies, and how many a step may have.
 
 vLLM's front end, its workers and its scheduler number adapters; adapters of one number share a slot.
 """
@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import adapter_salt
 
 
 class AdapterNames:
-    """Gives each adapter the name that its requests are known by here: vLLM's, unless it named another adapter before."""
+    """Gives each adapter a name for policies: vLLM's, unless another adapter had this name before."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""VLLM's own KV manager behind this project's interface of KV memory, for models that have more than one block table.
+"""The KV manager of vLLM behind this project's interface of KV memory, for models that have more than one block table.
 
 Layers with sliding windows give blocks back while their request runs, and models with several kinds of layers have a table for each
 kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
@@ -121,9 +121,9 @@ class ManagedKv(WithoutKvExtras):
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
         widest = max(self._coordinator.single_type_managers, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """The table of each resident request that windows leave the least behind of; the others are as long."""
+        """Of each resident request the table of which windows leave the fewest blocks behind; the others are as long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
-        """Blocks of that table that the prefix cache has got; of the others it has as many, or more."""
+        """Number of blocks of that table in the prefix cache; of each other table at least as many are."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""
@@ -192,7 +192,7 @@ class ManagedKv(WithoutKvExtras):
         self.lagging.clear()
         self._version += 1
         if not self.manager.reset_prefix_cache():
-            raise RuntimeError("ManagedKv.clear: blocks are held by nobody that is registered")
+            raise RuntimeError("ManagedKv.clear: blocks are held by requests that are not registered")
 
     def tables(self, request: KvRequest) -> tuple[Sequence[Any], ...]:
         """Return vLLM's blocks of a request, a table for each group; not to be changed."""
@@ -208,13 +208,13 @@ class ManagedKv(WithoutKvExtras):
         return tuple([block.block_id for block in table[start:end]] for table in self.tables(request))
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Return those of a request that ends with so many computed tokens, after its windows have left behind what they can."""
+        """Return the block numbers of a request that ends with so many computed tokens, after its windows have left behind what they can."""
         self._leave_behind(self._held[request])
         self._version += 1
         return self.numbers(request, 0, -(-num_tokens // self.block_size))
 
     def num_stored(self, request: KvRequest) -> int:
-        """Leading tokens of a resident request that the prefix cache has in every table, about."""
+        """Estimate of the leading tokens of a resident request that are in the prefix cache in every table."""
         return int(self.manager.estimate_cached_tokens(self._held[request]))
 
     def blocks_of(self, request: KvRequest) -> KVCacheBlocks:

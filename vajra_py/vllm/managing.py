@@ -55,7 +55,7 @@ def managed_memory(
 
 
 def _check(settings: ReplicaConfig, retention: Retention | None) -> None:
-    """Raise `ConfigError` for settings of the memory that are others than vLLM's manager follows."""
+    """Raise `ConfigError` for settings of the memory that vLLM's manager does not follow."""
     if retention is not None:
         message = f"{retention.name!r} orders cached content, which is vLLM's affair here ({_WHY})"
         raise ConfigError(Problem("scheduling.retention", message, "Allowed: null"))

@@ -129,7 +129,7 @@ class Submission:
 
 @dataclass(slots=True)
 class _Executor:
-    """Somebody else executes: nothing is known in advance, and nothing is kept but proposed tokens.
+    """Executor of steps that vLLM executes: nothing is known in advance, and only proposed tokens are kept.
 
     Attributes:
         is_unseen: True if proposed tokens stay where they are made: there are as many as are wanted.
@@ -176,7 +176,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects who lost their KV blocks: preempted, in attempts at a step that ran nothing too, or with the cache."""
+    """Collects requests that lost their KV blocks: by preemption, also in attempts at a step that ran nothing, or with the whole cache."""
 
     wants_step_ends = False
 
@@ -211,14 +211,14 @@ class Mechanism(Backend[_VllmReplica]):
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
         """Called at every end, after the submitter was notified."""
         self._refusal: VajraError | None = None
-        """Error of a change of policies that could not be made; the rest of it is not made either."""
+        """Error of a change of policies that failed; the rest of the change is left out."""
         self._arriving: list[Submission] = []
         self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
         self._ahead: StepPlan | None = None
-        """The last step, if it has ended before it was known which of its drafts are accepted."""
+        """The last step, if it has ended and it is not known yet which of its drafts are accepted."""
         self._leaving: set[Request] = set()
         """Requests that hold KV blocks until they end with the turn that is open."""
         self._connected: ConnectedKv | None = None
@@ -260,12 +260,12 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks, without those that are on their way out."""
+        """Number of requests that hold KV blocks, except those that are about to end."""
         return self.replica.running_set.num_running - len(self._leaving)
 
     @property
     def kv_usage(self) -> float:
-        """Part of the KV blocks that they hold."""
+        """Part of the KV blocks that these requests hold."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -278,13 +278,13 @@ class Mechanism(Backend[_VllmReplica]):
         return self._one.plan
 
     def alive(self) -> Sequence[tuple[Request, Submission]]:
-        """Requests that have not ended, with what they were handed in as."""
+        """Requests that have not ended, each with its submission."""
         return [(request, self._submissions[request]) for request in self.controller.alive()]
 
     # Between steps
 
     def open_turn(self) -> int:
-        """The tick at which everything happens until the next step is formed: the first thing's."""
+        """Return the tick of the open turn, at which everything happens until the next step is formed."""
         if self._turn is None:
             self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
             if self._is_gate_new:
@@ -301,12 +301,12 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """Add a request to the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        """Add a request to the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
         self.open_turn()
         self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
-        """Take a request back; with a step in flight, when that comes back."""
+        """Abort a request; if a step is in flight, once that has ended."""
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
@@ -320,7 +320,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """End the request with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        """Note that the request ends with the open turn or with the step in flight, by itself or because it is aborted."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
@@ -337,7 +337,7 @@ class Mechanism(Backend[_VllmReplica]):
         Raises what building them raises (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        # One that needs slack goes before the prioritizer that predicts it; else it comes after one that may.
+        # If the present scheduler needs slack, it is replaced before the prioritizer that predicts slack; else after it.
         needs_slack = traits_of(self.replica.parts.policy).needs_slack
         order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
         for layer in order:
@@ -350,7 +350,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.fault = None
 
     def forget_cache(self) -> None:
-        """Give every KV block up with the next step; who held some is computed again."""
+        """Give every KV block up with the next step; requests that held some are computed again."""
         tick, replica = self.open_turn(), self.replica
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 
@@ -362,7 +362,7 @@ class Mechanism(Backend[_VllmReplica]):
     def stop(self, request: Request) -> None:
         """End the request, whose last token is known, with the step in flight.
 
-        One that is not part of that step, which was formed before the token was known, is taken back instead.
+        A request that is not part of that step (formed before the token was known) is aborted instead.
         """
         if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
@@ -371,7 +371,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.leave(request)
 
     def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
-        """Count so many drafts of these requests as output of a step, whose tokens are known now, in flight or ended ahead.
+        """Count so many drafts of these requests as output of a step whose tokens are known now; it is in flight, or was ended ahead.
 
         Nothing happens if it was called off.
         """
@@ -404,7 +404,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
-        """Return the tokens that a plan verifies for each of these requests, in their order; -1: a place that holds none."""
+        """Return the draft tokens that a plan verifies for each of these requests; -1 for a place without a draft."""
         if self._executor.is_unseen:
             return [[-1] * one.num_tokens for one in drafts.values()]
         known, found = self._executor.proposals, list[list[int]]()
@@ -596,7 +596,7 @@ def make_mechanism(
 
 
 def check_policies(config: SystemConfig, registry: Registry, max_model_len: int) -> None:
-    """Ask the policies about one request of no one's. Raises `ConfigError` for a setting that they find missing only then."""
+    """Call the policies with a made-up request. Raises `ConfigError` for a setting that they find missing only then."""
     mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
     facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)
     mechanism.arrive(Submission(facts, 0.0, None, "", lambda request, reason: None))

@@ -1,7 +1,7 @@
 """Send vLLM's workers what a plan computes, as changes to what they know.
 
 A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
-every count grows by one, and who needs a block is known from the counts.
+every count grows by one, and the counts show which requests need a block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Messages:
         """True when resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
-        """VLLM's own memory, which has several tables; None: this project's."""
+        """Memory of vLLM's own, which has several tables; None: this project's is used."""
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
@@ -52,19 +52,19 @@ class Messages:
         self._at_step = -1
         """The pool's step that the arrays are at."""
         self._last = -1
-        """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
+        """The last step with all of these decodes; -1: none since they were looked up."""
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
         """Requests of the step before, if it had drafts; what follows describes them, and so do `_decodes` and `_ids` unless empty."""
         self._room: list[int] = []
         """Tokens for which the workers have blocks, without those that a drafter reads ahead."""
         self._outputs_ahead: list[int] = []
-        """Output tokens less those that are computed."""
+        """Number of output tokens minus that of computed ones, by request."""
         drafts = replica.parts.options.drafts
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
+        """Return a step that computes nothing and reports which requests have ended; the workers take every request out of their batch."""
         self._step += 1
         return self.next.take()
 
@@ -96,7 +96,7 @@ class Messages:
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # nothing is sent of it but its new blocks
+            if kind == "running" and record.ran_in == step - 1:  # only its new blocks are sent
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):
@@ -204,7 +204,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Write down when decodes with drafts ran last; these requests are taken one by one, and may be together in the next step."""
+        """Record when decodes with drafts ran last. These requests are handled one by one, and may be handled together in the next step."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 

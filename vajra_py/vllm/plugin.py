@@ -20,7 +20,7 @@ from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, vajra_o
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _MANY_BLOCKS = 1 << 20
-"""Stands for their number, which is known once the model is loaded."""
+"""Number of KV blocks assumed until the model is loaded."""
 _SECONDS_TO_RECORD = 60
 
 
@@ -53,7 +53,7 @@ def check_early() -> None:
 
 
 def _check_requests_early() -> None:
-    """Answer malformed objectives of a client like every wrong parameter (status 400 over HTTP)."""
+    """Answer a client's malformed objectives like any wrong parameter (status 400 over HTTP)."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -95,14 +95,14 @@ def check(config: Any, version: tuple[int, int]) -> None:
 
 
 class TimeToRecord(int):
-    """Seconds that processes get when vLLM stops, although its user wants nothing to be waited for."""
+    """`shutdown_timeout` in seconds that this package set, in place of 0, so that a recording can be finished."""
 
 
 def grant_time_to_record(config: Any) -> None:
     """Let the process that schedules finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it stops them. What it decides besides,
-    whether running requests are aborted at once, stays as it is: see `abort_at_once`.
+    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it stops them. The option also decides
+    whether running requests are aborted at once; that stays as it is: see `abort_at_once`.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
         config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)

@@ -31,7 +31,7 @@ class SessionRecording:
         mechanism.watch(self._run.observers)
 
     def take_tokens(self) -> None:
-        """The tokens of all steps that have ended are known."""
+        """Record the tokens of all steps that have ended, which are known now."""
         ended, self._ended = self._ended, []
         for request, reason, submission in ended:
             self._run.ended(request, reason, _tokens(request, submission))
@@ -47,7 +47,7 @@ class SessionRecording:
 def start_recording(
     run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
 ) -> SessionRecording:
-    """Begin a recording, and let a vLLM that is stopped end it before its process does."""
+    """Begin a recording that is finished before the process of a stopped vLLM ends."""
     abort_at_once(vllm_config)
     end_before_workers()
     return SessionRecording(run, mechanism, description)

@@ -51,7 +51,7 @@ class Record:
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
-        """True if stopping is a matter of the last token and the length alone."""
+        """True if only the last token and the length decide about stopping."""
         self.plain_until = self.limit if self.is_plain else 0
         """Tokens before this one of the output end it only if they are among `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
@@ -101,7 +101,7 @@ class Record:
         return False
 
     def finishes(self, token: int, max_model_len: int) -> bool:
-        """Return the same for any request, by vLLM's own rules, which read the request."""
+        """Return true if the last token ends the request, of whatever kind, by vLLM's own rules."""
         if self.is_plain:
             return self.finishes_plainly(token)
         self.request.append_output_token_ids(token)

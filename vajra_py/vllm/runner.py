@@ -219,7 +219,7 @@ class VllmRunner:
         row.num_sampled = row.num_sent = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
-        """The prompt that a request is sent with: what is before its chunk is in KV memory, and not read."""
+        """Prompt with which a request is sent; tokens before its chunk are in KV memory and not read."""
         if not row.keeps:
             tokens, start = row.tokens, chunk.num_computed
             tokens += [0] * (start - len(tokens))
@@ -236,7 +236,7 @@ class VllmRunner:
     # Results
 
     def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
-        """Take in what a step gave for one of its rows; `samples`: its token is wanted."""
+        """Read a step's result for one of its rows; `samples`: its token is needed."""
         row = self._rows[slot]
         place = output.req_id_to_index[row.name]
         tokens = output.sampled_token_ids[place]

@@ -59,9 +59,9 @@ from vajra_py.vllm.support import check_options, check_version, installed_versio
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
-"""Ends that a request's own tokens bring about, and that its client gets with the last of them."""
+"""End reasons that follow from a request's tokens; its client gets them with the last token."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
-"""Ends while the policies are out of service for what one of them did."""
+"""End reasons while the policies are out of service because one broke the contract."""
 
 
 class Scheduler(WithoutExtras):
@@ -473,7 +473,7 @@ class Scheduler(WithoutExtras):
         return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
-        """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
+        """Compute again, or end by the connector's rule, requests that ended in the mechanism with a void token."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
             # The workers have forgotten it, and are sent prompts alone.
@@ -483,7 +483,7 @@ class Scheduler(WithoutExtras):
                 self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
     def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
-        """Take in the tokens of a step, but for requests whose part of it is void."""
+        """Process the tokens of a step, except for requests whose result is void."""
         has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         if not has_more and not void:
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
@@ -521,7 +521,7 @@ class Scheduler(WithoutExtras):
     def _full_output(
         self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
     ) -> EngineCoreOutput:
-        """The first or last tokens of a request, or some with more to them than their ids."""
+        """Return an output with all fields: for first or last tokens, or tokens with log-probabilities and the like."""
         request, name = record.request, record.request_id
         if not self._grammars.accepts(request, tokens):
             _log.error("the grammar of request %s does not allow tokens %s; it ends", name, tokens)
@@ -586,7 +586,7 @@ class Scheduler(WithoutExtras):
     # Counts
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose clients wait for something; while new ones are paused, of those that run."""
+        """Number of requests whose clients wait for output; while new ones are paused, only those that run."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         if self._pause is PauseState.PAUSED_NEW:
@@ -603,7 +603,7 @@ class Scheduler(WithoutExtras):
         return bool(self._messages.next.finished) or self._endings.is_pending or keeps
 
     def has_requests(self) -> bool:
-        """True while steps are to be asked for, empty ones among them."""
+        """True while vLLM has to ask for steps, also empty ones."""
         pushes = self.connector is not None and bool(self.connector.has_pending_push_work())
         return bool(super().has_requests()) or pushes
 
@@ -614,12 +614,12 @@ class Scheduler(WithoutExtras):
 
     @property
     def _num_running(self) -> int:
-        """Requests that hold KV blocks, and keep them."""
+        """Number of requests that hold KV blocks and keep them."""
         return 0 if self._forgets else self.mechanism.num_running
 
     @property
     def _num_draining(self) -> int:
-        """Requests that go on while new ones are paused."""
+        """Number of requests that continue while new ones are paused."""
         return self._num_running + (0 if self._connected is None else self._connected.num_holding)
 
     def get_kv_cache_usage(self) -> float:
@@ -675,7 +675,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def connector(self) -> Any:
-        """VLLM's connector of KV; None: there is none."""
+        """KV connector of this vLLM; None: there is none."""
         return None if self._connected is None else self._connected.vllms
 
     def get_kv_connector(self) -> Any:

@@ -1,4 +1,4 @@
-"""The system that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
+"""The system that schedules a vLLM: an experiment file, completed by the sizes that vLLM has found.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
 `VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
@@ -178,7 +178,7 @@ def _experiment_of_file(
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
-        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is one replica to choose
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is a single replica
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):
@@ -189,7 +189,7 @@ def _experiment_of_file(
     replica = only_replicaset(config).replica
     if sizes.max_loras:  # the adapters are vLLM's
         replica = replica.model_copy(update={"adapters": None})
-    if sizes.drafts.num_tokens:  # and so are the drafts
+    if sizes.drafts.num_tokens:  # the drafts are vLLM's
         replica = replica.model_copy(update={"draft": DraftConfig()})
     problems = problems_of(f"{path} replica", replica)
     if problems:

@@ -1,7 +1,7 @@
 """Take in the tokens of a step whose requests are those of the step before, all at once.
 
-Most steps of decodes give every request some tokens that end none of them. Then outputs grow and clients get ids, and nothing
-of a request has to be looked at: what would end one is known for all of them together.
+Most steps of decodes give every request some tokens that end none of them. Then outputs grow and clients get ids, and no
+request has to be looked at: which tokens would end any of them is known for all together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Batch:
     num_left: int = 0
 
     def count_left(self) -> int:
-        """Set `num_left`, which counts down by the most tokens that one of them got, to what it is."""
+        """Compute `num_left` anew; between calls it is a lower bound."""
         self.num_left = min(record.plain_until - len(record.output) for record in self.records)
         return self.num_left
 
@@ -111,7 +111,7 @@ class SteadyTokens:
         return {request: tokens for request, tokens in owners if tokens and request.is_decode}
 
     def _look_up(self) -> None:
-        """Look the requests up, unless one is unknown, is in the mechanism's hands no more, or has given no token yet."""
+        """Look the requests up, unless one is unknown, has ended in the mechanism, or has no token yet."""
         records = [one for one in map(self._records.get, self._names) if one is not None and one.output]
         requests = [own for record in records if (own := record.own) is not None]
         if not requests or len(requests) < len(self._names):

@@ -1,6 +1,6 @@
 """Assemble each `SchedulerOutput`, in which vLLM's workers read what a step computes and what has changed since the last.
 
-vLLM's workers get these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
+vLLM's workers get only such messages, of plans (`vajra_py.vllm.messages`) and of the engine's steps
 (`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
 block 0 is unused.
 """
@@ -163,7 +163,7 @@ class StepMessage:
             self._num_tokens += sum(num_tokens)
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Verify these tokens, the last of those that are computed of each request; -1: a place that holds none."""
+        """Verify these drafts, which are the last computed tokens of each request; -1 for a place without a draft."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -86,7 +86,7 @@ def _is_full_attention(spec: Any) -> bool:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _MANAGED = (*_FULL, "SlidingWindowSpec")
-"""Kinds of KV blocks that vLLM's KV manager is known to serve as its scheduler asks for them."""
+"""Kinds of KV blocks for which vLLM's KV manager is known to work here as under its own scheduler."""
 
 
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
@@ -171,7 +171,7 @@ def _has_other_layers(model: Any) -> bool:
 
 
 def policy_options(scheduler: Any) -> dict[str, Any]:
-    """VLLM's own options of how its scheduler decides that are set otherwise than they are by default, by name."""
+    """Return those options of vLLM's own scheduling that differ from their defaults, by name."""
     usual = {
         "policy": "fcfs",
         "long_prefill_token_threshold": 0,

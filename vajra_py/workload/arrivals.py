@@ -254,7 +254,7 @@ class PiecewiseConstant(_Modulated):
         return sum(piece.duration_s for piece in self.pieces)
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """The given pieces, once or again and again."""
+        """Yield the given pieces, once or (with `repeat`) endlessly."""
         durations = np.array([piece.duration_s for piece in self.pieces])
         rates = np.array([piece.rate for piece in self.pieces], dtype=np.float64)
         yield durations, rates

@@ -55,8 +55,8 @@ def build_workload(
 
     `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
     `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
-    (else its `type`, numbered as `azure#2`) and a slash are put before it. The streams used are named in `source["streams"]`. What `source_of` gave
-    need not be read again when it is handed over as `source`.
+    (else its `type`, numbered as `azure#2`) and a slash are put before it. The streams used are named in `source["streams"]`. With the result of
+    `source_of` as `source` it is not read again.
 
     Raises:
         WorkloadError: a file is broken (names the line), or the configuration asks for what the source cannot give.

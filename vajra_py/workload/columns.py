@@ -178,7 +178,7 @@ class Columns:
         return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
 
     def _parent_calls(self, programs: StringColumn, start: int, stop: int) -> list[tuple[str, ...]]:
-        """The calls that each call of a program follows, which it states where the workload does not have its statement."""
+        """Parents of each call of a program, as its client would state them where the workload has no statement."""
         ids = self.request_id
         return [
             tuple(ids[parent] for parent in self.parents(row)) if program else ()
@@ -292,7 +292,7 @@ def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
 
 
 def _shifted(part: Columns, offset: int) -> Columns:
-    """Return the requests with the rows that they follow moved by `offset`."""
+    """Return the requests with `offset` added to the row numbers of those that they follow."""
     if part.follows is None:
         return part
     joins = part.joins

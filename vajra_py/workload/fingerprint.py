@@ -52,7 +52,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _bytes(array: Any) -> bytes:
-    """An array's bytes; of one of objects, what they read like."""
+    """An array's bytes; for objects, those of their text."""
     if array.dtype != np.object_:
         return np.ascontiguousarray(array).tobytes()
     known = {id(one): one for one in array}  # rows of equal values often share one object

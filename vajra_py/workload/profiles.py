@@ -160,9 +160,9 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
 def _session_requests(
     sessions: Sessions, arrivals: tuple[ArrivalProcess, float | None], rng_for: RngFor, n: int
 ) -> Workload:
-    """The first `n` requests, session by session, of enough sessions: their number is doubled until they hold `n` requests.
+    """Return the first `n` requests, session by session; the number of sessions is doubled until they have `n` requests.
 
-    For a rate of requests, sessions start at that rate over the turns that these sessions have on average.
+    If `arrivals` has a rate of requests, sessions start at this rate divided by the mean number of turns of these sessions.
     """
     process, rate = arrivals
     streams = _Replayed(rng_for)

@@ -50,7 +50,7 @@ class Chameleon(FixedChunk):
     - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, of its largest request, mean duration and rate of arrivals. The smallest sizes
       have what they need of the KV memory first; what is not needed is shared out equally.
     - Phase 1: each queue, the smallest sizes first, admits while p + d of those that it has admitted is within its quota; one that
-      has no request running admits its first one, whatever its size. Phase 2: what queues leave in which no request waits goes to the others,
+      has no request running admits its first one, whatever its size. Phase 2: what is left by queues in which no request waits goes to the others,
       the smallest first. Tokens return to the queue that gave them when a request ends or is preempted. Steps are `fixed_chunk`'s.
     - The idle adapter goes with the least frequency f / f_max, recency (rank of the last use, 0 to 1) and size a / a_max, weighted.
 
@@ -59,7 +59,7 @@ class Chameleon(FixedChunk):
 
     Left out: the choice of K by an elbow, prefetches for those that wait, memory for the cache beyond the slots, and the rule that
     a request may overtake one that waits for its adapter only if it ends before that is loaded (here every scheduler skips such a
-    request). How the paper weighs what is not needed, and what it does where needs exceed the memory, was not found.
+    request). Which weights the paper gives to what is not needed, and its rule where needs exceed the memory, were not found.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference Environments" (MICRO'25,
     arXiv:2411.17741); the weights of the score from secondary sources, which give 0.45 or 0.55 for size.

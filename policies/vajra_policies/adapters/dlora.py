@@ -164,7 +164,7 @@ class Dlora(Preemptive):
     def _by_credit(self, line: Sequence[RequestView]) -> list[RequestView]:
         """Requests of the adapters with enough credit, the most first."""
         for request in line:
-            self.credits[request.adapter] += 0.0  # makes it known
+            self.credits[request.adapter] += 0.0  # adds the adapter if it is new
         ranked = sorted(self.credits, key=lambda name: -self.credits[name])
         ahead = self._ahead
         self._ahead = [

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vajra_py.contract import RequestView
 
 _ROUNDS = 100
-"""Most rounds of k-means; it ends before, as a rule after a handful."""
+"""Most rounds of k-means, which usually ends after a handful."""
 _FIRST, _WINDOW = 16, 1000
 """Requests that are known when queues are first made, and most that are remembered."""
 
@@ -107,11 +107,11 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """True if a queue has so many tokens left, or has admitted none."""
+        """True if a queue has so many tokens left, or has admitted no request."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """(queue, tokens) of the lenders that make up so many tokens; empty if they have not as many left."""
+        """Return how many tokens each lender gives, as (queue, tokens), `num_tokens` in all; empty if they have fewer left."""
         charges = []
         for queue in lenders:
             given = min(num_tokens, self.quotas[queue] - self.used[queue])
@@ -147,7 +147,7 @@ class SizeQueues:
         return now >= self._refresh_at or self._num_seen >= self._refresh_count
 
     def _size_of(self, facts: SizeFacts) -> float:
-        """WRS."""
+        """Weighted request size (WRS)."""
         (prompt_weight, output_weight), most = self._weights, self._greatest
         factor = facts.adapter / most.adapter if facts.adapter else 1.0
         return (prompt_weight * facts.prompt / most.prompt + output_weight * facts.output / most.output) * factor

@@ -57,7 +57,7 @@ class MinChunkHold(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._num_held.pop(request, None)
 

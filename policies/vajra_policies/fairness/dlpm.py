@@ -50,7 +50,7 @@ class Dlpm:
         self._accounts = Accounts(config, self._charge, charges_cached=False)
         self._deficits: dict[str, float] = {}
         self._left: dict[str, None] = {}
-        """Tenants that may have deficit left: of those that wait, all that do."""
+        """Tenants that may have deficit left, among them every waiting tenant that has."""
         self._collected: set[str] = set()
         """Tenants that were charged for all tokens of the steps that have ended."""
         self.fallen_groups = FallenGroups()

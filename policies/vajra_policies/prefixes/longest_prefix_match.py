@@ -1,4 +1,4 @@
-"""Longest prefix match: who has the most of its prompt in the cache goes first."""
+"""Longest prefix match: the request with the most cached tokens of its prompt goes first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LongestPrefixMatch:
         return self._limit is not None and len(self._waiting) > self._limit
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count them."""
+        """Count these requests."""
         self._waiting.update((request, None) for request in requests if not request.is_resident)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -69,7 +69,7 @@ class LongestPrefixMatch:
         self._waiting[request] = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._waiting.pop(request, None)
 

@@ -21,7 +21,7 @@ class ResidualShortestJobConfig(PolicyConfig):
 
 
 class ResidualShortestJob:
-    """Key = (0, 0) for who runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
+    """Key = (0, 0) for a request that runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
 
     A cached prefix is work that is done, so a long prompt with most of it in the cache is a short job. Costs are those at each step:
     what others compute or overwrite changes them.

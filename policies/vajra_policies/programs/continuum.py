@@ -40,7 +40,7 @@ class Continuum:
         return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """See who has come in time, and learn how long the tools took."""
+        """Note which calls came within their time to live, and learn how long the tools took."""
         for request in requests:
             program = request.program
             until = None if program is None else self._pinned_until.pop(program, None)
@@ -48,7 +48,7 @@ class Continuum:
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Content is pinned."""
+        """Pin the content of programs for their time to live, and note that tools begin."""
         for request in requests:
             self._came_in_time.pop(request, None)
             ttl_s = self._gaps.ttl_s(request)
@@ -58,7 +58,7 @@ class Continuum:
         self._gaps.depart(requests, now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._pinned_until.pop(program, None)
         self._gaps.end(program)
 

@@ -101,7 +101,7 @@ class Justitia:
             self._tags.pop(request, None)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._tags.pop(program, None)
 
     def _cost(self, first: RequestView) -> float:

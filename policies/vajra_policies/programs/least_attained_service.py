@@ -116,7 +116,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._services.pop(program.program_id, None)
 
     def _wait(self, request: RequestView) -> None:

@@ -60,7 +60,7 @@ class Parrot:
             self.key(request, now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._depths.pop(program, None)
 
 

@@ -45,7 +45,7 @@ class ToolGaps:
                     del self._sums[next(iter(self._sums))]
 
     def depart(self, requests: Iterable[RequestView], now: float) -> None:
-        """A call that is not the last one begins the time of a tool."""
+        """Begin the time of a tool with each call that is not the last of its program."""
         for request in requests:
             program = request.program
             if program is not None and not request.is_last_call and program.end_reason is None:

@@ -77,7 +77,7 @@ class AdaptiveReplacement:
         self.again.pop(block, None)
 
     def on_cleared(self, now: float) -> None:
-        """Begin anew."""
+        """Forget all content."""
         self.target = 0.0
         for one in (self.once, self.again, *self.gone):
             one.clear()

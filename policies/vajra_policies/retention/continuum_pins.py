@@ -33,11 +33,11 @@ class ContinuumPins(LeastRecentlyUsed):
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Tools begin."""
+        """Note that the tools of these programs begin."""
         self._gaps.depart(requests, now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._gaps.end(program)
 
 

@@ -138,11 +138,11 @@ class Kvflow:
                 self._agents[block] = {one: None for one in agents if one[0] in self._alive}
 
     def on_evicted(self, block: CachedBlock, now: float) -> None:
-        """Forget it."""
+        """Forget the content."""
         self._agents.pop(block, None)
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Forget it."""
+        """Forget the content."""
         self._agents.pop(block, None)
 
     def on_cleared(self, now: float) -> None:

@@ -74,7 +74,7 @@ class ActiveSequences:
                 self._holders.add(block, replica_id)
 
     def admitted(self, request: RequestView) -> None:
-        """The request computes its prompt from now on."""
+        """Note that the request computes its prompt from now on."""
         if request in self._bookings:
             self._admitted[request] = None
 

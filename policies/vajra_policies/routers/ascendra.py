@@ -1,4 +1,4 @@
-"""Ascendra: replicas for throughput, and a few that take over who would be late there."""
+"""Ascendra: replicas for throughput, and a few that take over requests that would be late there."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Ascendra(BindsOnArrival):
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._waiting.pop(request, None)
 

@@ -96,7 +96,7 @@ class Cascadeinfer(BindsOnArrival):
         self._at[request] = target
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._at.pop(request, None)
 

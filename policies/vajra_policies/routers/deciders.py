@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class Always:
-    """Every prompt, or none."""
+    """Decider with one answer for every prompt."""
 
     def __init__(self, answer: bool) -> None:
         self._answer = answer

@@ -110,7 +110,7 @@ class Dynaserve(BindsOnArrival):
         return cut.second if is_up else None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._cuts.pop(request, None)
 

@@ -26,7 +26,7 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Prompt by whose prefill time tokens that wait are turned into seconds, where steps are not limited."""
+"""Length of the prompt whose prefill time converts waiting tokens to seconds, where the tokens of a step are not limited."""
 
 
 class LatencyProducerConfig(OfPrefixProducer):

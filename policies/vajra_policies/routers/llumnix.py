@@ -188,7 +188,7 @@ class Llumnix(BindsOnArrival):
         self._places.wait(request, replica_id)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         self._places.forget(*requests)
 
 

@@ -61,7 +61,7 @@ class MooncakeConductor(BindsOnArrival):
         return chosen
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._forget(request)
 

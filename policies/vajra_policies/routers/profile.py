@@ -133,7 +133,7 @@ def _clamped(one: WeightedScorer, scores: Scores, num_replicas: int) -> Floats:
     if len(scores) != num_replicas:
         raise ValueError(f"scorer {one.name!r} gave {len(scores)} scores for {num_replicas} replicas")
     values: Floats = np.asarray(scores, dtype=np.float64)
-    low, high = values.min(), values.max()  # NaN, which None has become, if there is any
+    low, high = values.min(), values.max()  # both NaN if any score is None or NaN
     if low >= 0.0 and high <= 1.0:
         return values
     if low != low:

@@ -22,24 +22,24 @@ class RequestPlaces:
         return bool(self._at)
 
     def wait(self, request: RequestView, replica_id: ReplicaId) -> None:
-        """The request waits there from now on."""
+        """Count the request as waiting at the replica."""
         self._leave(request)
         self._at[request] = replica_id
         self.waiting[replica_id][request] = None
 
     def run(self, request: RequestView, replica_id: ReplicaId) -> None:
-        """The request runs there from now on."""
+        """Count the request as running at the replica."""
         self._leave(request)
         self._at[request] = replica_id
         self.running[replica_id][request] = None
 
     def forget(self, *requests: RequestView) -> None:
-        """The requests are nowhere."""
+        """Forget these requests."""
         for request in requests:
             self._leave(request)
 
     def has_preempted(self, replica_id: ReplicaId) -> bool:
-        """True if a preempted request waits there."""
+        """True if a preempted request waits at the replica."""
         return any(one.preempted_index > 0 for one in self.waiting[replica_id])
 
     def _leave(self, request: RequestView) -> None:

@@ -39,7 +39,7 @@ class Scheduled:
 
 
 class ScheduledTokens:
-    """Placements of the requests that have not ended, and what they come to at each replica."""
+    """Placements of the requests that have not ended, and their sum at each replica."""
 
     def __init__(self) -> None:
         self.placed: dict[RequestView, Placement] = {}

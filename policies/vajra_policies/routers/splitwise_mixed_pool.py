@@ -173,7 +173,7 @@ class MixedPool(BindsOnArrival):
             self._scheduled.at[target].here[request] = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             placed = self._scheduled.forget(request)
             if placed is not None:

@@ -19,7 +19,7 @@ _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A call that may go on: where to (None: anywhere), and with which change of its priority."""
+    """A call that may continue: its replica (None: any), and the change of its priority."""
 
     program_id: str
     replica: ReplicaKey | None

@@ -1,6 +1,6 @@
 """Budget of devices for scaling decisions: a ceiling that is never passed, and a floor that guards against scaling down.
 
-A decision that passes the budget is cut without turning it round: the pool neither ends beyond what was asked for it nor moves the other way.
+A decision that exceeds the budget is reduced, never reversed: the pool neither goes beyond the number asked for nor moves the other way.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """

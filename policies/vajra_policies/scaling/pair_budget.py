@@ -1,4 +1,4 @@
-"""Budget of devices over two pools: decisions are cut without turning them round.
+"""Budget of devices over two pools: decisions are reduced to it, never reversed.
 
 No pool ends beyond what was asked for it or moves the other way, and where one pool grows at another's cost, both move or neither does.
 
@@ -125,7 +125,7 @@ class PairBudget:
         return range(low, high + 1)
 
     def raised(self, counts: Counts) -> Counts:
-        """Return the counts, of each pool no fewer than its fewest."""
+        """Return the counts, each raised to at least its pool's minimum."""
         return max(counts[0], self.least[0]), max(counts[1], self.least[1])
 
     def plan(self, current: Counts, wanted: Counts) -> Counts:
@@ -134,7 +134,7 @@ class PairBudget:
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
     def decide(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget as `guard` does; pools with fewer replicas than the fewest are brought back first."""
+        """Apply the budget as `guard` does; pools below their minimum are raised to it first."""
         if self._is_short(current):
             return self.clamp(self.raised(wanted)), RECONCILE
         return self.guard(current, wanted)

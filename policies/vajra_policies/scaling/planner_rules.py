@@ -26,9 +26,9 @@ class Thresholds:
     up: float
     down: float
     up_at_equal: bool
-    """A load equal to `up` is over it."""
+    """True if a load equal to `up` counts as above it."""
     down_at_equal: bool
-    """A load equal to `down` is below it."""
+    """True if a load equal to `down` counts as below it."""
 
     def is_over(self, load: float) -> bool:
         """Return whether an engine with this load needs help."""

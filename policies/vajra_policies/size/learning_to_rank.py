@@ -1,4 +1,4 @@
-"""Learning to rank: shortest expected output first, with a boost for who has waited too long."""
+"""Learning to rank: shortest expected output first, with a boost for requests that have waited too long."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class LearningToRank:
         ran_at.update(dict.fromkeys(step.requests, step.ended_at))
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Count them one by one."""
+        """Count the steps one by one."""
         for step in run.steps():
             self.on_step_end(step)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         self._lengths.forget(requests)
         for request in requests:
             self._last_run_at.pop(request, None)

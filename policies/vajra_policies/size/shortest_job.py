@@ -15,7 +15,7 @@ class ShortestJobFirstConfig(SizeConfig):
 class ShortestJobFirst:
     """Key = w * prompt + expected output, in output tokens, fixed at arrival.
 
-    With a replica scheduler that preempts no request for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
+    With a replica scheduler that preempts no request for one that waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
     Left out: nothing.
@@ -47,7 +47,7 @@ SPEC = PolicySpec(
     source="Smith (1956)",
     aliases=("shortest_job_first",),
     advice=(
-        "Use it for a low mean latency where lengths can be estimated beforehand. Not where nobody may starve: "
+        "Use it for a low mean latency where lengths can be estimated beforehand. Not where no request may starve: "
         "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
     ),
 )

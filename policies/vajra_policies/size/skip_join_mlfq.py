@@ -93,7 +93,7 @@ class SkipJoinMlfq:
             self._promote(step.ended_at)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._places.pop(request, None)
 

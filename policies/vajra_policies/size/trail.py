@@ -1,4 +1,4 @@
-"""TRAIL: shortest remaining output first, and no request is preempted who is far on."""
+"""TRAIL: shortest remaining output first, and requests that are far on are not preempted."""
 
 from __future__ import annotations
 

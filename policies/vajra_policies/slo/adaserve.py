@@ -127,7 +127,7 @@ class AdaServe(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._decoding.pop(request, None)
 

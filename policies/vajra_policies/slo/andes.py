@@ -1,4 +1,4 @@
-"""Andes: who gains the most quality of experience for the memory that it holds runs."""
+"""Andes: requests run that gain the most quality of experience for the memory that they hold."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Andes:
         return (0.0 if stays else 1.0, -self._gain(request, now) / request.num_known_tokens)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count them."""
+        """Count these requests."""
         self._num_requests += len(requests)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count it."""
+        """Count the preemption."""
         self._num_preemptions += 1
 
     def on_step_end(self, step: EndedStep) -> None:
@@ -92,7 +92,7 @@ class Andes:
                 reading.receive(step.ended_at - request.arrived_at, num_new)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._readings.pop(request, None)
 

@@ -82,7 +82,7 @@ class Blendserve(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._is_left.pop(request, None)
 

@@ -99,7 +99,7 @@ class Jitserve:
             self.fallen_requests.add_all()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._priorities.pop(request, None)
             calls = self._calls.get(request.program) if request.program is not None else None
@@ -107,7 +107,7 @@ class Jitserve:
                 calls.pop(request, None)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget it."""
+        """Forget the program."""
         self._calls.pop(program, None)
 
     def _priority(self, request: RequestView, now: float) -> float:

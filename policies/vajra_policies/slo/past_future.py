@@ -59,7 +59,7 @@ class PastFuture(FixedChunk):
 
     - a_i: known tokens; b_i: tokens to come. b is drawn anew in each step from the last output lengths that are longer
       than what the request has generated; before there are any, what it may generate at most.
-    - Who does not fit waits, and no request is admitted past it. Steps are those of `fixed_chunk`.
+    - A request that does not fit waits, and no request is admitted past it. Steps are those of `fixed_chunk`.
 
     Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each, and requests in flight under pipelining. Window and reserve
     are round figures; the paper's were not found.

@@ -1,4 +1,4 @@
-"""QoServe's order of prompts: deadlines, prompt lengths in overload, and relegation of who is late anyway."""
+"""QoServe's order of prompts: deadlines, prompt lengths in overload, and relegation of requests that are late anyway."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Qoserve:
         """Steps without prompts do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._relegated.pop(request, None)
             self._reprieves.pop(request, None)

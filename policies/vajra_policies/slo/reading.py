@@ -56,7 +56,7 @@ class Reading:
         return area + more
 
     def _drained(self, seconds: float, read: float, buffered: float, rate: float) -> tuple[float, float]:
-        """(integral of what is read, what is read in the end) with tokens coming at a rate throughout."""
+        """Return (integral of the tokens read over the time, tokens read at its end) if tokens come at a constant rate."""
         inflow = min(rate, self.speed)
         full_s = seconds if inflow >= self.speed else min(seconds, buffered / (self.speed - inflow))
         rest_s = seconds - full_s

@@ -83,7 +83,7 @@ class Scorpio(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._credits.pop(request, None)
 
@@ -124,7 +124,7 @@ class Scorpio(FixedChunk):
         return 0
 
     def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """The TPOT guard; who is let in counts from then on."""
+        """The TPOT guard; a request that is let in counts from then on."""
         own_s = self._tpot_s(request)
         tightest_s = min(self._tightest_s, own_s)
         rescaled = 0.0 if not self._virtual_size else self._virtual_size * tightest_s / self._tightest_s

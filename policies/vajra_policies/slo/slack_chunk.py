@@ -74,7 +74,7 @@ class SlackChunk:
         return min(self._sizes[-1], num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         self._due.forget(requests)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -93,7 +93,7 @@ class SlidingServe:
         return min(self._config.max_chunk, num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         self._due.forget(requests)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

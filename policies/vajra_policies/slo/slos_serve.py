@@ -87,7 +87,7 @@ class SlosServe(FixedChunk):
         return max(most_that_fits(0, min(num_remaining_tokens, self._chunk_size) + 1, fits), 1)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget them."""
+        """Forget these requests."""
         for request in requests:
             self._admitted.pop(request, None)
 

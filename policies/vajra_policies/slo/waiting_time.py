@@ -19,7 +19,7 @@ class WaitingTimeEstimator:
         self._ended: deque[tuple[float, int]] = deque(maxlen=window)
 
     def learn(self, num_output_tokens: int, now: float) -> None:
-        """A request has ended with so many tokens."""
+        """Count a request that has ended with so many tokens."""
         if num_output_tokens:
             self._ended.append((now, num_output_tokens))
 

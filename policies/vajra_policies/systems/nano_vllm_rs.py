@@ -176,7 +176,7 @@ class NanoVllmRs:
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """Return the order of victims, the largest first: the least urgent, of equals the one admitted last."""
+    """Return the key by which victims are ordered, the largest first: the least urgent, then the one admitted last."""
     return request.priority, request.admitted_index
 
 

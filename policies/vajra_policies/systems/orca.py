@@ -55,7 +55,9 @@ class Orca:
         """Add everything that runs, then waiting requests while slots and memory last."""
         if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
             return
-        most = replica.limits.num_blocks * replica.limits.block_size  # less than the longest output where others decode
+        most = (
+            replica.limits.num_blocks * replica.limits.block_size
+        )  # all of the memory, if less than the longest request
         for request in replica.waiting():
             longest = min(request.num_prompt_tokens + request.max_tokens - 1, most)
             if batch.add(request, batch.max_chunk(request), reserve_tokens=longest) is not None:

@@ -188,9 +188,7 @@ class VllmV1:
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
-        waiting = iter(
-            replica.waiting()
-        )  # looking at one may ask a connector about it, so none is looked at without need
+        waiting = iter(replica.waiting())  # reading a request may query the KV connector, so read no more than needed
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
             request = next(waiting, None)
             if request is None:

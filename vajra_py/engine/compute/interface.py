@@ -173,7 +173,7 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot, in turn with steps: one before it may use what the slot held, one behind it what it holds.
+    """Copy of an adapter into a slot, in order with steps: earlier ones may use the slot's old content, later ones its new content.
 
     Attributes:
         number: of the load among those of its replica.
@@ -483,4 +483,4 @@ class AdapterRunner(ModelRunner, Protocol):
     """A runner with slots for LoRA adapters."""
 
     def load_adapter(self, name: str, slot: int) -> None:
-        """Copy an adapter's weights into a slot, after all steps submitted before; none of them uses what it held. Raises `ExecutorError`."""
+        """Copy an adapter's weights into a slot, after all steps submitted before; none of them uses the slot's old content. Raises `ExecutorError`."""

@@ -104,7 +104,7 @@ def _plural(place: str) -> str:
 
 
 def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
-    """Return what has that name, with its place under `scheduling`. Raises `UnknownNameError`, and `ConfigError` for scalers."""
+    """Return the offers of that name, each with its place under `scheduling`. Raises `UnknownNameError`, and `ConfigError` for scalers."""
     found: list[tuple[str, AnyOffer]] = [
         (layer.value, registry.policy(layer, name)) for layer in Layer if name in registry.policy_names(layer)
     ]

@@ -185,7 +185,7 @@ def counts_text(answer: CapacityAnswer) -> str:
 
 
 def _warning(answer: CapacityAnswer) -> str:
-    """A word where runs below the capacity did not keep up with their load: longer runs would be worse."""
+    """Return a warning where runs below the capacity did not keep up with their load: longer runs would be worse."""
     found = answer.answer
     assert found is not None
     near = [point for point in answer.curve if 0.9 * found.setting[0] <= point.setting[0] <= found.setting[0]]

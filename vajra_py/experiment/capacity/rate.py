@@ -36,7 +36,7 @@ _LONGEST_STEP = 1.6
 """Largest step of a seed whose neighbourhood is known."""
 _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
-"""Growth of the steps of a seed whose capacity lies further out, on the logarithm of the rate."""
+"""Factor by which a seed's steps, on the logarithm of the rate, grow until its capacity is bracketed."""
 _MAX_LINES = 3
 """Probes of a bracket after which it is bisected instead of interpolated."""
 _PEAK = 1.25

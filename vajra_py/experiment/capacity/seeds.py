@@ -45,7 +45,7 @@ class Crossing:
     low: tuple[float, float] | None
     """The highest rate at which it holds, with the slack of the fit; None where it holds nowhere."""
     high: tuple[float, float] | None
-    """The rate after that; None where it holds at the highest rate that was run."""
+    """The next higher rate; None where it holds at the highest rate that was run."""
     rises_at: float = 0.0
     """The highest rate at which it fails below rates at which it holds; zero where there is none."""
 

@@ -202,7 +202,7 @@ class _Trials:
     def _intervals(
         self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
     ) -> tuple[Floats, Floats, Floats]:
-        """(what one unit of each figure adds, what else they take, what was measured) of times between two tokens' steps."""
+        """Return, for times between two tokens' steps: what one unit of each figure adds, the rest, and the measured times."""
         at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
         order = np.argsort(at, kind="stable")
         at, there = at[order], there[order]

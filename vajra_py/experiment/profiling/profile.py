@@ -339,7 +339,7 @@ class _Journal:
             self.done[turn, index] = (seconds, reference_s)
 
     def note(self, turn: int, index: int, seconds: float, reference_s: float) -> None:
-        """One more measurement."""
+        """Add a measurement."""
         self.done[turn, index] = (seconds, reference_s)
         with self._path.open("a") as file:
             file.write(json.dumps([turn, index, seconds, reference_s]) + "\n")
@@ -392,7 +392,7 @@ class _Steady:
 
     @classmethod
     def of(cls, shapes: Sequence[BatchFeatures], passes: int, journal: _Journal, typical_s: float) -> _Steady:
-        """Make it from a whole journal."""
+        """Compute steady times from a complete journal."""
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]

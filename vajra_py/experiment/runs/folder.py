@@ -176,7 +176,7 @@ class RunFolder:
         self._lock = lock
 
     def _changed_files(self, config: SystemConfig) -> list[str]:
-        """Files that the settings name whose contents are not what the results were made from."""
+        """Files named by the settings that have changed since the results were made."""
         known = self._manifest().get("files")
         if not isinstance(known, dict):
             return []

@@ -290,7 +290,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number; of drafts that never left the workers there were as many as wanted."""
+        """Return the recorded number; where drafts never left the workers it was not recorded, and `at_most` were made."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)
@@ -448,7 +448,7 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first decision of the admission policy that differs, or of what replicas keep, or drafts that do."""
+    """Describe the first difference in decisions of admission, in retained content or in drafts."""
     logs = (
         ("admission decision", ADMISSIONS_FILE, read_admissions),
         ("retention", RETENTION_FILE, read_retention),

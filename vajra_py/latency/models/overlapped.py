@@ -129,7 +129,7 @@ class OverlappedRooflineModel:
         return np.fromiter((self.batch_time_s(each) for each in steps), np.float64, num_steps)
 
     def work(self, features: BatchFeatures) -> Work:
-        """Return the demand of a step on each resource, over all stages, without what is in turn with everything."""
+        """Return the demand of a step on each resource, over all stages, without the time that overlaps with nothing."""
         operators, head = self._operators(features)
         return _sum([*operators, head])
 

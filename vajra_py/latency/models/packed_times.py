@@ -27,7 +27,7 @@ class PackedTimes:
     """Runs of steps; the steps of a run follow one another without a pause. Ticks; one value a run, but for `bends`."""
 
     gap: Ints
-    """Time from the end of the run before it in this list (of any replica) to the forming of its first step; from 0 for the first."""
+    """Time from the end of the previous run in this list (of any replica) to the forming of its first step; for the first run, from 0."""
     num_steps: Ints
     """Number of steps of each, at least 1."""
     duration: Ints
@@ -39,7 +39,7 @@ class PackedTimes:
 
     @classmethod
     def pack(cls, formed: Ints, num_steps: Ints, ends: Ints) -> PackedTimes:
-        """Runs by the ticks at which their first steps were formed and all steps ended, those of all runs after one another."""
+        """Pack runs: `formed` has the tick at which the first step of each was formed, `ends` those at which its steps ended, run by run."""
         stops = np.cumsum(num_steps)
         starts = stops - num_steps
         before = np.empty_like(ends)

@@ -50,7 +50,7 @@ class Calibration:
             raise ConfigError(Problem("calibration", message, "`vajra calibrate` makes one for it"))
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the calibration as JSON."""
         data = {"kind": CALIBRATION_KIND, "version": CALIBRATION_VERSION, **asdict(self)}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")

@@ -14,7 +14,7 @@ class Link:
     """Link between the GPUs of one replica."""
 
     bytes_per_s: float
-    """One way, as collectives reach it."""
+    """Bandwidth in one direction that collectives reach."""
     latency_s: float
     """Latency of a collective that carries nothing."""
 

@@ -91,7 +91,7 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """Ratio of a measured batch's time to that of one of equal contexts, its long ones being first."""
+        """Ratio of a measured batch's time to that of a batch with equal contexts; the long contexts come first."""
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)
@@ -112,7 +112,7 @@ class UnequalContexts:
         self._factors: dict[int, float] = {}
 
     def factor(self, num_sequences: int) -> float:
-        """The factor for a batch of this size, which is that of the CUDA graph where there is one."""
+        """Factor for a batch of this size (the size of the CUDA graph where there is one)."""
         if self._kernel.splits(num_sequences) or not self._sigma:
             return 1.0
         # In a larger batch than any that was measured other blocks hide the longest context at least as well.

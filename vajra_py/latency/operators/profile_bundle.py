@@ -427,9 +427,9 @@ class ProfileBundleModel:
 
 
 def one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
-    """The chunk and its context with as many query-key pairs as a step's chunks have together.
+    """Return the (tokens, context) of a single chunk with as many query-key pairs as all chunks of a step.
 
-    It has all their tokens where they have context enough; short chunks side by side have the pairs of one shorter chunk.
+    It has all of their tokens, unless these alone give more pairs: then it is shorter, without context.
     """
     context = pairs / tokens - (tokens + 1.0) / 2.0
     if context >= 0.0:

@@ -29,7 +29,7 @@ _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 @dataclass(frozen=True, slots=True)
 class NoLengths:
-    """Predicts nothing."""
+    """Predictor without predictions: every length is unknown."""
 
     def predict(self, request: object) -> LengthEstimate | None:
         """Always None."""
@@ -37,7 +37,7 @@ class NoLengths:
 
 
 class UnansweredLengths:
-    """Predicts nothing either, and notes the policies that ask for lengths."""
+    """Predictor without predictions that records which policies ask for lengths."""
 
     def __init__(self, policy: str, asked: set[str]) -> None:
         self._policy = policy
@@ -184,9 +184,9 @@ class NoisyOracleLengths:
 
 
 def refuse_oracle(kind: str, where: str) -> None:
-    """Raise `ConfigError` for an oracle of requests that come from clients, at this place of the settings: it would know nothing."""
+    """Raise `ConfigError` for an oracle of requests that come from clients, at this place of the settings: their lengths are not known."""
     if kind in ORACLES:
-        message = f"nobody knows the lengths of outputs to come of a client's requests (got {kind!r})"
+        message = f"the output lengths of clients' requests are not known in advance (got {kind!r})"
         advice = "Allowed: none, constant, histogram, history; oracles need a simulation, or a workload on the engine"
         raise ConfigError(Problem(where, message, advice))
 

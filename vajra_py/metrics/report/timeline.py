@@ -136,7 +136,7 @@ class _Line:
     facts: Mapping[str, Any]
     processes: Mapping[ReplicaKey, int]
     stops: Sequence[Stop] = ()
-    """Times in which it did not compute because it moved, in order."""
+    """Intervals in which the request did not compute because it moved, in order."""
     decode: list[int] | None = None
     """[start, end, steps] of the unbroken run of decode steps so far."""
     preempted: tuple[int, str] | None = None

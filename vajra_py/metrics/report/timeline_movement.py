@@ -13,7 +13,7 @@ from vajra_py.metrics.tables.transfers import MOVE
 
 Row: TypeAlias = Mapping[str, Any]
 _OUT, _IN = 1_000_000, 2_000_000
-"""First threads of what leaves a replica, and of what comes to it; below are those of steps."""
+"""First thread ids of transfers out of a replica and into it; smaller ids are those of steps."""
 _STATED = ("kind", "stage", "num_tokens", "num_bytes", "link", "outcome", "reason")
 
 

@@ -94,7 +94,7 @@ class BackloggedService:
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # A tenant stays in the windows that begin at an edge as far as it is backlogged without a break: each begin looks at its own tenants only.
+        # A window counts only tenants that are backlogged throughout it, so longer windows from the same edge have fewer tenants.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)

@@ -75,7 +75,7 @@ def _busy_times(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window
     sets, _ = group_codes(steps, "replicaset")
     ids = ints_of(steps, "replica_id")
     replicas = sets * (int(ids.max()) + 1) + ids
-    if replicas.max() < 1 << 16:  # such numbers are put in order many times faster
+    if replicas.max() < 1 << 16:  # 16-bit integers sort many times faster
         replicas = replicas.astype(np.uint16)
     begins, ends = formed_at, formed_at + duration_s
     if begins.min() < window.start_at or ends.max() > window.end_at:

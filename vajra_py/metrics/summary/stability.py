@@ -131,7 +131,7 @@ class _Growth:
 
     @property
     def is_visible(self) -> bool:
-        """True if it rose by more than chance, and not only because more requests are served at a time."""
+        """True if the number rose by more than chance, and not only because more requests are served at a time."""
         if not self.quarters or self.rise <= self.noise:
             return False
         return self.where == "waiting" or self.departures[3] <= FLAT_DEPARTURES * self.departures[1]

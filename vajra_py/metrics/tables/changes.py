@@ -47,7 +47,7 @@ class Changes(Observer):
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """One row."""
+        """Add a row."""
         self._note(now, replicaset, "cache reset", replica_id=replica_id, num_requeued=len(requests))
 
     def facts(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Note that the KV of a request leaves: of one that is held, that migrates, or, first seen here, whose prompt is computed meanwhile."""
+        """Note that a transfer of KV begins: of a request that is held or migrates, or of one whose prompt is still being computed, seen here first."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
@@ -166,13 +166,13 @@ class MovementRows(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
-            if journey.kind == HAND_OFF:  # it begins again when it is sent again, or held
+            if journey.kind == HAND_OFF:  # sent or held again, it gets a new row
                 del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Note that the target has taken it."""
+        """Note that the target has all of the KV."""
         journey = self._journeys.get(request.index)
         if journey is not None:
             journey.arrived_at = now
@@ -211,7 +211,7 @@ class MovementRows(Observer):
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Make the row of a request that gave up the KV with which it came; there is a later call for one that migrates."""
+        """Write the row of a request that gave up the KV with which it came; for one that migrates another call follows."""
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
             self._close(journey, RECOMPUTED, GIVEN_UP, now)
@@ -223,7 +223,7 @@ class MovementRows(Observer):
             self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Hold what was to be taken by the replica when its step ended."""
+        """Count requests as held again that the replica was to take at the end of its step."""
         for journey in self._at(replicaset):
             if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
                 self._hold_again(journey, KV_LOST, now)
@@ -305,5 +305,5 @@ class MovementLog(MovementRows):
         self.table = TransfersBuilder()
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Append it to the table."""
+        """Append the row to the table."""
         self.table.append(request_id, row)

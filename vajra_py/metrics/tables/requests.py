@@ -202,7 +202,7 @@ class RequestsBuilder:
         self.extend({name: [getattr(row, name)] for name in names})
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-        """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
+        """Append several requests: for each field of `RequestRow` a column of values. Reasons have to be known ones."""
         self.has_programs = self.has_programs or any(columns["program_id"]) or any(columns["adapter"])
         for name, texts in self._texts.items():
             for text in columns[name]:

@@ -39,7 +39,7 @@ class TierLink:
 
 
 def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
-    """Return the links of the tiers by name, nearest first, by replicaset that has any."""
+    """Return, for each replicaset with tiers, their links by name, nearest first."""
     found: dict[str, dict[str, TierLink]] = {}
     for name, replicaset in controller.replicasets.items():
         rules = replicaset.tiers

@@ -28,7 +28,7 @@ FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Hashes that a lookup asks for at first, and the factor by which it asks for more: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
-"""Segments by which a prompt may be longer than one that it is found to continue."""
+"""Most segments that a prompt may add to a known prompt and still be found to continue it."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
 """Salt, tokens of a block, number of segments, and the last segment with its length."""

@@ -299,14 +299,14 @@ class BlockPool:
             self.lower.cached(hashes, before, request)
 
     def uncache(self, blocks: Sequence[int]) -> bool:
-        """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
+        """Remove the hashes of these blocks in use; False, and nothing changed, if one of them is shared."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False
         self.withdraw(blocks)
         return True
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Take the hashes of these blocks in use away, also where several requests share one."""
+        """Remove the hashes of these blocks in use, also if several requests share one."""
         for block in filter(self._hash_of.__contains__, blocks):
             self._forget(block)
 
@@ -481,7 +481,7 @@ class BlockPool:
         )
         require(
             all(count > 0 for count in self._pins.values()) and self._pins.keys() <= self._entries.keys(),
-            "content is pinned that nobody can find",
+            "content is pinned that no lookup can find",
         )
         require(
             len(free) == len(set(free)) == self.num_free - num_fresh,

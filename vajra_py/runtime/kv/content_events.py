@@ -53,7 +53,7 @@ class ContentEvents:
         """Report a block that is given up while another one still holds its content."""
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
-        """Content can be found that could not."""
+        """Report content that can be found and could not before."""
         if hashes:
             self._events.append(
                 ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes), self._tier)

@@ -26,7 +26,7 @@ class _Held:
         self.parent = parent
         self.children: dict[Hashable, _Held] = {}
         self.requests: dict[RequestView, None] = {}
-        """Requests of whose leading blocks this is the last one that is held."""
+        """Requests whose last held block this is."""
 
 
 class HitIndex:
@@ -37,7 +37,7 @@ class HitIndex:
     def __init__(self) -> None:
         self._held: dict[Hashable, _Held] = {}
         self._awaiting: dict[Hashable, dict[RequestView, None]] = {}
-        """Requests by the first block of theirs that is not held."""
+        """Requests by the first of their blocks that is not held."""
         self._place: dict[RequestView, tuple[_Held | None, Hashable | None]] = {}
         """Last held block and awaited block of each request; one whose hits have changed has no place."""
         self._changed: dict[RequestView, None] = {}
@@ -91,7 +91,7 @@ class HitIndex:
             node = before
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
-        """The cache holds these blocks from now on."""
+        """Note that the cache holds these blocks from now on."""
         awaiting = self._awaiting
         if awaiting.keys().isdisjoint(hashes):
             return
@@ -100,7 +100,7 @@ class HitIndex:
                 self._change(request)
 
     def removed(self, block_hash: Hashable) -> None:
-        """The cache holds this block no more."""
+        """Note that the cache holds this block no more."""
         top = self._held.get(block_hash)
         if top is None:
             return

@@ -68,7 +68,7 @@ class KvMemory(Protocol):
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """Requests that, if the memory recycles, may leave blocks behind at other places with their next token."""
+        """If the memory recycles: requests whose next token may leave blocks behind at other places than `due_places`."""
 
     @property
     def growth_headroom(self) -> int:
@@ -154,7 +154,7 @@ class KvMemory(Protocol):
         """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Give back the blocks of a resident request behind its first ones, which hold nothing that is valid."""
+        """Give back the last blocks of a resident request, which hold nothing valid; the first ones stay."""
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; `ValueError` if too few are free."""
@@ -244,7 +244,7 @@ class KvMemory(Protocol):
         """Violation of the contract by the retention policy; None: there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
-        """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
+        """Record the content of the prefix cache, and from now on its changes."""
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""

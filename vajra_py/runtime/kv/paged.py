@@ -57,7 +57,7 @@ class _BlockTable:
         """True if no other request ever asks for its content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
-        """True if a cache lookup can find anything; of private content, only what the request itself freed."""
+        """True if a cache lookup can find anything; for private content, only blocks that the request itself freed."""
         self.blocks: list[int] = []
         self.num_cached = 0
         """Leading blocks of the table that carry a hash."""
@@ -143,7 +143,7 @@ class PagedKvMemory:
         return pool
 
     def put_above(self, tiers: KvTiers) -> None:
-        """Let content of the prefix cache, which is empty and has options, go to these tiers."""
+        """Connect these tiers below the prefix cache, which is empty and has options."""
         self.tiers = self._pool.lower = tiers
         self.is_watched = True
 
@@ -299,7 +299,7 @@ class PagedKvMemory:
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
 
-        0 for a request that is resident or swapped. Another call costs what was cached or evicted since.
+        0 for a request that is resident or swapped. A repeated call takes time for what was cached or evicted since the last one.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
@@ -491,7 +491,7 @@ class PagedKvMemory:
         return True
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Give back the blocks of a resident request behind its first ones, which hold nothing that is valid."""
+        """Give back the last blocks of a resident request, which hold nothing valid; the first ones stay."""
         entry = self._resident(request, "shrink")
         if not entry.num_cached <= num_blocks:
             raise ValueError(f"PagedKvMemory.shrink: {num_blocks} blocks, and {entry.num_cached} of them have content.")
@@ -607,7 +607,7 @@ class PagedKvMemory:
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
 
     def report_content(self, events: ContentEvents) -> None:
-        """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
+        """Record the content of the prefix cache, and from now on its changes."""
         self._events = self._pool.events = events
         self.is_watched = True
         events.stored(self._pool.contents())

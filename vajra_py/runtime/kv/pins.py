@@ -17,11 +17,11 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pins that hold, by name; of two that end at one time the later one ends last."""
+    """Pins in force, by name; of two with the same end the one made later ends last."""
 
     def __init__(self) -> None:
         self.next_end = inf
-        """Time of the first end, or an earlier one."""
+        """Lower bound of the time at which the first pin ends."""
         self._pins: dict[Hashable, _Pin] = {}
         self._ends: list[tuple[float, int, Hashable]] = []
         """Heap; pins that are gone may be in it."""

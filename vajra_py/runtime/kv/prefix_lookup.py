@@ -30,7 +30,7 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Return True if a lookup would still return all its blocks; costs as much as was removed since, not its length."""
+        """Return True if a lookup would still return all its blocks; takes time for what was removed since, not for its length."""
         if self.removed_epoch != pool.removed_epoch:
             return False
         removed = pool.removed

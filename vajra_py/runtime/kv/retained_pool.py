@@ -68,7 +68,7 @@ class RetainedBlockPool(BlockPool):
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""
         self._due: dict[CachedEntry, float] = {}
-        """Idle content whose time has come, and that others continue: it goes after them."""
+        """Idle content that has expired but that others continue: it is dropped after these."""
         self._num_private = 0
         policy: Any = retention.policy
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "expires_at")
@@ -207,7 +207,7 @@ class RetainedBlockPool(BlockPool):
             self.lower.cached(hashes, before, request)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Take the hashes of these blocks in use away, also where several requests share one."""
+        """Remove the hashes of these blocks in use, also if several requests share one."""
         now = self._clock()
         for block in reversed(blocks):
             entry = self._entry_of.get(block)
@@ -263,7 +263,7 @@ class RetainedBlockPool(BlockPool):
         return None if block is None else self._entry_of[block]  # type: ignore[index]  # content is kept once
 
     def _hand_over(self, entry: CachedEntry) -> bool:
-        """Let a copy in use take the place of the entry's block, which has no user any more; False if there is none."""
+        """Put a copy that is in use in place of the entry's block, which has no user any more; False if there is no copy."""
         copies = self._copies.get(entry.block_hash)
         if copies is None:
             return False
@@ -273,7 +273,7 @@ class RetainedBlockPool(BlockPool):
         return True
 
     def _take_over(self, entry: CachedEntry, block: int) -> bool:
-        """Let a block in use take the place of the entry's block, if that is unused; False if it is in use."""
+        """Put a block that is in use in place of the entry's block, if that is unused; False if it is in use."""
         old = entry.block
         if entry.is_idle:
             self._leave_idle(old)
@@ -338,7 +338,7 @@ class RetainedBlockPool(BlockPool):
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:
-        """Drop idle content whose time has come; what others continue goes after them."""
+        """Drop idle content that has expired; content that others continue is dropped after these."""
         if self.next_expiry > now:
             return
         expiries = self._expiries

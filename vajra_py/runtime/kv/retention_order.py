@@ -80,7 +80,7 @@ class RetentionOrder(Generic[EntryT]):
     """Candidates of one cache in the order of its retention policy.
 
     A policy that breaks the contract is not called again: from then on entries go in the order in which they became idle. The error is
-    kept in `error`, for who can end the run without leaving memory half changed.
+    kept in `error`, so that the run can be ended where memory is not half changed.
     """
 
     def __init__(self, policy: RetentionPolicy, name: str) -> None:

@@ -10,7 +10,7 @@ from vajra_py.runtime.kv.interface import KvRequest
 class SwapsUnderWay:
     """Blocks of one memory that copies of swapped requests are reading.
 
-    Device blocks of a request that leaves, unless they are free at once, and host blocks of one that comes back.
+    These are device blocks of a request that is swapped out, unless they are free at once, and host blocks of one that is swapped in.
     """
 
     __slots__ = ("coming", "frees_at_once", "leaving", "on_clear", "on_forget")

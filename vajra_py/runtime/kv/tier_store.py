@@ -35,9 +35,9 @@ class TierBlock(CachedEntry):
         self.num_locks = 1
         """Transfers that read or write it."""
         self.slot = -1
-        """Place of the tier that holds it, where places have numbers."""
+        """Slot of the tier in which it is stored; -1 where slots are not numbered."""
         self.source = -1
-        """Device block that its content is copied from, where that is about to be overwritten."""
+        """Device block from which it is copied, if that block is about to be overwritten; else -1."""
 
 
 class TierStore:
@@ -52,9 +52,9 @@ class TierStore:
         self._policy: Any = retention.policy
         self._blocks: dict[Hashable, TierBlock] = {}
         self._without_parent: dict[Hashable, dict[TierBlock, None]] = {}
-        """Blocks that continue what is not here, by the hash of that."""
+        """Blocks whose parent is not in this tier, by the parent's hash."""
         self._free_slots: list[int] | None = None
-        """Places that hold nothing; None: they have no numbers."""
+        """Free slots; None: slots are not numbered."""
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "on_cleared")
         self._methods: dict[str, Callable[..., Any] | None] = {
             name: getattr(self._policy, name, None) for name in names
@@ -74,10 +74,10 @@ class TierStore:
         return self.order.error
 
     def number_slots(self) -> None:
-        """Give each block a place of its own from now on, 0 to `num_blocks` - 1, while it is in the tier, which is empty."""
+        """Assign each block a slot, 0 to `num_blocks` - 1, while it is in the tier; call this while the tier is empty."""
         self._free_slots = list(range(self.num_blocks - 1, -1, -1))
 
-    # What is here
+    # Content
 
     def holds(self, block_hash: Hashable) -> bool:
         """Return True if the content can be read here."""
@@ -89,7 +89,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of what can be read here, in order of entry."""
+        """Hashes of content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Coming and going
@@ -97,11 +97,11 @@ class TierStore:
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Take a block for content that is to be written; returns the blocks that were given up for it.
 
-        None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that is here.
+        None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that the tier has.
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
-        self._link(new)  # before others go: it keeps what it continues
+        self._link(new)  # before evictions: its parent then stays
         evicted: list[TierBlock] = []
         while len(self._blocks) >= self.num_blocks:
             one = self._evict(now)

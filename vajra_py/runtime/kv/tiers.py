@@ -1,7 +1,7 @@
 """Tiers of one replica's KV memory below the device: what its prefix cache stores or gives up, and what comes back.
 
 The first tier is next to the device; content of the others comes through it. A tier gets content from the one above it: when that
-gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
+gives it up (`write_back`), as soon as it is there (`write_through`), or after a number of uses (`write_through_selective`).
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
 Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
@@ -34,7 +34,7 @@ class TierRules:
     after_uses: int = 2
     """Uses, the first computation included, from which `write_through_selective` writes."""
     is_exclusive: bool = False
-    """True: content that is in the tier above is not here too. Only with `write_back`."""
+    """True if content in the tier above is not in this one too. Only with `write_back`."""
     is_shared: bool = False
     """True: replicas share the tier."""
 
@@ -86,12 +86,12 @@ class KvTiers:
         *,
         prompts_only: bool = False,
     ) -> None:
-        """`prompts_only`: generated tokens are kept once they are in a prompt."""
+        """`prompts_only`: generated tokens are kept only when a later prompt contains them."""
         self.stores = stores
         self.rules = rules
         self.block_size = block_size
         self.num_dropped = [0] * len(stores)
-        """Blocks that a tier did not take, by level: all that it has were being read or written."""
+        """Number of blocks that a tier did not take because all of its own were being read or written, by level."""
         self.on_forget: Callable[[Any], None] | None = None
         """Listener to requests that leave the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
@@ -111,7 +111,7 @@ class KvTiers:
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
-        """Copies for the first tier of what the step being formed is to compute, or has found."""
+        """Copies into the first tier of blocks that the step being formed is to compute, or has found."""
         self._is_evicting = False
 
     @property
@@ -125,7 +125,7 @@ class KvTiers:
         return next((store.policy_error for store in self.stores if store.policy_error is not None), None)
 
     def report(self, events: Sequence[ContentEvents]) -> None:
-        """Record what each tier holds, and from now on what it comes to hold and loses."""
+        """Record the content of each tier, and from now on its changes."""
         self.events = events
         for store, one in zip(self.stores, events, strict=True):
             one.stored(store.contents())
@@ -181,35 +181,35 @@ class KvTiers:
                 self._computed[block_hash] = new
 
     def _is_kept(self, depth: int, request: Any) -> bool:
-        """Return True if a block of a request may go to the tiers: of its prompt, where that alone does."""
+        """Return True if a block of a request may be written to the tiers: any, or with `prompts_only` one of its prompt."""
         if not self._prompts_only:
             return True
         return bool((depth + 1) * self.block_size <= request.num_prompt_tokens)
 
     def _write_below(self, level: int, one: TierBlock) -> None:
-        """Write what a tier has got, or used again, to the one below it, if that wants it."""
+        """Write a block that a tier has got, or used again, to the tier below, if its rules say so."""
         below = level + 1
         if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
             self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
-        """Call `reuse`: what leaves the device's cache meanwhile is given up for other content; else it has expired, or was never computed."""
+        """Call `reuse`. Content that leaves the device's cache meanwhile is evicted; at other times it has expired, or was never computed."""
         self._is_evicting = True
         reuse(taken, count)
         self._is_evicting = False
 
     def gone(self, block_hash: Hashable, block: int) -> None:
-        """Content has left the device's cache, where this block held it."""
+        """Note that content has left the device's cache, where this block held it."""
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
-            if copy is not None:  # it was never computed
+            if copy is not None:  # the block was never computed
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Blocks (in order of content) of content that no request can name again became idle. It takes room and bandwidth like any other."""
+        """Note that blocks (in order of content) became idle whose content no request can name again. It takes room and bandwidth like any other."""
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
@@ -218,7 +218,7 @@ class KvTiers:
             self._write_run(run)
 
     def run_evicted(self, first_block: int) -> None:
-        """Such content was overwritten."""
+        """Note that content which no request can name again was overwritten."""
         run = self._runs.pop(first_block, None)
         if run is not None:
             self._write_run(run)
@@ -236,7 +236,7 @@ class KvTiers:
     # Writing
 
     def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
-        """Copy what is above a tier to it. `source`: the device block that holds it, where that is about to be overwritten."""
+        """Copy a block from the level above into a tier. `source`: the device block that holds it, if that is about to be overwritten."""
         if self.stores[level].get(block_hash) is not None:
             return
         new = TierBlock(block_hash, above.parent_hash, above.depth, above.request, self._clock())
@@ -257,7 +257,7 @@ class KvTiers:
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is reported to `written`."""
+        """Return the copies of existing content that were decided since the last call, (level, block) in order; `written` is called when one has ended."""
         writes = self._writes
         if writes:
             self._writes = []

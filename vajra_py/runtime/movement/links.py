@@ -86,7 +86,7 @@ class Network:
         self._now = 0
         self._num_started = 0
         self._num_final = 0
-        """Transfers under way that end when what is known of them has arrived; those that are open do not."""
+        """Number of transfers under way whose size is final; those that are still open may grow."""
         self._out: dict[int, Link] = {}
         self._in: dict[int, Link] = {}
         """Links of each replica."""
@@ -316,9 +316,9 @@ class Network:
         self._flow(one)
 
     def _go_on(self, one: Flow, feed: Feed) -> None:
-        """Let a transfer that has sent what it had go on with what has come meanwhile, or wait for more.
+        """Continue a transfer that has sent all available bytes with those that have become available since, or let it wait.
 
-        While it waits others have its links.
+        While it waits, other transfers have its links.
         """
         one.version += 1
         one.work_left, one.since = feed.take_due(self._now), self._now

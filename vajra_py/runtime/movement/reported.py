@@ -1,4 +1,4 @@
-"""Copies whose ends are reported by who carries them out, in the place of a network that times them."""
+"""Copies whose ends the backend reports, in place of a network model that times them."""
 
 from __future__ import annotations
 

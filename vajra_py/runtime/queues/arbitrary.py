@@ -1,7 +1,7 @@
 """Queue for keys that may change at any event: keys are read again at each step.
 
-Every key is read again at a query for a new time, or a new step begins: O(n), once. From there the order is made as far
-as it is read: a sorted part, and a heap of the rest. A policy that counts changes of its keys spares reading them where none has moved.
+Every key is read again at a query for a new time, or a new step begins: O(n), once. The order is then computed as far
+as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, they are not read while none has changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ArbitraryQueue(RankedQueue):
         self._keys = KeyReader(prioritizer, name)
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
-        """Epoch of the keys of the ranks; None: they are in no order, or the prioritizer has no epoch."""
+        """Epoch of the prioritizer in which the keys were read; None: the ranks are in no order, or it has no epoch."""
         self._entered_in: int | None = None
         """Epoch in which the latest rank was read."""
         self._read_at: float | None = None

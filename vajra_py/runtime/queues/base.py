@@ -24,7 +24,7 @@ class HitChanges(Protocol):
         """Follow a request no more; nothing happens to one that is not followed."""
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return the requests whose hits may be others than when they were followed; each is to be followed anew."""
+        """Return the requests whose hits may have changed since they were followed; they are followed no longer."""
 
 
 class RequestQueue(Protocol):
@@ -64,7 +64,7 @@ class RequestQueue(Protocol):
         """
 
     def touch(self, request: RequestView) -> None:
-        """Let the key of a request whose state has changed be read again with those whose hits have; nothing happens without such keys."""
+        """Read the key of a request whose state has changed again with the next ones; does nothing if keys do not move with hits."""
 
     def begin_step(self) -> None:
         """Let keys that may change at any event be read again, even for the time of the last query; called for each step."""
@@ -75,8 +75,8 @@ class RequestQueue(Protocol):
     def ordered(self, now: float) -> Iterator[RequestView]:
         """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
 
-        The queue may change while this is read: what is removed before its turn is left out, and so is what is added, added
-        again, or refreshed with another key or number of tokens.
+        The queue may change while this is read: requests that are removed before their turn are
+        left out, and so are those that are added, added again, or refreshed with another key or number of tokens.
         """
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
@@ -163,7 +163,7 @@ class RankedQueue(ABC):
         return
 
     def _standing(self, request: RequestView, now: float) -> Rank | None:
-        """The rank of a request that waits, if its key is that of this time."""
+        """Return the rank of a waiting request, if its key is valid at this time."""
         return self._ranks.get(request)
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from vajra_py.contract import FallsWithTime, RequestView
 from vajra_py.runtime.queues.keys import FallReader
 
 _SPARE = 64
-"""Times of requests that have left, beyond as many as wait, from which on they are swept out."""
+"""Times of requests that have left are deleted once there are so many more of them than waiting requests."""
 
 
 class FallTimes:
@@ -20,10 +20,10 @@ class FallTimes:
         self._reader = FallReader(prioritizer, name)
         self._at: dict[RequestView, float] = {}
         self._due: list[tuple[float, int, RequestView]] = []
-        """A heap of (time, serial, request); some of them are no longer so."""
+        """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Ask for the request's time, since its key is read at `now`; serials are unique."""
+        """Ask the prioritizer for the request's time, since its key is read at `now`; serials are unique."""
         at = self._reader.falls_at(request, now)
         if at is None:
             self._at.pop(request, None)
@@ -39,14 +39,14 @@ class FallTimes:
             heapify(self._due)
 
     def take_due(self, now: float) -> list[tuple[float, int, RequestView]]:
-        """Take out what is due at `now`; see `requests_of` and `put_back`."""
+        """Take out the entries that are due at `now`; see `requests_of` and `put_back`."""
         taken = []
         while self._due and self._due[0][0] <= now:
             taken.append(heappop(self._due))
         return taken
 
     def requests_of(self, taken: list[tuple[float, int, RequestView]]) -> dict[RequestView, None]:
-        """Return the requests that wait and whose time was taken out, each once."""
+        """Return the waiting requests of these entries, each once."""
         return dict.fromkeys(one for at, _, one in taken if self._at.get(one) == at)
 
     def put_back(self, taken: list[tuple[float, int, RequestView]]) -> None:

@@ -25,7 +25,7 @@ from vajra_py.runtime.queues.keys import GroupReader, KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, REQUEST, SERIAL, Rank, SortedRanks
 
 _Next: TypeAlias = tuple[tuple[Any, Any], float, int, int, "_Cursor"]
-"""((key of the group, key), arrival, index, serial, cursor): the next request of a group for one reader, in the total order."""
+"""((key of the group, key), arrival, index, serial, cursor): place in the total order of a reader's next request of a group."""
 
 
 class _Group:
@@ -54,7 +54,7 @@ class _Cursor:
         self.group = group
         self.walk = group.ranks.walk(last)
         self.next: Rank | None = None
-        """Rank that was reached and not given yet."""
+        """Rank that was reached and not yet yielded."""
 
 
 class GroupedQueue(RankedQueue):
@@ -66,7 +66,7 @@ class GroupedQueue(RankedQueue):
         self._reader = GroupReader(prioritizer, name)
         self._fallen: FallenGroups | None = None
         self._num_read = 0
-        """Names of fallen groups that were read."""
+        """Number of fallen groups' names read so far."""
         if isinstance(prioritizer, LowersGroups):
             self._fallen = prioritizer.fallen_groups
             self._num_read = self._fallen.num_named
@@ -75,7 +75,7 @@ class GroupedQueue(RankedQueue):
         self._order = SortedRanks()
         """The places of the groups."""
         self._headless: dict[_Group, None] = {}
-        """Groups whose head may be another than that of their place."""
+        """Groups whose head may have changed since they were given their place."""
         self._version = 0
         """Counter of changes of the order of groups, and the serial of the latest place."""
 
@@ -119,9 +119,9 @@ class GroupedQueue(RankedQueue):
                 return
 
     def _merged(self, newest: int, cursors: dict[_Group, _Cursor]) -> Iterator[RequestView]:
-        """The requests that no cursor has passed, in the order of the moment: the groups' next ones, merged."""
+        """Merge the groups: yield the requests that no cursor has passed, always the first by the present order."""
         ahead: list[_Next] = []
-        """A heap of the next request of each group that was reached since the order of groups changed last."""
+        """Heap of the next request of each group reached since the order of the groups last changed."""
         places: Iterator[Rank] = iter(())
         reached: Rank | None = None
         """Place of the first group that was not reached yet."""
@@ -155,7 +155,7 @@ class GroupedQueue(RankedQueue):
                 self._push(cursor, newest, ahead)
 
     def _push(self, cursor: _Cursor, newest: int, ahead: list[_Next]) -> None:
-        """Let a cursor's next request take part in the merge, if there is one that this reader may see."""
+        """Add a cursor's next request to the merge, if there is one that this reader may see."""
         rank = cursor.next or next(cursor.walk, None)
         while rank is not None and (rank[SERIAL] > newest or self._ranks.get(rank[REQUEST]) is not rank):
             rank = next(cursor.walk, None)
@@ -197,7 +197,7 @@ class GroupedQueue(RankedQueue):
         if key == group.key:
             return False
         if key < group.key:
-            what = f"group_key({group.name!r}) has fallen, and nobody said so (was {group.key!r}, got {key!r})"
+            what = f"group_key({group.name!r}) has fallen without being named (was {group.key!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_groups; rises need not be."
             self._reader.blame(f"{what}. {allowed}")
         group.key = key
@@ -262,6 +262,6 @@ class KeyedByGroup:
 
 
 def _joined(group_key: Any, key: Any) -> Key:
-    """One key of the numbers of both, for orders in which the first goes before the second."""
+    """Join two keys to one that orders by the first, then by the second."""
     first = group_key if type(group_key) is tuple else (group_key,)
     return (*first, *key) if type(key) is tuple else (*first, key)

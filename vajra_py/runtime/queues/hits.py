@@ -1,7 +1,7 @@
 """Queues for keys that move with the prefix hits of their requests.
 
 Keys are read again at a query for a new time, or a new step begins, but only those of requests whose hits have changed since,
-by the memory's reports, or whose time has come: O(log n) each. With a memory without reports all are read. In between they stay.
+by the memory's reports, or whose time has come: O(log n) each. With a memory without reports all are read. Between queries for the same time keys stay as they are.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Readings:
         self._changed.pop(request, None)
 
     def touch(self, request: RequestView) -> None:
-        """Let a request's key be read again with those that have changed."""
+        """Read a request's key again with those that have changed."""
         self._changed[request] = None
 
     def read(
@@ -126,7 +126,7 @@ class HitsQueue(RankedQueue):
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial with which each request came in; that of its rank is another one once its key has moved."""
+    """Serial with which each request came in; its rank gets another one when its key moves."""
     _num_moves: int
     """Readings that found some key moved."""
 
@@ -232,7 +232,7 @@ class PrefixHitsQueue(HitsQueue, SortedQueue):
 class GroupedHitsQueue(HitsQueue, GroupedQueue):
     """A `RequestQueue` for keys by group, with `KeyMotion.PREFIX_HITS` within groups.
 
-    Keys are also read again after each admission and preemption; those of groups are of the moment, as in any such queue.
+    Keys are also read again after each admission and preemption; keys of groups are those of the present, as in `GroupedQueue`.
     """
 
     is_volatile = True

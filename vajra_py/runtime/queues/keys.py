@@ -176,7 +176,7 @@ class FallReader:
 
 
 class EpochReader:
-    """Reads how often the keys of one prioritizer have changed."""
+    """Reads the number of times that keys of one prioritizer have changed."""
 
     __slots__ = ("_epoch", "policy")
 
@@ -233,7 +233,7 @@ class SlackReader:
 
 
 def _checked_key(key: object, length: int | None, called: str, blame: Callable[[str], NoReturn]) -> tuple[Any, int]:
-    """(the key in Python's numbers, its length); `blame` is called with what is wrong, also with another length than this one."""
+    """Return (the key in Python's numbers, its length). `blame` is called with the error, also for a length other than this one."""
     parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
     if not parts or None in parts:
         allowed = "Allowed: a finite number, or a tuple of finite numbers."

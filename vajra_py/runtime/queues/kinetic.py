@@ -68,7 +68,7 @@ class KineticQueue(RankedQueue):
                 yield request
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`: of a request that waits, on the line that it is ordered by."""
+        """See `RequestQueue.urgency`; a waiting request has the line with which it is sorted."""
         rank = self._ranks.get(request)
         intercept, slope = self._lines.line(request) if rank is None else (rank[KEY], rank[SLOPE])
         key = intercept + slope * now
@@ -134,7 +134,7 @@ class _Frontier:
                 self._push_next(source)
 
     def _open(self, level: int, position: int) -> None:
-        """Split a subtree into its winner's group and the subtrees that lost to it."""
+        """Split a subtree into the group of its winner and the subtrees that lost to this group."""
         group = self._tournament.winners[self._tournament.match(level, position)]
         if group is None:
             return

@@ -27,10 +27,10 @@ class NamedFallsQueue(RankedQueue):
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._fallen = prioritizer.fallen_requests
         self._num_read = self._fallen.num_named
-        """Names of fallen requests that were read."""
+        """Number of fallen requests' names read so far."""
         self._order = SortedRanks()
         self._entries: dict[RequestView, int] = {}
-        """Serial with which each request came in; that of its rank is another one once its key has moved."""
+        """Serial with which each request came in; its rank gets another one when its key moves."""
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
         """Requests that have moved forward."""
@@ -138,7 +138,7 @@ class NamedFallsQueue(RankedQueue):
         if key == rank[KEY]:
             return False
         if key < rank[KEY]:
-            what = f"key() has fallen, and nobody said so (was {rank[KEY]!r}, got {key!r})"
+            what = f"key() has fallen without being named (was {rank[KEY]!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_requests, or from falls_at on; rises need not be."
             self._keys.blame(request, f"{what}. {allowed}")
         self._replace(rank, self._rank(request, now))

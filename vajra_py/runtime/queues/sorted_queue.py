@@ -46,7 +46,7 @@ class SortedQueue(RankedQueue):
                 yield rank[REQUEST]
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`: of a request that waits, the key that it is ordered by."""
+        """See `RequestQueue.urgency`; a waiting request has the key with which it is sorted."""
         rank = self._standing(request, now)
         if rank is not None:
             return (rank[KEY], rank[ARRIVED_AT], rank[INDEX])

@@ -93,7 +93,7 @@ class SlopeGroup:
         return head
 
     def add(self, rank: Rank, now: float) -> bool:
-        """Add a rank; returns True if the head, or how long it holds, has changed."""
+        """Add a rank; returns True if the head, or its `until`, has changed."""
         self.ranks.add(rank)
         shift = self.slope * now
         key, head_key = rank[KEY] + shift, self.intercept + shift
@@ -154,7 +154,7 @@ class Tournament:
         self._climb(leaf, group)
 
     def changed(self, group: SlopeGroup) -> None:
-        """Update the matches of a group whose head, or how long it holds, has changed."""
+        """Update the matches of a group whose head, or its `until`, has changed."""
         leaf = self._capacity + group.slot
         self._until[leaf] = group.until
         self._climb(leaf, group)

@@ -85,7 +85,7 @@ class PlanRepeats(NamedTuple):
     """End times of a plan and its repetitions."""
 
     ended_at: array[int]
-    """Ticks."""
+    """Tick at which each step ended."""
     growth: array[int]
     """Members that took a block in each step after the first; it repeats where there are more steps."""
 

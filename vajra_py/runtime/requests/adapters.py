@@ -26,9 +26,9 @@ class MergeRules(NamedTuple):
     """Time that steps with several adapters take in simulations."""
 
     unmerged_factor: float
-    """Time of a step of several adapters over that of a step of one, whose weights are merged."""
+    """Ratio of the time of a step with several adapters to that with one, whose weights are merged."""
     switch_s: float
-    """Time that a step takes longer which merges or unmerges weights, seconds."""
+    """Additional time of a step that merges or unmerges weights, seconds."""
 
 
 ChoosesVictim: TypeAlias = Callable[[Sequence[str], float], str]
@@ -80,7 +80,7 @@ class Adapters:
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
-        """Requests for which adapters were loaded that were not used since."""
+        """Requests for which adapters were loaded that have not been used since, by adapter."""
 
     def wait_for_loads(self) -> None:
         """Let every load take until `end_load`, whatever its predicted time."""
@@ -137,7 +137,7 @@ class Adapters:
         return None if load.has_ended else Refusal.LOADING
 
     def acquire(self, request: Request) -> None:
-        """A request that has one begins to run with its adapter."""
+        """Note that a request with an adapter begins to run with it."""
         name = request.adapter
         if self.serves(name):
             self._users.setdefault(name, set()).add(request)
@@ -160,7 +160,7 @@ class Adapters:
         return any(load.number == number and not load.has_ended for load in self._slots.values())
 
     def end_load(self, number: int) -> None:
-        """The adapter of a load that is under way is in its slot."""
+        """Note that an adapter has been loaded into its slot."""
         for load in self._slots.values():
             load.has_ended = load.has_ended or load.number == number
 
@@ -192,7 +192,7 @@ class Adapters:
         return chosen
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if no request uses an adapter that is loaded, or waits for it alone."""
+        """Return True if no request uses a loaded adapter, and none waits that it was loaded for."""
         if not self._slots[name].has_ended or self._users.get(name):
             return False
         request = self._awaiting.get(name)

@@ -51,14 +51,14 @@ class KvConnector(Protocol):
         """Note that a request has got blocks, and begin to load so many tokens (0: none) to them."""
 
     def ended(self, request: Request, num_blocks: int) -> bool:
-        """Return True if a request that ends keeps its blocks, so many with computed tokens, until the connector has sent them."""
+        """Return True if a request that ends keeps its blocks until the connector has sent those with computed tokens."""
 
 
 class FormedStep(Protocol):
     """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
-        """Return True if a running request is part of it."""
+        """Return True if the step computes a running request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class KvReport:
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
     num_returned: int = 0
-    """Steps that have come back with it, where steps are formed before the last one has."""
+    """Number of steps that have come back with the report, where steps are formed ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ConnectorRules:
     reports_with_steps: bool = True
     """True if the connector reports when steps come back; else at times of its own."""
     forms_ahead: bool = False
-    """True if steps are formed before the last one has come back, which may still write blocks: those whom it computes are not preempted."""
+    """True if steps are formed before the last one has come back, which may still write blocks: requests that it computes are not preempted."""
     draft_tokens: int = 0
     """Tokens of a decode with its drafts and their lookahead, for which a load beside steps leaves room; 0: there are no drafts."""
 
@@ -98,7 +98,7 @@ class ConnectorRules:
 @dataclass(slots=True)
 class _Load:
     num_tokens: int
-    """Leading tokens whose KV the request's blocks hold when it is over."""
+    """Leading tokens whose KV the request's blocks hold after the load."""
     is_over: bool = False
 
 
@@ -120,7 +120,7 @@ class FailedLoads:
 
 
 class ConnectedKv:
-    """The KV of one replica that comes through a connector, and what is kept for it."""
+    """KV that comes to one replica through a connector, and blocks kept for the connector."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: aborted requests, which end with their step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -143,13 +143,13 @@ class ConnectedKv:
         self._matches: dict[Request, tuple[int, Match] | None] = {}
         """Cached tokens and the connector's answer for requests that were looked at in this step; None: it was not known."""
         self._kept: dict[Request, _Kept] = {}
-        """Ended requests that keep their blocks, and what for."""
+        """Ended requests that keep their blocks, with the reasons."""
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
         self._whole: set[Request] = set()
-        """Requests that were admitted in this step without a load before, and whose known tokens it computes all."""
+        """Requests admitted in this step without a load before, all of whose known tokens it computes."""
         self._ahead: deque[FormedStep] = deque()
-        """Steps that have not come back, where the next one is formed before."""
+        """Steps that have not come back, where steps are formed ahead."""
 
     # Steps that are formed ahead
 
@@ -213,7 +213,7 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """Let the loads end that are over and that no scheduler has looked at."""
+        """End the loads that are over and that no scheduler has looked at."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
@@ -231,7 +231,7 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return what is known of a waiting request that holds nothing; the connector was not queried before for one of a shared queue."""
+        """Return the known match of a waiting request without blocks; for one of a shared queue the connector was not queried yet."""
         if request not in self._matches:
             self._ask(request)
         return self._matches[request]
@@ -250,7 +250,7 @@ class ConnectedKv:
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
-        """Free blocks that admission takes, at most at any time if it is in several steps, and those that it must leave to prompts under way."""
+        """Free blocks that admission needs: those that it takes (at most at any time, if in several steps) and those reserved for prompts under way."""
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
         num_blocks = count(request, num_tokens)
@@ -261,7 +261,7 @@ class ConnectedKv:
         return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
 
     def _num_reserved(self) -> int:
-        """Blocks that requests whose prompt is loaded or computed lack for what is known of them, and each for its first decode with drafts."""
+        """Blocks that requests whose prompt is being loaded or computed still need, for their known tokens and the first decode with drafts."""
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
         num_blocks = memory.blocks_for(ahead)
@@ -273,7 +273,7 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin to load a request's KV beside steps; None: there is nothing to load so; False: it does not fit."""
+        """Begin to load a request's KV beside steps; None: there is nothing to load beside steps; False: it does not fit."""
         found = self._match(request)
         if found is None:
             self._lifecycle.bind(request, now)
@@ -308,7 +308,7 @@ class ConnectedKv:
     # Reports
 
     def report_of(self, news: KvNews) -> KvReport:
-        """Return the report that was recorded so, of requests that are known here."""
+        """Return a recorded report, reduced to requests that are known here."""
         known = {one.index: one for one in (*self._loads, *self._kept)}
         received, sent, failed = (
             [known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)
@@ -316,7 +316,7 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""
+        """Leading tokens that a request's load brings, or that an ended request keeps; None for any other request."""
         kept = self._kept.get(request)
         if kept is not None:
             return kept.num_tokens
@@ -336,7 +336,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although no new request is let in."""
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such requests run although no new one is admitted."""
         return request in self._loads
 
     @property
@@ -367,14 +367,14 @@ class ConnectedKv:
     def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
         kept = self._kept.get(request)
         if kept is None:
-            return  # it was lost with its replica
+            return  # the load was lost with its replica
         kept.reasons.discard(reason)
         if not kept.reasons:
             del self._kept[request]
             self._lifecycle.release_kept(request)
 
     def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
-        """Return whom failed loads concern, and let loads under way bring only what has come.
+        """Return the requests whose loads failed, and limit loads under way to what has come.
 
         A bad block that several running requests share is computed again by the first; the others wait for nothing, as if they had it.
         """
@@ -438,7 +438,7 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """Forget everything: the replica has lost it."""
+        """Forget everything, since the replica has lost it."""
         self._loads.clear()
         self._matches.clear()
         self._whole.clear()

@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
-"""Number of steps after which their ticks go into a new log, so that logs that no request refers to can be freed."""
+"""Number of steps per log of ticks; logs that no request refers to can be freed."""
 
 
 class DecodePool:
@@ -54,7 +54,7 @@ class DecodePool:
         self.num_emitted = 0
         """Pool steps that came back so far."""
         self.num_public = 0
-        """Members whose generated blocks others may find at once, so that each block must be published when it is full."""
+        """Number of members whose generated blocks others may find, so that each block enters the cache when it is full."""
         self.joined: dict[Request, None] | None = None
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
@@ -102,7 +102,7 @@ class DecodePool:
             due.append(request)
 
     def leave(self, request: Request) -> int:
-        """Take a member out and give it its counters back; returns how many tokens it had to go."""
+        """Remove a member and give it its counters back; returns the number of tokens that it had left."""
         del self.members[request]
         if self.joined is not None:
             if request in self.joined:
@@ -127,11 +127,11 @@ class DecodePool:
         return self._growing[self.num_committed % self._block_size]
 
     def at_place(self, place: int) -> Collection[Request]:
-        """Members whose next token has this place in its block, from 0."""
+        """Members whose next token has this position in its block, from 0."""
         return self._growing[(self.num_committed - place) % self._block_size]
 
     def began_blocks(self) -> Collection[Request]:
-        """Members whose token of the last step that was put into a plan is the first of a block."""
+        """Members whose token of the last planned step is the first of a block."""
         return self._growing[(self.num_committed - 1) % self._block_size]
 
     def filling_blocks(self) -> Collection[Request]:

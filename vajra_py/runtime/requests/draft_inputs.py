@@ -1,4 +1,4 @@
-"""Input of a run that verified drafts give, where steps are formed before it is known what came of the one before."""
+"""Which drafts were accepted, as an input of runs whose steps are formed before the outcome of the last one is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Outcome of a step that had ended before: its tokens are known now, and which of its drafts were accepted.
+    """Outcome of a step that ended earlier: its tokens, and which of its drafts were accepted.
 
     Attributes:
         step: the step.

@@ -23,15 +23,15 @@ PinSeconds: TypeAlias = Callable[[Request, float], float]
 MOVED = "moved"
 """Kind of a chunk by which a request that came with its KV begins to run on its replica."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
+"""Kind of a request's first chunk after it has got memory, by its state before; for other states "resumed"."""
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """One stay of a request's KV on a replica that the request leaves; never changed, and not frozen, which takes longer to make."""
+    """KV of a request that stays on a replica which the request leaves. Never changed; not frozen, because that takes longer to make."""
 
     num_tokens: int
-    """Tokens whose KV is here; elsewhere the request may have computed more."""
+    """Tokens whose KV is on this replica; elsewhere the request may have computed more."""
 
 
 class KeepsEnded(Protocol):
@@ -69,10 +69,10 @@ class Lifecycle:
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
         self.keeps_as_cached = False
-        """True if what a request leaves in the cache is what was entered when its steps were formed, without drafts accepted since."""
+        """True if a request leaves only those blocks in the cache that entered it when its steps were formed, without drafts accepted later."""
 
     def _num_valid(self, request: Request) -> int | None:
-        """Return how many tokens of a request that gives its blocks back can be found by others; None: those in the cache."""
+        """Return how many leading tokens others can find of a request that gives its blocks back; None: those already in the cache."""
         return None if self.keeps_as_cached else request.num_computed_tokens
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
@@ -250,7 +250,7 @@ class Lifecycle:
         self._running_set.memory.forget(request)
 
     def register(self, request: Request, now: float) -> None:
-        """Register a request that was bound to this replica; what is held here of an earlier stay is given back first."""
+        """Register a request that was bound to this replica; blocks held since an earlier stay here are given back first."""
         if request in self.held:
             self.release_held(request)
             for observer in self.observers:
@@ -264,7 +264,7 @@ class Lifecycle:
         self._running_set.admit(request)
 
     def can_resume(self, request: Request) -> bool:
-        """Take the adapter of a resumed request; False if it is not here: another request may have got its slot meanwhile."""
+        """Take the adapter of a resumed request; False if it is not loaded any more, since another adapter has got its slot."""
         adapters = self._running_set.adapters
         if adapters is None:
             return True
@@ -316,7 +316,7 @@ class Lifecycle:
             self._running_set.queue.add(request, now)
 
     def expect(self, request: Request, now: float) -> None:
-        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        """Queue a request whose KV is on another replica; the KV is transferred when the request is admitted."""
         request.move_to(_REMOTE)
         request.replica_id = self.replica_id
         self.register(request, now)
@@ -334,7 +334,7 @@ class Lifecycle:
     # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
-        """Let a request of the shared queue wait here from now on; it is registered in memory already. Does nothing for one that waits here."""
+        """Move a request from the shared queue to this replica's; it is registered in memory already. Does nothing for one in this queue."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)
@@ -342,7 +342,7 @@ class Lifecycle:
             running_set.queue.add(request, now)
 
     def load(self, request: Request, now: float) -> None:
-        """A waiting request holds blocks to which KV is on its way from a lower tier or from swap space."""
+        """Note that KV is on its way from a lower tier or from swap space to blocks of a waiting request."""
         self.bind(request, now)
         request.move_to(RequestState.LOADING)
         self._running_set.loading[request] = None

@@ -36,7 +36,7 @@ class Listeners:
     program_ends: tuple[tuple[Any, Callback], ...] = ()
     """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
     across_replicas: bool = False
-    """True if one of them may know requests of several replicas."""
+    """True if a listener may know requests of several replicas."""
 
     @property
     def hear_steps_alone(self) -> bool:

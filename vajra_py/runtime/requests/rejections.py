@@ -1,4 +1,4 @@
-"""Kinds of rejection: how the details of rejected requests begin that are not about the request alone."""
+"""Kinds of rejection, and how details begin that are not about the rejected request alone."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Admission:
 
     @property
     def was_let_in(self) -> bool:
-        """True if it got as far as a queue."""
+        """True if the request reached a queue."""
         return self.outcome in ("accepted", "degraded")
 
 
@@ -234,7 +234,7 @@ class Request(_Stated):
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
         self.stays_at = -1
-        """Replica where it gave up the KV that it came with, and which it does not leave with its KV again; -1: none."""
+        """Replica where it gave up the KV with which it came; it does not move from there with KV again. -1: none."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False
@@ -394,7 +394,7 @@ class Request(_Stated):
             self._output += 1
         self._output += num_accepted
         self.token_log.extend([tick] * num_accepted)
-        if self.state is RequestState.RUNNING:  # else it has given its KV up since
+        if self.state is RequestState.RUNNING:  # otherwise it has given up its KV meanwhile
             self._computed += num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:

@@ -47,7 +47,7 @@ class OffersWaiting(Protocol):
         """Iterate over the waiting requests that may be admitted, most urgent first."""
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks; such run although no new request is let in."""
+        """Return True if a waiting request holds blocks; such requests run although no new one is admitted."""
 
     @property
     def num_holding(self) -> int:
@@ -64,7 +64,7 @@ class RunningSet:
         self.shared = shared
         self.pool = DecodePool(limits.block_size)
         self.skipped: dict[Request, None] = {}
-        """Decodes outside the pool: left out of the last step, or with drafts, by which each goes on at its own pace."""
+        """Decodes outside the pool: left out of the last step, or with drafts, by which each advances at its own pace."""
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}

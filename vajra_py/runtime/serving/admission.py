@@ -172,7 +172,7 @@ class AdmissionGate:
         return sorted(found, key=lambda one: (one.priority, one.index))
 
     def first_timeless(self) -> Request | None:
-        """One of them; None if there is none."""
+        """The first of the `timeless` requests; None if there is none."""
         return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
 
     # Calling the policy
@@ -238,7 +238,7 @@ class AdmissionGate:
             raise self.error from error
 
     def violation(self, message: str, request: Request) -> PolicyError:
-        """The error for what the policy did with a request."""
+        """Return the error for a decision of the policy on a request."""
         place = place_of_definition(self.policy.admit)
         return PolicyError(self.name, message, request_id=request.request_id, place=place)
 
@@ -269,7 +269,7 @@ class AdmissionGate:
 
 
 def _degrade(request: Request, decision: Accept) -> str:
-    """Give a request less than it asked for; in words, empty where that is nothing less. The replicaset is the controller's to change."""
+    """Reduce a request as the policy decided; return the reductions in words, empty if there are none. The controller changes the replicaset."""
     found = []
     if decision.max_tokens is not None and decision.max_tokens < request.max_tokens:
         request.max_tokens = int(decision.max_tokens)
@@ -337,10 +337,10 @@ class _ReplicasetSight:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Their tokens that are left to compute."""
+        """Tokens of queued requests that are left to compute."""
         return self._replicaset.num_queued_tokens
 
     @property
     def num_deferred(self) -> int:
-        """Requests for it that were put off."""
+        """Requests of the replicaset that are deferred."""
         return self._num_deferred[self.name]

@@ -12,7 +12,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped: it has itself called without end."""
+"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped, since it may go on without end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class Repeats:
     num_calls: int = 0
 
     def are_without_end(self, now: int) -> bool:
-        """Count a call; return True if there are too many for a policy that ever comes to an end."""
+        """Count a call; return True if there are so many that the policy may never stop."""
         if now > self.last_tick + 1:
             self.num_calls = 0
         self.last_tick = now
@@ -60,7 +60,7 @@ class Alarm:
 
     sleeper: Sleeper
     key: str | None
-    """None: no key of the policy's own; its replica's next step is due (`BatchBuilder.idle_until`)."""
+    """Key given by the policy; None: its replica's next step is due (`BatchBuilder.idle_until`)."""
     tick: int
     is_void: bool = False
 

@@ -26,9 +26,9 @@ class BackendReplica:
     rank: int = field(default=0, kw_only=True)
     """Its place in the run, by which ties are broken: replicasets as configured, replicas by id."""
     free_at: int = field(default=0, kw_only=True)
-    """Tick from which it can take another step; `NEVER`: when the step that it executes comes back, or not at all."""
+    """Tick from which it can take another step; `NEVER`: once the step in flight has ended, or not at all."""
     is_idle: bool = field(default=True, kw_only=True)
-    """True if it executes nothing because there was nothing to form a step of."""
+    """True if it executes nothing because no step could be formed."""
     form_pending: bool = field(default=False, kw_only=True)
     """True if it forms a step after everything else of this tick."""
     epoch: int = field(default=0, kw_only=True)
@@ -155,19 +155,19 @@ class FastForward(Protocol[S]):
         """Apply every step of a replicaset that has ended; launched steps go on."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; of equal ends by rank."""
+        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; equal ends in order of rank."""
 
     def on_queued(self, replica: S) -> None:
-        """Apply, and end the run unless it does not depend on the replica's own queue, which a request has joined."""
+        """Apply a replica's ended steps, since a request has joined its queue; end the run if it depends on the queue."""
 
     def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
-        """Apply, and end the run with the step in flight, since the replica's requests are about to change.
+        """Apply a replica's ended steps and end the run with the step in flight, since its requests are about to change.
 
         `up_to_now`: also apply a step that ends now; it precedes what happens now.
         """
 
     def catch_up(self, replica: S, *, up_to_now: bool = True) -> None:
-        """Apply; the run goes on. `up_to_now`: see `interrupt`."""
+        """Apply a replica's ended steps; the run goes on. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
         """End the run with the last step that is sure to be a repetition, since blocks were taken after `catch_up`."""

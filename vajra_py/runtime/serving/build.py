@@ -485,7 +485,7 @@ def _build_retention(
 
 
 def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
-    """The retention policy that memory has to ask; None where the order is that of release."""
+    """The retention policy that memory has to call; None where blocks go in order of release."""
     if retention is None or registry.retention_policy(retention.name).spec.follows_release:
         return None
     return retention

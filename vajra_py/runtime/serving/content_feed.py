@@ -28,7 +28,7 @@ class ContentFeed:
         self._listeners = Listeners()
         self._is_bound = False
         self._expiring = [one.memory for one in replicas if one.memory.expires_content]
-        """Memories in which content goes by itself, and has to be looked after."""
+        """Memories in which content expires, for which expiry has to be checked."""
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:
@@ -56,7 +56,7 @@ class ContentFeed:
             self._give(record.popleft())
 
     def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Leading tokens of some content that the replica holds as far as is known."""
+        """Leading tokens of a content that the replica holds, by the events delivered so far."""
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())
         return known_prefix_tokens(self._known[replica_id], hashes, num_known_tokens, memory.block_size)

@@ -419,7 +419,7 @@ class Controller:
             return PolicyError(replicaset.scaling.name, message, request_id=request.request_id)
         if request.state is RequestState.HELD:
             pool = "" if replica is None else f" in pool {replica.parts.pool!r}"
-            message = f"places nobody whose prompt is computed{pool} {remain}"
+            message = f"places no request whose prompt is computed{pool} {remain}"
             return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
@@ -477,7 +477,7 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy does nothing; others wait for the blocks of those that are held, and these for what runs."""
+    """Return the request whose policy is to blame. If some are held, others wait for their blocks: then it is a running one, else a held one."""
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]

@@ -1,4 +1,4 @@
-"""Drain replicas by migration: what runs there moves away while it is computed, as far as other replicas have room."""
+"""Drain replicas by migration: running requests move away while they are computed, as far as other replicas have room."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DRAIN = "its replica drains"
 class Drains(Generic[R]):
     """Draining replicas of one replicaset whose running requests move to other replicas.
 
-    A request for which no replica has room goes on where it is, until one has, or to its end. What a replica computes prompts for
-    leaves it by hand-off anyway.
+    A request for which no replica has room goes on where it is, until one has, or to its end. Requests of a replica that only
+    computes prompts leave it by hand-off anyway.
     """
 
     def __init__(self, replicaset: Replicaset, migrations: Migrations[R], driver: DriverServices[R]) -> None:
@@ -31,9 +31,9 @@ class Drains(Generic[R]):
         self.draining: dict[int, R] = {}
         """Replicas whose requests move away, by id; without any, `advance` has nothing to do."""
         self._num_admissions: dict[int, int] = {}
-        """Admissions of each of them at the last look; others may have come with KV that was on its way."""
+        """Number of admissions of each draining replica at the last check; requests with KV on its way may still arrive."""
         self._is_due = False
-        """True if a request may be able to move that could not at the last look."""
+        """True if a request may be able to move that could not at the last check."""
 
     def begin(self, one: R) -> None:
         """Let the requests of a replica move away that drains from now on. Raises `PolicyError`."""

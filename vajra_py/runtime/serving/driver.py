@@ -73,7 +73,7 @@ _TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
-"""Phases of events by which no request goes on, unless a policy does something."""
+"""Phases whose events advance no request unless a policy acts."""
 _IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
 """Phases of events that do not keep a run going that has no request left."""
 
@@ -348,7 +348,7 @@ class Driver(Generic[R]):
         """Let the admission policy decide again, in this tick, about every request that it has deferred until something changes."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come
+            self.events.push(self.now, _ADMISSION, None, 1)  # after requests whose time has come
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
@@ -495,7 +495,7 @@ class Driver(Generic[R]):
         self.wake(one)
 
     def verify(self, one: R, accepted: Mapping[Request, int]) -> None:
-        """Count the drafts that were accepted by a step that had ended before that was known."""
+        """Count the accepted drafts of a step that has ended, which were not known at its end."""
         ended = one.replica.verify(accepted, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -553,7 +553,7 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            if what.free_at <= self.now:  # otherwise it went down in this tick
+            if what.free_at <= self.now:  # otherwise the replica went down in this tick
                 self._start(what)
             return
         self._offers.discard(what)
@@ -699,14 +699,14 @@ class Driver(Generic[R]):
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
     def _only_policies_are_left(self) -> bool:
-        """Return True if only events are to come by which nothing goes on, unless a policy does something."""
+        """Return True if the events to come advance no request unless a policy acts."""
         return self._is_left_only(_ASKS_POLICIES)
 
     def _is_left_only(self, phases: Sequence[Phase]) -> bool:
         return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
-        """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
+        """Schedule a wake-up. One that is due now, after steps were formed, comes a tick later: a replay would put it before them."""
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 
@@ -742,7 +742,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
-        """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
+        """End the requests that no replica will continue: those in the shared queue, and all if no replica decodes."""
         self.controller.abandon(replicaset, why, self.now)
         if replicaset.bounds.is_split and not any(
             replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
@@ -766,7 +766,7 @@ class Driver(Generic[R]):
             return
         if isinstance(what, Gate):
             one.replica.set_gate(what)
-        elif isinstance(what, CacheReset):  # a `KvLook` only wakes
+        elif isinstance(what, CacheReset):  # otherwise a `KvLook`, which only wakes the replica
             movement = self._movements.get(what.replicaset)
             try:
                 if movement is not None:
@@ -948,7 +948,7 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets among them without a call of a listening policy while a step is formed for which nothing waits."""
+        """Those of `_syncs_forming` whose listening policies are not called while a step is formed and nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]

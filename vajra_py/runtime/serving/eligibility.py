@@ -91,7 +91,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # while pools are added one by one
+        ending = ending or [kind[0] for kind in self._kinds]  # no such pool has been added yet
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens
@@ -102,7 +102,7 @@ class RequestBounds:
         """Tokens, prompt and output together, for which every replica has room."""
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
-        """Some replicas compute prompts alone, or decodes alone."""
+        """True if some replicas only compute prompts, or only decode."""
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Most tokens that a request may generate; below 1: no replica has room for its prompt and a token.

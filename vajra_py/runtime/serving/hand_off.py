@@ -29,7 +29,7 @@ TARGET_FULL = "the replica that was to go on with it is full"
 """Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
 _PLACED_ANEW = "the request is placed anew"
 MAX_RETRIES = 100_000
-"""Looks at full targets, while no replica computes, after which requests are held to wait for each other."""
+"""Checks of full targets, while no replica computes, after which requests are taken to wait for each other."""
 
 
 class Stage(Enum):
@@ -75,13 +75,13 @@ class HandOff(Generic[R]):
     has_reserved: bool = False
     """True if blocks of the target are set aside."""
     number: int = -1
-    """Position among those for which blocks were set aside."""
+    """Number among the hand-offs for which blocks were set aside."""
     is_early: bool = False
     """True while its prompt is not computed."""
     is_migration: bool = False
     """True if it was running; its prompt was computed before."""
     hit: int = 0
-    """Tokens that the target's cache held when blocks were set aside before the prompt."""
+    """Tokens of the prompt in the target's cache, if blocks were set aside before the prompt was computed."""
     num_sent: int | None = None
     """Leading tokens whose KV has left, or leaves with the step in flight, while the prompt is computed; None: nothing has."""
     num_announced: int = 0
@@ -120,7 +120,7 @@ class HandOffs(Generic[R]):
         self._asked_while_busy: set[int] = set()
         """Targets whose lines are served when their step ends."""
         self._stayed: dict[Request, int] = {}
-        """Requests that have come to a replica or have to stay, with the tokens that were computed: they do not leave again at once."""
+        """Requests that came to a replica or had to stay, with their tokens computed then: they leave only after more are computed."""
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
         """Transfers that begin before their prompt is computed; None where there are none."""
         for replica in replicaset.replicas:
@@ -128,7 +128,7 @@ class HandOffs(Generic[R]):
             if self.overlap is not None:
                 replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
-        """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
+        """Checks of full targets since blocks were last set aside or a replica computed."""
 
     # The way of a request
 
@@ -297,7 +297,7 @@ class HandOffs(Generic[R]):
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
     def _try(self, one: HandOff[R], target: R) -> None:
-        """Set blocks aside at a target that takes any request for which it has room, or look again after a while."""
+        """Set blocks aside at a target that takes requests in any order, or retry later."""
         if self._of.get(one.request) is not one or one.target is not target:
             return
         self._driver.catch_up(target)
@@ -391,7 +391,7 @@ class HandOffs(Generic[R]):
         self._driver.wake(source)
 
     def step_ended(self, one: R) -> None:
-        """Let a replica, which is between two steps, take part in what waits for that."""
+        """Carry out what waits for a replica to be between two steps, as it is now."""
         if self._one_at_a_time:
             self._reserve(one)
         if self._transfers.waiting:
@@ -400,7 +400,7 @@ class HandOffs(Generic[R]):
             self._reserve(one)
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
-        """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
+        """Continue hand-offs that wait for blocks of a replica, since some may be free. `has_looked`: `step_ended` was just called."""
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
         if self._unplaced or self._replicaset.newly_held_back:
@@ -419,7 +419,7 @@ class HandOffs(Generic[R]):
         return len(line) < before or self._free_from_each_other()
 
     def _free_from_each_other(self) -> bool:
-        """Let one go on if requests wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
+        """Resolve a deadlock of requests that wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
 
         A request whose prompt is computed stays at its source, if that decodes. Otherwise it holds blocks of a replica that computes
         prompts, and prompts that wait there may hold those of its target: the last of them gives them up. That can be
@@ -512,13 +512,13 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def recall_from(self, draining: R) -> None:
-        """Forget what is planned for prompts that have not begun on a replica that takes no more requests."""
+        """Drop the plans for prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
-        """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
+        """Drop the plan for one prompt that is not computed, and free the blocks set aside for it."""
         one = self._of.get(request)
         if one is None or not one.is_early:
             return
@@ -530,7 +530,7 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def recall(self) -> None:
-        """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
+        """Drop the plans for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
                 self._forget(one, _PLACED_ANEW)

@@ -246,7 +246,7 @@ class ReplicaViews:
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """The groups again by the identity of tuples that were asked for: to hash a tuple is to look at every replica."""
+        """Groups by the identity of the tuples that were asked for, since hashing a tuple goes through all replicas."""
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""
@@ -266,7 +266,7 @@ class ReplicaViews:
         latest = self._latest.get(id(replicas))
         if latest is not None and latest[0] is replicas:
             return latest[1]
-        key = tuple(replicas)  # the same object, where they are a tuple
+        key = tuple(replicas)  # the same object if it is a tuple
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) >= _MAX_GROUPS:
@@ -274,7 +274,7 @@ class ReplicaViews:
             found = self._groups[key] = LiveLoads()
             for one in replicas:
                 found.add(self._live[one.replica_id])
-        if key is replicas:  # it stays as it is
+        if key is replicas:  # a tuple, which cannot change
             if len(self._latest) >= _MAX_GROUPS:
                 self._latest.clear()
             self._latest[id(key)] = key, found

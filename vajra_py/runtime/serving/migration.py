@@ -36,7 +36,7 @@ class Migration(Generic[R]):
     source: R
     target: R
     admitted_index: int
-    """Number of its admission at the source; another one means that it was preempted meanwhile."""
+    """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
     num_copied: int = 0
     """Leading tokens whose KV is at the target, or on its way."""
     num_copies: int = 0
@@ -145,7 +145,7 @@ class Migrations(Generic[R]):
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # the caller may try again
         if self._hand_offs.is_being_sent(request):
-            return  # to where it goes when its prompt is computed
+            return  # its hand-off after the prompt is under way
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one

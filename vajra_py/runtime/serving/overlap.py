@@ -39,7 +39,7 @@ class Overlap(Generic[R]):
         self._moves_missing = rules.settings.moves == "missing"
 
     def step_formed(self, plan: StepPlan, ticks: int) -> None:
-        """Send what a step of so many ticks, which begins now, computes of prompts that are to leave."""
+        """Send the KV that a step computes of prompts that are handed off; the step begins now and lasts `ticks`."""
         for request, num_tokens, num_before, _ in plan.chunks:
             one = self._hand_offs.get(request)
             if one is None or not (one.is_early and one.has_reserved):
@@ -68,13 +68,13 @@ class Overlap(Generic[R]):
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:
-        """Let a transfer end when what is computed has arrived, which may be less than the prompt."""
+        """Let a transfer end once all computed KV has arrived, which may be less than the prompt."""
         first = one.hit if self._moves_missing else 0
         is_whole = one.num_tokens == one.num_announced
         self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))
 
     def preempted(self, request: Request) -> None:
-        """Call off what is sent of a prompt whose KV is given up; it is sent anew when it is computed again."""
+        """Call off the transfer of a prompt whose KV is given up; the KV is sent when it has been computed again."""
         one = self._hand_offs.get(request)
         if one is not None and one.num_sent is not None:
             one.num_sent = None

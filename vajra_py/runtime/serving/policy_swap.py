@@ -47,7 +47,7 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     if policies is None:
         raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
     layer, old = change.layer, policies.layer(change.layer)
-    if replicaset.out_of_service:  # no policy is left that relies on it
+    if replicaset.out_of_service:  # no policy in force relies on shared objects
         policies.shared.clear()
     made = policies.make(layer, change.choice)
     replacing = {layer: made}

@@ -77,7 +77,7 @@ def check_reach(config: SystemConfig, controller: Controller) -> None:
 def _unreached(replicaset: Replicaset) -> Sequence[str]:
     """Return the pools that the scheduler leaves out for good.
 
-    Where requests are handed off, and the scheduler is not asked about all pools, the mechanism chooses a replica that decodes if it
+    Where requests are handed off and the scheduler is not called for all pools, the mechanism chooses a replica that decodes if it
     chooses none; where replicas drain, running requests may go to any.
     """
     scheduler = replicaset.scheduler

@@ -27,7 +27,7 @@ class Losses:
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Requests that will be computed again, and the replica that each is bound to now (None: any that takes it)."""
+    """Requests that are computed again, each with the replica to which it is bound now (None: any)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
@@ -88,7 +88,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         replica.queue.touch(request)
     for (
         request
-    ) in replica.running_set.loading:  # from below: what was to come from another replica is called off by now
+    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas are cancelled by now
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)

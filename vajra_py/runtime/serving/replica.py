@@ -163,7 +163,7 @@ class Replica:
         self._awaits_reports = False
         """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of steps that have ended and not come back, where the next one is formed before."""
+        """Tokens of steps that have ended and not come back, if the next step is formed before that."""
         self._joins_at_once = False
         """True if requests that come with their KV decode in the pool from their first step on; otherwise from the second."""
         self.forms_steps = True
@@ -177,11 +177,11 @@ class Replica:
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._over: set[Request] = set()
-        """Requests that have reached their length and are part of a step formed before that was known; they get nothing of it."""
+        """Requests that reached their length and are in a step formed before this was known; its results for them are dropped."""
         self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
-        """True if clients get the token that the last step of a prompt samples where the request leaves."""
+        """True if clients get the token that the last step of a prompt samples although the request then leaves."""
         self.newly_held: list[Request] = []
         """Requests that have become `held`; see `take_newly_held`."""
         self.expects_kv = False
@@ -199,7 +199,7 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Failure of a policy that was notified of a run; raised when the step in flight has ended, since other events are handled now."""
+        """Error of a policy that was notified of a run of steps; raised once the step in flight has ended, since other events are being handled."""
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -231,7 +231,7 @@ class Replica:
         self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
-        """Let requests get KV from outside the replica, and leave it there, from now on.
+        """Let requests load KV from outside the replica, and save it there, from now on.
 
         Raises `ConfigError` where the memory has KV parallelism.
         """
@@ -361,9 +361,7 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if (
-            self.parts.role is _PREFILL
-        ):  # the request leaves before it grows; one that runs again brings what it has generated
+        if self.parts.role is _PREFILL:  # it leaves before it grows; known tokens include output
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -431,7 +429,7 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Form the step after one that holds nothing but slots of ended requests."""
+        """Form the next step if this one only held slots of ended requests."""
         self._see_ends()
         return self.form_step(now)
 
@@ -518,7 +516,7 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
+        """Add requests that came with their KV and decode at once to the pool before this first step has come back."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # some decodes are not in the step, or it is reported separately from those that follow
@@ -690,7 +688,7 @@ class Replica:
         return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
 
     def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
-        """Count the drafts that were accepted by a step that had ended before that was known; returns the requests that end at once.
+        """Count the accepted drafts of a step that has ended, which were not known at its end; returns the requests that end at once.
 
         Who has reached its length and is part of the step that was formed meanwhile ends with that.
         """
@@ -723,7 +721,7 @@ class Replica:
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
-        """Return whom the failed loads of a report concern, which comes with a step that is about to end, or without one."""
+        """Return the requests whose loads failed by this report, which comes with a step that is about to end, or without one."""
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
         entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
@@ -754,7 +752,7 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # then its end releases it
+                    is_running = request in lost.running  # released when its step ends
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)
@@ -765,7 +763,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Hide what ended requests hold that computed from blocks to which nothing was loaded."""
+        """Withdraw the KV of ended requests that computed with blocks whose load failed."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -844,7 +842,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """A request whose prompt is computed decodes from now on, for so many tokens more."""
+        """Let a request whose prompt is computed decode from now on, for so many more tokens."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:
@@ -857,7 +855,7 @@ class Replica:
         keeps = rules is not None and rules.keeps_blocks
         accepted, publishes = result.accepted, not self._publishes_late
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
-        keeps = keeps or is_ahead  # the next step has places behind them
+        keeps = keeps or is_ahead  # the next step's tokens come after all drafts
         done: list[Request] = []
         without, open_one = {*result.failed, *self._over, *void}, Unverified(-1)
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
@@ -935,7 +933,7 @@ class Replica:
         self._to_abort.pop(request, None)
         self._over.discard(request)
         before = self.running_set.unverified.pop(request, None)
-        if before is not None:  # none of them becomes output
+        if before is not None:  # its unverified drafts do not become output
             request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
         held = self.parts.options.holds_ended_slots
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)

@@ -53,10 +53,10 @@ class DriverServices(Protocol[R]):
         """Apply the steps of a replica that have ended, and make the one in flight the last of its run."""
 
     def catch_up(self, one: R) -> None:
-        """Apply the steps of a replica that have ended, since blocks of it are about to be taken; its run goes on until `blocks_taken`."""
+        """Apply the steps of a replica that have ended, before blocks of its memory are taken; then call `blocks_taken`."""
 
     def blocks_taken(self, one: R) -> None:
-        """End a replica's run with the last step that is sure to have blocks, since some were taken from outside after `catch_up`."""
+        """Shorten a replica's run of steps to those that are sure to have blocks, since some were taken from outside after `catch_up`."""
 
     def interrupt(self, replicaset: str) -> None:
         """Do as `touch` for every replica of a replicaset."""

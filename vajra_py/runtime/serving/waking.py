@@ -62,7 +62,7 @@ class PolicyWaker(Generic[R]):
         try:
             sleeper.count(driver.now)
             self._check_fruitless(sleeper)
-            if sleeper.slot == SCALER.key:  # no input: its changes are
+            if sleeper.slot == SCALER.key:  # not recorded as an input; the scaler's changes are
                 self._elasticity.wake(sleeper.replicaset, what.key or "")
                 return
         except PolicyError as error:

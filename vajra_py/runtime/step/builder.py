@@ -32,7 +32,7 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 
 
 _new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Makes a chunk of a tuple of its fields, in less than half the time."""
+"""Makes a chunk of a tuple of its fields, in less than half the time of its constructor."""
 _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
@@ -136,10 +136,10 @@ class Builder(PlanDraft):
         """True if decodes leave blocks behind."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Tokens that a decode and its drafts may have: a token comes behind all drafts, and it has to be able to run alone."""
+        """Most tokens of a decode and its drafts: one token follows the drafts, and memory has to hold the request alone."""
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Tokens by which a decode with drafts gets on at most between two of its steps: deeper in a block, all before is cached."""
+        """Most tokens by which a decode with drafts advances between two of its steps; farther into a block, all earlier ones are cached."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
@@ -154,7 +154,7 @@ class Builder(PlanDraft):
         self.policy_name = name
 
     def reset(self) -> None:
-        """Forget what earlier steps left to count or copy: the replica is empty."""
+        """Forget what earlier steps left to be counted or copied, since the replica is empty."""
         self._drop_dues()
         self.dropped, self.loads, self.handed_off = [], [], []
 
@@ -354,14 +354,14 @@ class Builder(PlanDraft):
         return executor.num_drafts(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
-        """Return for how many tokens a request needs blocks that computes up to so many."""
+        """Return the number of tokens for which a request needs blocks if it computes up to so many."""
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
         return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._longest, self._num_kv_tokens))
 
     def _num_padding(self, request: Request, num_tokens: int, done: int) -> int:
-        """Return for how many drafts a request has places that is admitted now; they hold none."""
+        """Return the number of empty places for drafts of a request that is admitted now."""
         rules, known = self._draft_rules, request.num_known_tokens
         if rules is None or not rules.pads_admitted or num_tokens != 1 or known - done != 1:
             return 0
@@ -457,7 +457,7 @@ class Builder(PlanDraft):
         return None
 
     def _to_hold(self, end: int, known: int, reserve_tokens: int | None) -> int:
-        """Return for how many tokens a request gets blocks that is admitted and computes up to `end`."""
+        """Return the number of tokens for which a request gets blocks if it is admitted and computes up to `end`."""
         if reserve_tokens is None:
             reserve_tokens = known if self._options.reserve_prompt else end
         return max(reserve_tokens, self._with_lookahead(end))
@@ -472,7 +472,7 @@ class Builder(PlanDraft):
         return refusal
 
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
-        """Have the prefix of a request brought that a lower tier holds; None: it has nothing to wait for."""
+        """Load the prefix of a request that a lower tier holds; None: the request need not wait."""
         num_tokens = tiers.num_to_load(request, done)
         if num_tokens is None:
             self._lifecycle.bind(request, self.now)
@@ -483,14 +483,16 @@ class Builder(PlanDraft):
             to_hold = done + num_tokens
         if not self._memory.can_allocate(request, to_hold):
             return Refusal.KV_BLOCKS
-        tiers.load(request, done, num_tokens)  # first: what an exclusive tier gives away makes room there
+        tiers.load(
+            request, done, num_tokens
+        )  # before blocks are taken: an exclusive tier then has room for evicted ones
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, self.now)
         return Refusal.LOADING
 
     def _swap_in(self, swaps: SwapsBesideSteps, request: Request, to_hold: int) -> Refusal:
-        """Have a swapped request brought back to blocks that it gets now, unless it is still on its way out."""
+        """Allocate blocks for a swapped request and begin to swap it in, unless it is still being swapped out."""
         if swaps.is_leaving(request):
             return Refusal.LOADING
         num_blocks = self._memory.swap_in(request, to_hold)
@@ -503,7 +505,7 @@ class Builder(PlanDraft):
         return Refusal.LOADING
 
     def load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
-        """Set blocks aside for a request whose KV is on another replica, and have it brought."""
+        """Allocate blocks for a request whose KV is on another replica, and have the KV transferred."""
         running_set = self._running_set
         if request not in running_set.loading:
             hit = self._memory.allocate(request, to_hold)
@@ -639,7 +641,7 @@ class Builder(PlanDraft):
         return True
 
     def _grow_in_order(self) -> bool:
-        """Give the pool members blocks and take what they leave behind; False when one lacks a block: those before it have theirs."""
+        """Give the pool members blocks and free those that they leave behind; False when one lacks a block: members before it keep theirs."""
         return all(self._grow_decode(request, None) for request in sorted(self._changing(), key=by_admission))
 
     def _changing(self) -> set[Request]:

@@ -68,7 +68,7 @@ class Repeats:
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Guess if the next step consists of this one's decodes and of the prompts that it completes."""
+        """Return whether the next step probably consists of this one's decodes and of the prompts that it completes."""
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
             return False
         ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)

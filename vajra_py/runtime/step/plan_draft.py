@@ -76,7 +76,7 @@ class PlanDraft:
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._longest = limits.max_model_len
-        memory = running_set.memory  # where blocks are left behind, every request that is taken in fits
+        memory = running_set.memory  # with windows (`recycles`), every admitted request fits
         self._num_kv_tokens = self._longest if memory.recycles else memory.num_blocks * memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
@@ -231,7 +231,7 @@ class PlanDraft:
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
-    # Putting in and taking out
+    # Adding and removing entries
 
     def _put_chunk(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
         self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
@@ -311,7 +311,7 @@ class PlanDraft:
         pool = running_set.pool
         features = self.features()
         chunks = tuple(self.chunks.values())
-        drafts = self.drafts  # they are known only once they are accepted
+        drafts = self.drafts  # drafts count as computed only once accepted
         is_all_drafted = len(drafts) == len(chunks)
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))

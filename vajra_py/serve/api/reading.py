@@ -113,7 +113,7 @@ def _is_json(media_type: str) -> bool:
 
 
 def read_headers(headers: Headers) -> SchedulingHeaders:
-    """Return the headers' values; of one that is there twice, the first. Raises `ApiError`."""
+    """Return the headers' values; the first one of a repeated header. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
         field = _FIELDS.get(name.replace("_", "-"))  # `session_id` is a header of some clients

@@ -261,7 +261,7 @@ class Connection(HttpToolsProtocol):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Read on behind a request that is being answered, whose client would otherwise leave unseen, or stop where it is too much."""
+        """Read ahead while a request is answered, so that the end of the connection is seen; stop when too much is unread."""
         if len(self._unparsed) + sum(len(queued.body) for queued, _ in self.pipeline) > _MOST_AHEAD:
             self.flow.pause_reading()
         else:
@@ -382,7 +382,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self, now: float) -> bool:
-        """Return whether the client has closed its end: seen without reading what it sent before, or taken from how much that is."""
+        """Return whether the client has closed its end, as the socket shows without reading, or is taken to have after a time."""
         if self.pipeline and now - self._running_since > _LINGER_S:
             return True
         poll = select.poll()

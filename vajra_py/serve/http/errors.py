@@ -107,7 +107,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             return bad_request(str(cause), param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
     named: set[str] = set()
-    """Parameters whose texts name them already."""
+    """Parameters that are named in the text of their own error."""
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")
         cause = error.get("ctx", {}).get("error")

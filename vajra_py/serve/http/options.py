@@ -234,7 +234,7 @@ class ServeOptions:
 
     def _admin_problems(self) -> list[Problem]:
         if self.admin and self.has_keys and self.admin_api_key is None:
-            message = "is missing: whoever may use the server could swap its policies"
+            message = "is missing: everyone who may use the server could swap its policies"
             return [Problem("admin_api_key", message, "Another key for /admin (VAJRA_ADMIN_API_KEY), or no --admin")]
         if self.admin_api_key is not None and not self.admin:
             return [Problem("admin_api_key", "does nothing without --admin")]

@@ -112,7 +112,7 @@ NO_EFFECT: Final = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "annotations",
-        "spaces_between_special_tokens",  # only tokenizers without a backend of their own ever wrote any
+        "spaces_between_special_tokens",  # no effect with fast tokenizers
     )
 )
 """Fields that OpenAI documents and that mean nothing here: they are let through without a word in the log."""

@@ -32,7 +32,7 @@ class MovementCounts(MovementRows):
         """Ways that ended otherwise, by replicaset, kind, outcome and reason."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Count it."""
+        """Count the transfer."""
         kind, outcome, replicaset = row["kind"], row["outcome"], row["replicaset"]
         way = replicaset, kind, row["source_pool"], row["target_pool"]
         if outcome != DONE:

@@ -153,30 +153,30 @@ class ServerStats(Observer):
         self._of(request).num_prompt_tokens += request.num_prompt_tokens
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Count it."""
+        """Count the preemption."""
         self._of(request).num_preemptions += 1
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count it."""
+        """Count the requeued request."""
         self._of(request).num_rerun += 1
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Count it."""
+        """Count the lost replica."""
         self.sets[replicaset].lost[replica_id] += 1
         self._note("failure", f"{replicaset} {replica_id}: {detail}")
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
-        """Count it."""
+        """Count the restored replica."""
         self.sets[replicaset].restored[replica_id] += 1
         self._note("restart", f"{replicaset} {replica_id} is up again")
 
     def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
-        """Count it."""
+        """Count the swap of a policy."""
         self.sets[swap.replicaset].swaps[swap.layer.value] += 1
         self._note("swap", f"{swap.replicaset} {swap.layer.value}: {swap.old_policy} → {swap.policy}")
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
-        """Count it."""
+        """Count the decision."""
         admission = cast(Request, request).admission
         if admission is not None:
             stats = self._of(request)
@@ -187,7 +187,7 @@ class ServerStats(Observer):
                 stats.admission_reasons[admission.outcome, reason] += 1
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """Count it."""
+        """Count the replicaset that is out of service."""
         self.sets[replicaset].num_out_of_service += 1
         self._note("failure", f"{replicaset} is out of service: {detail}")
 
@@ -229,7 +229,7 @@ class ServerStats(Observer):
             stats.violations[promise, name] += is_broken
 
     def on_step_end(self, step: StepEnd) -> None:
-        """Count it."""
+        """Count the step."""
         stats, features = self.sets[step.replicaset], step.features
         seconds = step.ended_at - step.formed_at
         stats.step.add(seconds)

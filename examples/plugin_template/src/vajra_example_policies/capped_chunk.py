@@ -22,7 +22,7 @@ from vajra_py.contract import (
 class CappedChunkConfig(PolicyConfig):
     """Parameters of `example_capped_chunk`."""
 
-    chunk_tokens: int = Field(2048, gt=0, description="Prompt tokens of a step in which nobody decodes.")
+    chunk_tokens: int = Field(2048, gt=0, description="Prompt tokens of a step without decodes.")
     capped_chunk_tokens: int = Field(256, gt=0, description="Prompt tokens of a step in which somebody decodes.")
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ class StepRows:
 
 
 class AdaptedProduct(Product):
-    """A product of one or several modules, with what adapters add to its rows."""
+    """A product of one or several modules, plus the adapters' terms for its rows."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
@@ -84,7 +84,7 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        if self.adds_in_place and self._rows.groups:  # otherwise it went through the call
+        if self.adds_in_place and self._rows.groups:  # otherwise the call has applied it
             self._add(hidden, x)
         return hidden
 
