@@ -80,6 +80,10 @@ def test_a_plain_model_is_taken() -> None:
     check_options(options())
 
 
+def test_drafts_and_a_connector_are_taken_together() -> None:
+    check_options(options(speculative_config=speculative(), kv_transfer_config=object()))
+
+
 @pytest.mark.parametrize(
     ("given", "option"),
     [
@@ -87,7 +91,6 @@ def test_a_plain_model_is_taken() -> None:
         ({"speculative_config": speculative(max_num_new_slots_for_drafting=1)}, "--speculative-config"),
         ({"speculative_config": speculative(), "num_prefill_lookahead_tokens": 2}, "--speculative-config"),
         ({"speculative_config": speculative(), "num_hash_lookahead_tokens": 1}, "--speculative-config"),
-        ({"speculative_config": speculative(), "kv_transfer_config": object()}, "--speculative-config"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
