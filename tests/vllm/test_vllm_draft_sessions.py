@@ -16,7 +16,6 @@ from tests.vllm.fuzz import Session, compare, compare_in, play, propose
 from tests.vllm.test_vllm_fuzz import PLAIN, cached, message, new, runner
 from tests.vllm.test_vllm_recording import LATENCY, fuzzed
 from tests.vllm.worker_model import FirstRunner, WorkerFault
-from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE, read_drafts
@@ -152,15 +151,6 @@ def test_a_policy_says_how_many_drafts_a_request_has(tiny_model: str, tmp_path: 
         assert {len(tokens) for tokens in core.tokens.values()} == {40}
     assert counts[0] > 12
     assert counts[1] <= 12
-
-
-def test_drafts_and_windows_do_not_go_together(tiny_model: str) -> None:
-    from tests.vllm.core import kv_cache
-
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    config = vllm_config(tiny_model, max_model_len=256, speculative_config=speculative)
-    with pytest.raises(ConfigError, match=r"--speculative-config: .* no drafts"):
-        make_scheduler(Scheduler, config, 40, 4, cache=kv_cache(40, 4, (8, None)))
 
 
 # The model of the workers notices what it is there for
