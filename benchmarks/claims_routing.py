@@ -139,7 +139,7 @@ def _columns(
 
 
 def _preemptions(cells: Cells) -> dict[str, list[float]]:
-    """Of twelve seeds: these differ by much."""
+    """Preemptions of twelve seeds, since single ones differ by much."""
     return _columns(MEMORY, "preemptions", {"with moves": "llumnix", "dispatch alone": DISPATCH}, cells, range(12))
 
 

@@ -121,7 +121,7 @@ class ManagedKv(WithoutKvExtras):
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
         widest = max(self._coordinator.single_type_managers, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Of each resident request the table of which windows leave the fewest blocks behind; the others are as long."""
+        """Table of each resident request of which windows leave the fewest blocks behind; its other tables are as long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
         """Number of blocks of that table in the prefix cache; of each other table at least as many are."""
         self._held: dict[KvRequest, _Held] = {}

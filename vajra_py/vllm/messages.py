@@ -179,7 +179,7 @@ class Messages:
         requests, counts, computed, kinds = zip(*plan.chunks, strict=True)
         is_alike = requests == self._drafted and kinds.count("running") == len(kinds) == len(drafts)
         if is_alike and not self._decodes:
-            self._look_at_drafted(requests, computed)
+            self._look_at_drafted(requests)
         if not is_alike or not self._are_all_known() or self._are_absent():
             self._settle_drafted(requests)
             self._add_chunks(plan.chunks, drafts)
@@ -208,7 +208,7 @@ class Messages:
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 
-    def _look_at_drafted(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
+    def _look_at_drafted(self, requests: Sequence[Request]) -> None:
         find, size = self._records.get, self._block_size
         found = [find(request.request_id) for request in requests]
         self._decodes = decodes = [one for one in found if one is not None]

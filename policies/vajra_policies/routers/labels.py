@@ -5,6 +5,7 @@ Source: llm-d-router, `scheduling/filter/bylabel`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -36,15 +37,15 @@ def _values(pool: str, role: str, label: str) -> frozenset[str]:
     return _ROLES.get(role, frozenset({role}))
 
 
-class _ByPool:
+class _ByPool(ABC):
     """Keeps replicas by what they have in common with all others of their pool."""
 
+    @abstractmethod
     def may_take(self, pool: str, role: str) -> bool:
-        """See `LeavesOutPools`; the same answer for whatever request."""
-        raise NotImplementedError
+        """See `LeavesOutPools`; the same answer for every request."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those of the pools that may take requests."""
+        """Keep the replicas of pools that may take requests."""
         kept = [one for one in replicas if self.may_take(one.pool, one.role)]
         return replicas if len(kept) == len(replicas) else kept
 

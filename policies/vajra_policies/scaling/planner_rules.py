@@ -109,9 +109,9 @@ class EngineLoad:
     """Load of one replica, tokens."""
 
     queued_prefill: int = 0
-    """Left to prefill."""
+    """Tokens left to prefill."""
     scheduled_kv: int = 0
-    """In KV for requests that decode."""
+    """Tokens in KV for requests that decode."""
     queued_kv: int = 0
     """Contexts of requests that wait to decode."""
     num_decodes: int = 0

@@ -34,7 +34,7 @@ class SlosServeConfig(FixedChunkConfig):
 
 
 class SlosServe(FixedChunk):
-    """Of arrived requests, the largest set is admitted whose promised first tokens can all be kept; the others are best effort.
+    """Admit the largest set of arrived requests whose promised first tokens can all be kept; the others are best effort.
 
     - A step takes at most `step_s`, for the promised times per token, and so has B tokens by the latency model; n requests that run have
       one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for prompts, and one less for each that

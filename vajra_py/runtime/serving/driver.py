@@ -948,7 +948,7 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Those of `_syncs_forming` whose listening policies are not called while a step is formed and nothing waits."""
+        """Replicasets of `_syncs_forming` whose listening policies are not called while a step is formed and nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]
