@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -32,11 +32,23 @@ def vllm_config(model: str, *, is_async: bool = False, **options: Any) -> Any:
     return config
 
 
-def kv_cache(num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)) -> KVCacheConfig:
+STATE = 0
+"""In place of a window: layers that keep one state of a request."""
+
+
+def kv_cache(
+    num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,), max_model_len: int = 512
+) -> KVCacheConfig:
     """Return a cache with a group of blocks for each window; None: full attention."""
     sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    state = MambaSpec(block_size=max_model_len, shapes=((block_size, 128),), dtypes=(torch.float32,))
     specs = [
-        FullAttentionSpec(**sizes) if one is None else SlidingWindowSpec(**sizes, sliding_window=one) for one in windows
+        FullAttentionSpec(**sizes)
+        if one is None
+        else state
+        if one == STATE
+        else SlidingWindowSpec(**sizes, sliding_window=one)
+        for one in windows
     ]
     groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -44,13 +56,15 @@ def kv_cache(num_blocks: int, block_size: int, windows: Sequence[int | None] = (
 
 def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int, **options: Any) -> Any:
     config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.block_size = block_size
+    cache = options.pop("cache", None) or kv_cache(num_blocks, block_size)
+    config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
     made = cls(
         vllm_config=config,
-        kv_cache_config=options.pop("cache", None) or kv_cache(num_blocks, block_size),
+        kv_cache_config=cache,
         structured_output_manager=options.pop("grammars", None) or StructuredOutputManager(config),
-        block_size=block_size,
-        hash_block_size=block_size,
+        block_size=scheduler_block_size,
+        hash_block_size=hash_block_size,
         **options,
     )
     made.tests_use_second_runner = bool(config.use_v2_model_runner)
@@ -135,7 +149,9 @@ class Core:
 
     def __post_init__(self) -> None:
         specs = [one.kv_cache_spec for one in self.scheduler.kv_cache_config.kv_cache_groups]
-        slots = KvSlots(specs[0].block_size, [getattr(one, "sliding_window", None) for one in specs])
+        attention = next((one for one in specs if not isinstance(one, MambaSpec)), specs[0])
+        windows = [STATE if isinstance(one, MambaSpec) else getattr(one, "sliding_window", None) for one in specs]
+        slots = KvSlots(attention.block_size, windows)
         kind = SecondRunner if self.scheduler.tests_use_second_runner else FirstRunner
         self.worker = kind(slots, {}, self.is_async, self.scheduler.tests_max_rows)
 

@@ -28,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
-from tests.vllm.core import EOS, Core, free_blocks, kv_cache, lora_of, made_up_token, make_scheduler, vllm_config
+from tests.vllm.core import EOS, STATE, Core, free_blocks, kv_cache, lora_of, made_up_token, make_scheduler, vllm_config
 from tests.vllm.worker_model import WorkerFault
 from vajra_py.vllm import Scheduler
 
@@ -93,7 +93,7 @@ class Session:
     second_runner: bool
     has_kv_events: bool = False
     windows: tuple[int | None, ...] = (None,)
-    """Windows of the groups of KV blocks; None: full attention."""
+    """Windows of the groups of KV blocks; None: full attention, `STATE`: layers that keep a state."""
     retention_interval: int | None = None
     begins: float = 10.0
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
@@ -160,6 +160,25 @@ def windowed_session_of(seed: int, *, is_async: bool, has_drafts: bool = False) 
         has_kv_events=False,
         retention_interval=rng.choice((0, size, 3 * size)) if interval else None,
         drafted_group=rng.randrange(len(windows)) if has_drafts and rng.random() < 0.5 else None,
+    )
+
+
+def states_session_of(seed: int, *, is_async: bool) -> Session:
+    """Return a random session of a hybrid model: layers that keep a state beside others, or alone."""
+    session = session_of(seed, is_async=is_async)
+    rng, size = random.Random(f"states {seed}"), session.block_size
+    window = rng.randint(1, 3 * size)
+    groups = rng.choice(("fs", "fs", "fss", "fsss", "sf", "ffs", "fws", "ws", "s"))
+    windows = tuple({"f": None, "w": window, "s": STATE}[one] for one in groups)
+    longest = session.options["max_model_len"]
+    needed = sum(1 if one == STATE else -(-longest // size) + 1 for one in windows)
+    share = rng.choice((0.3, 0.6, 1)) if groups != "s" else rng.choice((0.05, 0.2))
+    return replace(
+        session,
+        options=session.options | {"caches": False},
+        windows=windows,
+        num_blocks=max(needed, int(session.num_blocks * share)),
+        has_kv_events=False,
     )
 
 
@@ -619,7 +638,8 @@ def _events_difference(own: Play, ours: Play) -> str | None:
 
 
 def _cache(session: Session) -> Any:
-    cache = kv_cache(session.num_blocks + 1, session.block_size, session.windows)
+    longest = session.options["max_model_len"]
+    cache = kv_cache(session.num_blocks + 1, session.block_size, session.windows, longest)
     cache.prefix_cache_retention_interval = session.retention_interval
     if session.drafter == "eagle" and session.drafted_group is not None:
         cache.kv_cache_groups[session.drafted_group].is_eagle_group = True
@@ -744,6 +764,7 @@ def has_equals(session: Session) -> bool:
 SESSIONS = {
     "plain": session_of,
     "windows": windowed_session_of,
+    "states": states_session_of,
     "adapters": adapter_session_of,
     "drafts": draft_session_of,
     "windows-drafts": partial(windowed_session_of, has_drafts=True),

@@ -24,6 +24,7 @@ def main() -> int:
         choices=(
             "plain",
             "windows",
+            "states",
             "adapters",
             "drafts",
             "windows-drafts",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1 import kv_cache_interface as kv
 
@@ -119,8 +120,8 @@ BY_CONFIGURATION: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "block tables",
     ),
     "multimodal inputs": ("model_config", {"supports_multimodal_inputs": True}, "model", "multimodal"),
-    "hybrid models": ("model_config", {"is_hybrid": True}, "model", "hybrid"),
-    "states beside attention": ("model_config", {"has_inner_state": True}, "model", "hybrid"),
+    "hybrid models": ("model_config", {"is_hybrid": True}, "--enable-prefix-caching", "hybrid"),
+    "states beside attention": ("model_config", {"has_inner_state": True}, "--enable-prefix-caching", "hybrid"),
     "encoder-decoders": ("model_config", {"is_encoder_decoder": True}, "model", "encoder"),
     "diffusion": ("model_config", {"is_diffusion": True}, "model", "diffusion"),
     "sampling masks": ("model_config", {"return_sampling_mask": True}, "--return-sampling-mask", "not passed on"),
@@ -144,6 +145,24 @@ def test_a_backend_refuses_windows_and_a_scheduler_does_not(tiny_model: str) -> 
     check_options(windowed)
     with pytest.raises(ConfigError, match="model: has a sliding window of 64 tokens"):
         check_options(windowed, has_core=False)
+
+
+def test_a_hybrid_is_taken_without_prefix_caching_drafts_and_connectors(tiny_model: str) -> None:
+    config = vllm_config(tiny_model, max_model_len=256, enable_prefix_caching=False)
+    hybrid = Changed(config, model_config=Changed(config.model_config, is_hybrid=True))
+    check_options(hybrid)
+    with pytest.raises(ConfigError, match="model: is a hybrid"):
+        check_options(hybrid, has_core=False)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    given: dict[str, Any] = {
+        "speculative_config": drafts,
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+    }
+    config = vllm_config(tiny_model, max_model_len=256, enable_prefix_caching=False, **given)
+    with pytest.raises(ConfigError) as caught:
+        check_options(Changed(config, model_config=Changed(config.model_config, is_hybrid=True)))
+    assert "hybrid" in refusal(caught, "--speculative-config")
+    assert "hybrid" in refusal(caught, "--kv-transfer-config")
 
 
 def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
@@ -185,9 +204,9 @@ def test_a_model_is_refused_by_what_its_configuration_says(model: Path, what: st
     config = json.loads((model / "config.json").read_text()) | change
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as caught:
-        vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler")
+        vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler", enable_prefix_caching=True)
     line = next(one for one in str(caught.value).splitlines() if word in one)
-    assert line.startswith("model: ")
+    assert line.startswith("--enable-prefix-caching: " if word == "hybrid" else "model: ")
     assert OWN in line
 
 

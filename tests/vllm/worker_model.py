@@ -51,7 +51,8 @@ class KvSlots:
     """Contents of each slot of the KV memory.
 
     Attributes:
-        windows: for each block table, how many tokens a token attends to, its own included; None: all before it.
+        windows: for each block table, how many tokens a token attends to, its own included; None: all before it, 0: its one
+            block is a state, which has read them all.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
@@ -76,6 +77,11 @@ class KvSlots:
             raise WorkerFault(f"{name}: {len(tables)} block tables for {len(self.windows)} groups")
         read: list[int] = []
         for group, table in enumerate(tables):
+            if self.windows[group] == 0:
+                if len(table) != 1:
+                    raise WorkerFault(f"{name}: {len(table)} blocks for a state")
+                read += table
+                continue
             if len(table) * self.size < end:
                 raise WorkerFault(f"{name}: {len(table)} blocks for {end} tokens")
             read += table[self._first_read(group, start) // self.size : -(-end // self.size)]
@@ -84,6 +90,8 @@ class KvSlots:
 
     def read(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
         for group, table in enumerate(tables):
+            if self.windows[group] == 0:
+                continue  # read before it was overwritten
             for position in range(self._first_read(group, start), end):
                 held = self._held.get((table[position // self.size], position % self.size))
                 if held != (expected.digest(position), group):
@@ -105,6 +113,9 @@ class KvSlots:
         """
         right = end if right is None else right
         for group, table in enumerate(tables):
+            if self.windows[group] == 0:
+                self._move_state(name, expected, (table[0], 0), group, start, right)
+                continue
             for position in range(start, end):
                 if not table[position // self.size]:
                     continue
@@ -113,6 +124,16 @@ class KvSlots:
                 if other != (name, group):
                     raise WorkerFault(f"{name} and {other[0]} write one slot of KV memory")
                 self._held[slot] = (expected.digest(position) if position < right else 0), group
+
+    def _move_state(
+        self, name: str, expected: ExpectedTokens, slot: tuple[int, int], group: int, start: int, right: int
+    ) -> None:
+        """Read a state, which has to be that after the token before `start`, and write that after the token before `right`."""
+        if start and self._held.get(slot) != (expected.digest(start - 1), group):
+            raise WorkerFault(f"{name}: the state at token {start} is not that after the token before it")
+        if self._written_by.setdefault(slot, (name, group)) != (name, group):
+            raise WorkerFault(f"{name} and {self._written_by[slot][0]} write one state")
+        self._held[slot] = expected.digest(right - 1), group
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The KV manager of vLLM behind this project's interface of KV memory, for models that have more than one block table.
 
-Layers with sliding windows give blocks back while their request runs, and models with several kinds of layers have a table for each
-kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
+Layers with sliding windows give blocks back while their request runs, layers that keep a state (Mamba, linear attention) hold the same
+blocks throughout, and models with several kinds of layers have a table for each kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
 same figures as with any memory. Every decode whose blocks change is queried by itself, in order of admission, which costs more than
 this project's own memory does; that one serves models of full attention.
 """
@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 from vajra_py.vllm.absent_kv import WithoutKvExtras
 from vajra_py.vllm.mechanism import BlockHashes, KvRequest, Request, reads_cache
+from vajra_py.vllm.support import holds_states
 
 
 class _Hashes(Sequence[bytes]):
@@ -82,6 +83,9 @@ class ManagedSizes:
     """Sizes of a vLLM that decide what a request may take.
 
     Attributes:
+        block_size: tokens of a block of attention.
+        scheduler_block_size: tokens of which vLLM's scheduler takes blocks to be.
+        hash_block_size: tokens of a hash.
         max_step_tokens: most tokens of one request in a step.
         max_in_flight_tokens: most tokens of steps that have not come back.
         lag_tokens: tokens of a decode that are in flight while its next one is planned.
@@ -89,6 +93,8 @@ class ManagedSizes:
     """
 
     block_size: int
+    scheduler_block_size: int
+    hash_block_size: int
     max_model_len: int
     max_step_tokens: int
     max_in_flight_tokens: int
@@ -110,8 +116,8 @@ class ManagedKv(WithoutKvExtras):
         self.manager = KVCacheManager(
             kv_cache_config=kv_cache_config,
             max_model_len=sizes.max_model_len,
-            scheduler_block_size=sizes.block_size,
-            hash_block_size=sizes.block_size,
+            scheduler_block_size=sizes.scheduler_block_size,
+            hash_block_size=sizes.hash_block_size,
             max_in_flight_tokens=sizes.max_in_flight_tokens,
             enable_caching=sizes.caches,
             use_eagle=sizes.drops_last_hit,
@@ -119,9 +125,16 @@ class ManagedKv(WithoutKvExtras):
         self._coordinator: Any = self.manager.coordinator
         self._pool: Any = self.manager.block_pool
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
-        widest = max(self._coordinator.single_type_managers, key=lambda one: getattr(one, "sliding_window", inf))
+        managers = self._coordinator.single_type_managers
+        self._has_states = [holds_states(one.kv_cache_spec) for one in managers]
+        """For each table, whether it holds states, whose number does not grow with the request."""
+        growing = [
+            one for one, has_states in zip(managers, self._has_states, strict=True) if not has_states
+        ] or managers
+        self._num_growing = len(growing)
+        widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Table of each resident request of which windows leave the fewest blocks behind; its other tables are as long."""
+        """Table of each resident request of which windows leave the fewest blocks behind; others of attention are as long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
         """Number of blocks of that table in the prefix cache; of each other table at least as many are."""
         self._held: dict[KvRequest, _Held] = {}
@@ -153,13 +166,16 @@ class ManagedKv(WithoutKvExtras):
     @property
     def growth_headroom(self) -> int:
         """Number of requests that `grow_each` can serve now, whichever they are."""
-        return self.free_blocks // len(self._none)
+        return self.free_blocks // self._num_growing
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy at most, in all tables."""
-        count = -(-num_tokens // self.block_size)
-        caps = (one.max_admission_blocks_per_request for one in self._coordinator.single_type_managers)
-        return sum(count if cap is None else min(count, cap) for cap in caps)
+        total = 0
+        for one in self._coordinator.single_type_managers:
+            count = -(-num_tokens // one.block_size)
+            cap = one.max_admission_blocks_per_request
+            total += count if cap is None else min(count, cap)
+        return total
 
     def fits(self, num_tokens: int) -> bool:
         """Return True if a request of `num_tokens` tokens fits when it is alone."""
@@ -200,12 +216,16 @@ class ManagedKv(WithoutKvExtras):
         return found
 
     def num_entries(self, request: KvRequest) -> int:
-        """Entries of each of the request's tables, those left behind included."""
-        return len(self.tables(request)[0])
+        """Entries of each of the request's tables of attention, those left behind included."""
+        return len(self._table.get(self._held[request].request_id, ()))
 
     def numbers(self, request: KvRequest, start: int = 0, end: int | None = None) -> tuple[list[int], ...]:
-        """Return vLLM's numbers of the blocks from an entry on, or up to another, by table."""
-        return tuple([block.block_id for block in table[start:end]] for table in self.tables(request))
+        """Return vLLM's numbers of the blocks from an entry on, or up to another, by table; states are part of every first entry."""
+        parts = (
+            table[start:end] if not has_states else table if start == 0 else ()
+            for table, has_states in zip(self.tables(request), self._has_states, strict=True)
+        )
+        return tuple([block.block_id for block in part] for part in parts)
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
         """Return the block numbers of a request that ends with so many computed tokens, after its windows have left behind what they can."""
@@ -430,7 +450,8 @@ class ManagedKv(WithoutKvExtras):
         for request, held in self._held.items():
             tables = self.tables(request)
             users.update(block.block_id for table in tables for block in table if not block.is_null)
-            if len({len(table) for table in tables}) > 1:
+            growing = (table for table, has_states in zip(tables, self._has_states, strict=True) if not has_states)
+            if len({len(table) for table in growing}) > 1:
                 raise AssertionError(f"ManagedKv: tables of several lengths ({held.request_id})")
         for block in self._pool.blocks:
             if not block.is_null and block.ref_cnt != users[block.block_id]:

@@ -9,9 +9,9 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.managed_kv import ManagedKv, ManagedSizes
 from vajra_py.vllm.mechanism import KvMemory, MakeMemory, ReplicaConfig, ReplicaLimits, Retention
 from vajra_py.vllm.settings import VajraOptions
-from vajra_py.vllm.support import needs_manager
+from vajra_py.vllm.support import block_size_of, needs_manager
 
-_WHY = "models with sliding windows or several block tables"
+_WHY = "models with sliding windows, states of layers, or several block tables"
 
 
 def managed_memory(
@@ -38,7 +38,9 @@ def managed_memory(
         raise ConfigError(Problem("--kv-transfer-config", message, "Leave the option out"))
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     sizes = ManagedSizes(
-        block_size=block_sizes[0],
+        block_size=block_size_of(kv_cache_config, block_sizes[0]),
+        scheduler_block_size=block_sizes[0],
+        hash_block_size=block_sizes[1],
         max_model_len=vllm_config.model_config.max_model_len,
         max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,

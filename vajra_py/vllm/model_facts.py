@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vajra_py.vllm.support import holds_states
+
 
 def model_facts_of(vllm_config: Any) -> dict[str, Any]:
     """Return the facts of the model from a vLLM's configuration, by the names of `vajra_py.engine.compute.ModelFacts`."""
@@ -28,5 +30,5 @@ def layer_specs_of(kv_cache_config: Any) -> list[Any]:
 
 
 def kv_bytes_per_token_of(layer_specs: Iterable[Any], block_size: int) -> int:
-    """Return the bytes of K and V of one token in all layers of one device."""
-    return int(sum(spec.page_size_bytes for spec in layer_specs)) // block_size
+    """Return the bytes of K and V of one token in all layers of one device; layers that keep states have none."""
+    return int(sum(spec.page_size_bytes for spec in layer_specs if not holds_states(spec))) // block_size

@@ -54,7 +54,7 @@ from vajra_py.vllm.settings import (
     vajra_options_of,
 )
 from vajra_py.vllm.steady_tokens import SteadyTokens, TakenTokens
-from vajra_py.vllm.support import check_options, check_version, installed_version
+from vajra_py.vllm.support import block_size_of, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Scheduler(WithoutExtras):
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._zero_ns = time.monotonic_ns()
         registry = load_registry()
+        block_sizes = block_size, hash_block_size or block_size
+        block_size = block_size_of(kv_cache_config, block_size)
         sizes = sizes_of(vllm_config, block_size, kv_cache_config.num_blocks - 1, version)
         options = vajra_options_of(vllm_config.additional_config)
         self.config = experiment_of(sizes, options, vllm_config.scheduler_config, registry)
@@ -103,7 +105,6 @@ class Scheduler(WithoutExtras):
         self._in_flight: deque[SchedulerOutput] = deque()
         self._plans: deque[StepPlan | None] = deque()
         """Plans of the steps in flight; None for one that computes nothing."""
-        block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
         self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
         self._recording: SessionRecording | None = None

@@ -50,6 +50,9 @@ def check_options(config: Any, *, has_core: bool = True) -> None:
         if window is not None:
             message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
             problems.append(Problem("model", message, otherwise))
+        if has_states(config.model_config):
+            message = "is a hybrid with states beside attention, and one table of blocks is kept for each request here"
+            problems.append(Problem("model", message, otherwise))
         if config.lora_config is not None:
             problems.append(Problem("--enable-lora", "steps are computed with the base model alone here", otherwise))
         if config.speculative_config is not None:
@@ -85,8 +88,27 @@ def _is_full_attention(spec: Any) -> bool:
 
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_MANAGED = (*_FULL, "SlidingWindowSpec")
+_STATE = "MambaSpec"
+"""Layers that keep one state of a request, whatever its length: Mamba, linear attention, short convolutions."""
+_MANAGED = (*_FULL, "SlidingWindowSpec", _STATE)
 """Kinds of KV blocks for which vLLM's KV manager is known to work here as under its own scheduler."""
+
+
+def holds_states(spec: Any) -> bool:
+    """Return true if a group of KV blocks holds states of layers, whose number does not grow with a request."""
+    return type(spec).__name__ == _STATE
+
+
+def block_size_of(kv_cache_config: Any, block_size: int) -> int:
+    """Return the tokens of a KV block of attention; vLLM gives its scheduler a common multiple with the length for which a state stands."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not any(map(holds_states, specs)):
+        return block_size
+    return int(
+        min(
+            (one for one in specs if not holds_states(one)), default=specs[0], key=lambda one: one.block_size
+        ).block_size
+    )
 
 
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
@@ -100,8 +122,17 @@ def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -
     kinds = ", ".join(type(one).__name__ for one in specs) or "none"
     if not specs or any(type(one).__name__ not in _MANAGED for one in specs):
         message = f"has KV blocks of a kind that is not known here ({kinds})"
-        raise ConfigError(Problem("model", f"{message}. Known are full attention and sliding windows", _OTHERWISE))
-    sizes = sorted({block_size, hash_block_size, *(one.block_size for one in specs)})
+        known = "Known are full attention, sliding windows, and states of layers"
+        raise ConfigError(Problem("model", f"{message}. {known}", _OTHERWISE))
+    if any(holds_states(one) and one.mamba_cache_mode != "none" for one in specs):
+        message = (
+            "keeps states of layers at the ends of blocks, at which steps would have to end (--enable-prefix-caching)"
+        )
+        raise ConfigError(Problem("model", message, f"--no-enable-prefix-caching. {_OTHERWISE}"))
+    attention = [one for one in specs if not holds_states(one)]
+    if len(attention) < len(specs):
+        block_size = hash_block_size = block_size_of(kv_cache_config, block_size)
+    sizes = sorted({block_size, hash_block_size, *(one.block_size for one in attention)})
     if len(sizes) > 1:
         message = f"has groups of KV blocks ({kinds}) whose blocks differ in size (got {sizes} tokens)"
         raise ConfigError(Problem("model", message, _OTHERWISE))
@@ -122,8 +153,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:
         yield "model", "takes multimodal inputs, whose encoder has a budget of its own"
-    if model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model):
-        yield "model", "is a hybrid with states beside attention, whose KV blocks are of several kinds"
+    yield from _unsupported_states(config)
     if model.is_encoder_decoder:
         yield "model", "is an encoder-decoder, whose encoder is not scheduled"
     if getattr(model, "is_diffusion", False):
@@ -162,6 +192,24 @@ def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
             yield f"--{name.replace('_', '-')}", what
     if getattr(observed, "per_request_spec_decode_metrics", "none") != "none":
         yield "--per-request-spec-decode-metrics", "drafts are counted for all requests together"
+
+
+def has_states(model: Any) -> bool:
+    """Return true if layers of a model keep states instead of KV."""
+    return bool(model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model))
+
+
+def _unsupported_states(config: Any) -> Iterator[tuple[str, str]]:
+    """Options with which states of layers are not taken."""
+    if not has_states(config.model_config):
+        return
+    if config.cache_config.enable_prefix_caching:
+        why = "the model is a hybrid, and states of its layers are not shared among requests here"
+        yield "--enable-prefix-caching", f"{why} (--no-enable-prefix-caching schedules it)"
+    if config.speculative_config is not None:
+        yield "--speculative-config", "the model is a hybrid, and drafts of its states are not planned"
+    if config.kv_transfer_config is not None:
+        yield "--kv-transfer-config", "the model is a hybrid, and a connector does not get its states"
 
 
 def _has_other_layers(model: Any) -> bool:
