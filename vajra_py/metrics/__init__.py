@@ -1,8 +1,9 @@
 """Results of runs, as numbers and figures.
 
-From raw rows to pictures: `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` keep the tables; `summarise` makes the numbers;
-`RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` show what is in it. Every definition is in
-`vajra_py.metrics.definitions`. Importing this package loads none of pyarrow, pandas and matplotlib: names are resolved when they are used.
+`RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` build and write the tables; `summarise` computes the
+summary; `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` present its results.
+Metrics are defined in `vajra_py.metrics.definitions`. Importing this package loads none of pyarrow, pandas and
+matplotlib: names are resolved when they are used.
 """
 
 from __future__ import annotations

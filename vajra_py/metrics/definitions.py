@@ -1,7 +1,7 @@
 """Definitions of TTFT, TBT, TPOT, E2E, SLO attainment, quantiles and fairness.
 
-Every reported number comes from a function of this module or is named after one. All functions take whole columns
-(numpy arrays, one entry per request) and never modify their arguments. NaN means "did not happen" and is excluded from
+Every reported metric is computed by a function of this module or named after one. The functions take whole columns
+(numpy arrays, one entry per request) and do not modify their arguments. NaN means "did not happen" and is excluded from
 distributions.
 """
 
@@ -34,7 +34,7 @@ REASONS: tuple[str, ...] = (*(reason.value for reason in EndReason), UNFINISHED)
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 """Quantiles in summaries, by key."""
 
-# Keeps a product such as 0.07 * 100 = 7.000000000000001 at the rank that is meant.
+# Rounding errors such as 0.07 * 100 = 7.000000000000001 must not raise the rank by one.
 _RANK_SLACK = 1.0 - 1e-12
 
 
@@ -56,17 +56,17 @@ class Window:
 
     @property
     def duration_s(self) -> float:
-        """Its length, seconds."""
+        """Length of the window in seconds."""
         return self.end_at - self.start_at
 
     def holds(self, at: Floats) -> Bools:
-        """Return a mask of the moments inside the window; False for NaN."""
+        """Return a mask of the times inside the window; False for NaN."""
         return (at >= self.start_at) & (at <= self.end_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """SLO of a request without one of its own, in seconds; None: no SLO."""
+    """Default SLO of a request without its own, in seconds; None: no SLO."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -76,7 +76,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class SloDefaults:
-    """SLOs by class, and for all other requests; each applies only to requests without an SLO of that kind."""
+    """Default SLOs by class and for all other requests; each applies only to requests without an SLO of that kind."""
 
     everyone: Slo = field(default_factory=Slo)
     by_class: Mapping[str, Slo] = field(default_factory=dict)
@@ -100,12 +100,12 @@ class SloDefaults:
 
 
 class SloStatus(IntEnum):
-    """Fulfilment of a request's SLOs."""
+    """Whether a request met its SLO."""
 
     NONE = 0
     """No SLO."""
     UNDECIDED = 1
-    """Withdrawn by the client, or cut off by the end of the run, before any SLO was violated."""
+    """Aborted by the client, or unfinished at the end of the run, before any SLO was violated."""
     MISSED = 2
     MET = 3
 
@@ -119,21 +119,23 @@ class Outcomes:
     ended_at: Floats
     num_output_tokens: Ints
     completed: Bools
-    """`reason` is one of `COMPLETED_REASONS`."""
+    """True if `reason` is one of `COMPLETED_REASONS`."""
     dropped: Bools
-    """`reason` is rejected, expired or failed: the system did not deliver."""
+    """True if `reason` is rejected, expired or failed."""
     tbt_max_s: Floats | None = None
-    """The longest gap between two tokens so far; None where gaps were not kept."""
+    """Longest gap between two tokens so far; None if gaps were not recorded."""
 
     def observed_until(self) -> float:
-        """Latest time in any request's record: requests open then have waited at least until then."""
+        """Return the latest time in any request's record; unfinished requests have waited at least until then."""
         moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """SLOs, one entry per request, in seconds; NaN = none. `deadline_at` is a moment, the others are durations."""
+    """SLOs, one entry per request, in seconds; NaN = none. `deadline_at` is a time on the run's clock, the others are
+    durations.
+    """
 
     ttft_s: Floats
     tpot_s: Floats
@@ -143,7 +145,7 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class SloJudgement:
-    """`SloStatus` values of each request (int8): for each kind of promise, and for all of them together."""
+    """`SloStatus` of each request (int8), for each kind of SLO and for all of them together."""
 
     ttft: NDArray[np.int8]
     tpot: NDArray[np.int8]
@@ -153,20 +155,24 @@ class SloJudgement:
 
 
 def ttft_s(outcomes: Outcomes) -> Floats:
-    """Time to first token: from arrival to the first token that the client sees.
+    """Return the time to first token (TTFT) in seconds: from arrival to the first token that the client receives.
 
-    A later preemption does not move it: a client sees its first token once.
+    A later preemption does not change it, since the client keeps its first token.
     """
     return outcomes.first_token_at - outcomes.arrived_at
 
 
 def e2e_s(outcomes: Outcomes) -> Floats:
-    """End-to-end latency: from arrival to the end, of completed requests; NaN for the others, which have no answer to wait for."""
+    """Return the end-to-end latency (E2E) in seconds: from arrival to the end of a completed request; NaN for other
+    requests.
+    """
     return np.where(outcomes.completed, outcomes.ended_at - outcomes.arrived_at, np.nan)
 
 
 def tpot_s(outcomes: Outcomes) -> Floats:
-    """Time per output token: (E2E - TTFT) / (output tokens - 1) of completed requests with at least two tokens, else NaN."""
+    """Return the time per output token (TPOT) in seconds: (E2E - TTFT) / (output tokens - 1) of completed requests with
+    at least two tokens, else NaN.
+    """
     gaps = outcomes.num_output_tokens - 1
     defined = outcomes.completed & (gaps >= 1)
     return np.where(defined, (outcomes.ended_at - outcomes.first_token_at) / np.maximum(gaps, 1), np.nan)
@@ -175,10 +181,12 @@ def tpot_s(outcomes: Outcomes) -> Floats:
 def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
     """Judge which requests met their SLOs.
 
-    TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). TBT: every gap is. Deadline: the answer was
-    complete by then. All together: completed, and no promise broken. A dropped request broke every promise but a TTFT that it kept. A
-    request that its client took back, or that the run's end cut off, is judged by what had happened until then, and is undecided if that
-    does not decide it. `observed_until` is when the run ended; by default the last moment in the figures of these requests.
+    The TTFT SLO is met if the first token came in time; TPOT if the mean gap is at most the SLO (always with one
+    token); TBT if every gap is; the deadline if the answer was complete by then. All together are met if the request
+    completed and violated none of them. A dropped request violates all of its SLOs, except a TTFT SLO that it met. An
+    aborted or unfinished request is judged by the events until its end or the run's end, and is undecided if these do
+    not decide. `observed_until` is the end of the run in seconds; by default the latest time in these requests'
+    records.
     """
     horizon_at = outcomes.observed_until() if observed_until is None else observed_until
     until = np.where(np.isnan(outcomes.ended_at), horizon_at, outcomes.ended_at)
@@ -228,9 +236,10 @@ def _status(promised: Bools, met: Bools, undecided: Bools) -> NDArray[np.int8]:
 
 
 def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
-    """Nearest-rank quantiles: the smallest value such that at least this fraction of all values is not above it; NaN of no values.
+    """Return nearest-rank quantiles: the smallest value such that at least this fraction of all values is at most that
+    value. NaN if there are no values.
 
-    Every quantile is a value that occurred; there is no interpolation. NaN entries are not values.
+    Every quantile is a value that occurred; there is no interpolation. NaN entries are ignored.
     """
     known = values[~np.isnan(values)]
     if not known.size:
@@ -241,7 +250,9 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
 
 
 def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
-    """Return `quantiles` of a list with `weights[i]` copies of `values[i]` (whole, not negative), without building it."""
+    """Return `quantiles` of a list with `weights[i]` copies of `values[i]`, without building it; weights are integers ≥
+    0.
+    """
     total = int(weights.sum())
     if total <= 0:
         return [float("nan")] * len(fractions)
@@ -252,12 +263,12 @@ def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]
 
 
 def nearest_rank(count: int, fraction: float) -> int:
-    """Zero-based rank of a quantile among `count` ordered values."""
+    """Return the zero-based rank of a quantile among `count` ordered values."""
     return min(max(math.ceil(fraction * count * _RANK_SLACK) - 1, 0), count - 1)
 
 
 def nearest_ranks(counts: Ints, fraction: float) -> Ints:
-    """`nearest_rank` of each of these counts."""
+    """Return `nearest_rank` for each of these counts."""
     ranks = np.ceil(fraction * counts * _RANK_SLACK) - 1
     clipped: Ints = np.clip(ranks, 0, counts - 1).astype(np.int64)
     return clipped
@@ -269,7 +280,9 @@ def _ranks(count: int, fractions: Sequence[float]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class GapStatistics:
-    """Statistics of one request's gaps between tokens seen by its client, in seconds; NaN with fewer than two tokens."""
+    """Statistics of the gaps between one request's tokens as its client receives them, in seconds; NaN with fewer than
+    two tokens.
+    """
 
     p50_s: float
     p99_s: float
@@ -277,9 +290,10 @@ class GapStatistics:
 
 
 def gap_statistics(token_at: Floats) -> GapStatistics:
-    """Time between tokens (TBT) of one request, from the moments at which its client saw tokens, in order.
+    """Return statistics of the time between tokens (TBT) of one request, given the ordered times in seconds at which
+    its client received tokens.
 
-    A gap spans whatever lies between the two tokens, a preemption too.
+    A gap includes everything that happens between the two tokens, such as a preemption.
     """
     if len(token_at) < 2:
         return GapStatistics(float("nan"), float("nan"), float("nan"))
@@ -289,14 +303,15 @@ def gap_statistics(token_at: Floats) -> GapStatistics:
 
 
 def covered_s(begins: Floats, ends: Floats, start_at: float) -> float:
-    """Seconds after `start_at` that are covered by spans in the order of their begins; where they overlap, once."""
+    """Return the seconds after `start_at` covered by at least one span; spans are ordered by their begins."""
     covered = np.maximum.accumulate(ends)
     before = np.concatenate(([start_at], covered[:-1]))
     return float(np.maximum(ends - np.maximum(begins, before), 0.0).sum())
 
 
 def jain_index(shares: Floats) -> float:
-    """Jain's fairness index, (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
+    """Return Jain's fairness index, (sum x)^2 / (n * sum x^2): 1 if all shares are equal, 1/n if one of n gets
+    everything.
 
     NaN if there are no shares or all are zero. Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and
     discrimination for resource allocation in shared computer systems" (1984), equation 2.
@@ -309,7 +324,7 @@ def jain_index(shares: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServiceWeights:
-    """Weights of tokens and tenants in the measure of service.
+    """Weights of tokens and tenants for measuring service.
 
     The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language
     Models", OSDI 2024, section 3). A tenant of weight 2 is treated fairly when it gets twice the service of one of weight 1.
@@ -330,6 +345,8 @@ class ServiceWeights:
 def attained_service(
     num_prompt_tokens: Ints, num_output_tokens: Ints, has_first_token: Bools, weights: ServiceWeights
 ) -> Floats:
-    """Service that each request got: its prompt once its first token is seen (cached or not), and every output token."""
+    """Return the weighted service of each request: its prompt tokens (cached or not) once it has a first token, and its
+    output tokens.
+    """
     prompt = np.where(has_first_token, num_prompt_tokens, 0)
     return weights.prompt_token * prompt + weights.output_token * num_output_tokens

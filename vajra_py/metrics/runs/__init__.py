@@ -1,1 +1,1 @@
-"""Finished runs read from their folders: differences of configuration, replications, copies."""
+"""Readers of finished runs: folders, differences between configurations, replications, and repeated runs."""

@@ -1,4 +1,4 @@
-"""Recognise runs that repeat another one: seeds without an effect give copies, which are no replications.
+"""Detect runs that repeat another run. Runs that differ only in a seed without effect are copies, not replications.
 
 Seeds that were not run because they would repeat another run are listed in the summary of the run that represents them
 (`SECTION`); existing repeated runs, such as those of an earlier version, are recognised by their results.
@@ -18,9 +18,11 @@ from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
 from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 SECTION = "replications"
-"""Section of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
+"""Section of a summary: `asked` (number of seeds of the setting), `run` (number of seeds with distinct runs), `why` (a
+sentence).
+"""
 COPIED = "All seeds give equal requests and nothing else is random: one run, no interval, nothing tested"
-"""Reason that a setting of several seeds counts as one observation, without its full stop."""
+"""Reason why a setting of several seeds counts as one observation; a sentence without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
 """Name of the variation between runs on a device."""
@@ -29,7 +31,7 @@ _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
 
 def copies_sentence(num_seeds: int, num_runs: int) -> str:
-    """Return the reason that a setting of `num_seeds` seeds has fewer runs."""
+    """Return a sentence on why a setting of `num_seeds` seeds has only `num_runs` runs."""
     if num_runs == 1:
         return (
             f"Its {num_seeds} seeds give equal requests, and nothing else in it is random: it is one run, without interval, test or mark, since copies "
@@ -40,13 +42,13 @@ def copies_sentence(num_seeds: int, num_runs: int) -> str:
 
 
 def same_load_sentence(drawn: Sequence[str]) -> str:
-    """Return a sentence on the variation between runs of equal requests, by the names of the drawn quantities."""
+    """Return a sentence that names the drawn quantities as the only variation between runs of equal requests."""
     return f"Its seeds give equal requests: its runs differ by {' and '.join(drawn) or 'something else'} alone, and intervals leave out how requests vary. {HOW}"
 
 
 def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
-    """Return the quantities besides requests that runs drew by their seeds; measured times are not drawn, but vary too.
-    Empty if the runs do not record it.
+    """Return the names of the quantities, besides requests, that vary between these runs: those drawn from the seed,
+    and measured times. Empty if the runs do not record it.
     """
     drawn = {name for run in runs for name in run.manifest.get("drawn_beside_workload") or []}
     backend = runs[0].config.get("backend")
@@ -55,8 +57,8 @@ def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
 
 
 def originals(runs: Sequence[RunData]) -> list[int]:
-    """Return the positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables
-    of requests.
+    """Return the positions of the runs that do not repeat an earlier one, judged by their summaries and, if they exist,
+    their requests tables.
     """
     by_summary: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
@@ -101,14 +103,14 @@ def _offered(run: RunData) -> Any:
 
 
 def _results(run: RunData) -> str:
-    """Return the results of a run, as text; runs without arrivals are all different."""
+    """Return a run's results as text for comparison; runs without arrivals never compare equal."""
     if not run.summary.value("overall.counts.arrived"):
         return str(run.path)
     return json.dumps([run.summary.value(key) for key in ("overall", "resources")], sort_keys=True)
 
 
 def _digest(run: RunData, columns: Sequence[str]) -> str:
-    """Return a digest of these columns of the requests; empty for a run without them, or with an unreadable table."""
+    """Return a digest of these columns of the requests table; empty if the table is missing or unreadable."""
     if not (run.path / REQUESTS_FILE).exists():
         return ""
     digest = hashlib.blake2b(digest_size=16)

@@ -1,7 +1,7 @@
 """Differences between the configurations of several runs, and the axes along which the runs form a grid.
 
-Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
-has, an output folder) is not an axis of its own.
+Configurations are compared as flat `dotted.path -> text` mappings. A path whose value is determined by the values of
+other paths (such as a parameter that only one policy has, or an output folder) is not an axis.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Varied setting."""
+    """One configuration path that was varied between runs."""
 
     path: str
     label: str
-    """Short and distinct among the axes of one comparison."""
+    """Short name, unique among the axes of one comparison."""
     values: tuple[str, ...]
-    """Values of each run, in the order of the runs."""
+    """Value in each run, in the order of the runs."""
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -42,7 +42,9 @@ class Axis:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
+    """Return a nested configuration as a mapping from dotted path to text; a list becomes one JSON text unless it holds
+    mappings.
+    """
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
@@ -56,15 +58,15 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _number_or_json(value: object) -> str:
-    """Return the text of a value that is not a string; a whole number gives the same text as `12` and as `12.0`."""
+    """Return the text of a value that is not a string; 12 and 12.0 give the same text."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value, default=str)
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
-    """Return every path on which the runs' configurations do not agree, with the value of each run, in order of the
-    first configuration.
+    """Return each path whose value differs between the runs, with its value in each run, in the order of the first
+    configuration.
     """
     if len(runs) < 2:
         return {}
@@ -75,8 +77,8 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """Return the independent ones among the differences: the numbers of replicas of pools first, then policies, then
-    parameters, then the workload, then the seed, each in the order of the file.
+    """Return the independent differences. Replica counts of pools come first, then policies, parameters, the workload
+    and the seed; within each kind the order is that of the configuration.
     """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     pools = tuple(_composition(run.config.get("pools")) for run in runs) if len(runs) > 1 else ()
@@ -95,20 +97,22 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
 
 
 def _composition(pools: object) -> str:
-    """Return pools in words: `6 prefill + 2 decode`."""
+    """Return a text such as `6 prefill + 2 decode`."""
     if not isinstance(pools, Mapping) or not pools:
         return ABSENT
     return " + ".join(f"{pool.get('num_replicas', 1)} {name}" for name, pool in pools.items())
 
 
 def _short(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
+    """Return shortened values (file names without folders, a dash for null), or the values unchanged if shortening
+    would make two of them equal.
+    """
     found = tuple(ABSENT if value == "null" else value.rsplit("/", 1)[-1] for value in values)
     return found if len(set(found)) == len(set(values)) else values
 
 
 def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: str, values: tuple[str, ...]) -> None:
-    """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
+    """Append a policy to the name of another policy that was varied together with it: `lrs+space_sharing`."""
     for other_path, own in kept.items():
         if other_path.endswith(".policy") and _follows(values, [own]):
             kept[other_path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
@@ -125,12 +129,14 @@ _RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
 
 
 def is_rate(axis: Axis) -> bool:
-    """Return whether this axis sets the amount of load: requests per second, their pace, or the users of a closed loop."""
+    """Return whether this axis sets the amount of load: the request rate, a time scale, or the number of users of a
+    closed loop.
+    """
     return is_workload(axis) and axis.path.split(".")[-1] in _RATE_WORDS
 
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
-    """Return whether runs that agree on all kept axes also agree on this one."""
+    """Return whether the values are determined by the kept axes: runs equal on all of these are equal here too."""
     if not kept:
         return False
     seen: dict[tuple[str, ...], str] = {}
@@ -138,11 +144,11 @@ def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
 
 
 IDENTITIES = ("type", "profile", "path")
-"""Settings that identify a workload: the others are its properties."""
+"""Settings that identify a workload; its other settings are parameters."""
 
 
 def _rank(path: str) -> int:
-    """Order of the axes: those of a lower rank take along what follows from them."""
+    """Return the sort rank of a path. Of two equivalent axes the one of lower rank is kept."""
     if path == SEED_PATH:
         return 7
     if path == POOLS_PATH:
@@ -154,6 +160,6 @@ def _rank(path: str) -> int:
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:
-    """Return a sort key in which numbers inside a text count by their size."""
+    """Return a sort key that compares numbers inside texts by value."""
     parts = re.split(r"(\d+(?:\.\d+)?)", text)
     return tuple((0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part)

@@ -1,5 +1,5 @@
-"""Describe which parts of the load do not vary between the seeds of a setting, from the manifests' facts about
-requests.
+"""Describe which parts of the load do not vary between the seeds of a setting, based on the workload facts in the
+manifests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 from vajra_py.metrics.runs.run_data import RunData
 
 _MUCH = 0.9
-"""Fraction of windows disjoint from all others below which they count as overlapping."""
+"""Windows count as overlapping if the trace part that they cover is less than this fraction of their total length."""
 
 
 def load_note(runs: Sequence[RunData]) -> str:
-    """Return sentences on the load's lack of variation between replications; empty if there is none, or the manifests
-    do not record it.
+    """Return sentences on the parts of the load that are equal in all replications; empty if there are none or the
+    manifests do not record them.
     """
     sources = [_operations(run.manifest.get("workload")) for run in runs]
     found = []
@@ -33,9 +33,7 @@ def load_note(runs: Sequence[RunData]) -> str:
 
 
 def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
-    """Return the total length of the runs' windows, and the part of the trace they cover, for the first workload with
-    windows.
-    """
+    """Return the summed length of the runs' windows and the length of their union (first workload with windows)."""
     windows = [next((one for one in own if one.get("op") == "window"), None) for own in sources]
     ends = []
     for one in windows:

@@ -1,4 +1,4 @@
-"""Open several runs under distinct names."""
+"""Assign distinct names to runs that are opened together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 
 
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """Return the same runs under names that differ and fit into a table.
+    """Return the same runs under distinct names that are short enough for a table.
 
-    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not distinguish all runs,
-    clashing names get their parent folder's in front, and then a number.
+    Names that clash or are long are replaced by the configuration values in which the runs differ
+    (`lrs/pull/dynamic_chunk`). If these do not distinguish all runs, clashing names are prefixed with their parent
+    folder, and then numbered.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):
@@ -40,9 +41,7 @@ def distinct(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
-    """Return a name for each run from the values of what was varied; None when two would be the same, or the longest no
-    shorter.
-    """
+    """Return names made of the varied values; None if two would be equal or the longest would be no shorter."""
     varied = axes(runs)
     found = ["/".join(axis.values[i] for axis in varied) for i in range(len(runs))]
     clash = len(set(names)) < len(names)

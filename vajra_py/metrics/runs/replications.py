@@ -1,7 +1,8 @@
 """Group runs into settings: runs that differ only in their seed are replications of one setting, unless they repeat
 each other.
 
-A load is a part of the configuration, never a measured rate: seeds of one rate arrive at somewhat different rates and are one load all the same.
+A load is defined by the configuration, not by the measured rate: seeds of one configured rate differ slightly in their
+measured rates and are still the same load.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration, and its runs: one for each seed that gives another run, in the order given."""
+    """One configuration with its runs, one per seed without repeated runs, in the order given."""
 
     name: str
     positions: tuple[int, ...]
@@ -34,27 +35,27 @@ class Setting:
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
     num_seeds: int = 1
-    """Seeds that it was to be run with: those whose run would repeat another one's are left out of `runs`."""
+    """Number of seeds of the setting, including seeds whose repeated runs are left out of `runs`."""
     every: tuple[RunData, ...] = ()
-    """All its runs, those that repeat another one included."""
+    """All its runs, including repeated ones."""
     note: str = ""
     """Limitation of its replications: copies, or equal requests."""
 
     @property
     def is_copied(self) -> bool:
-        """True if all of its several seeds give one run, so variation by chance is unknown."""
+        """True if all of several seeds give the same run, so that the random variation is unknown."""
         return self.num_seeds > 1 and len(self.runs) == 1
 
     @property
     def one_sample(self) -> str:
-        """Reason that its seeds count as one observation; empty if each run is a replication. It is shown in place of
-        an interval or a mark.
+        """Reason why its seeds count as one observation, shown in place of an interval or a mark; empty if each run is
+        a replication.
         """
         return COPIED if self.is_copied else ""
 
     @property
     def first(self) -> RunData:
-        """The first replication, under the setting's name: what figures of a single run show."""
+        """The first replication under the setting's name, for figures that show a single run."""
         return self.runs[0] if self.runs[0].name == self.name else self.runs[0].renamed(self.name)
 
 
@@ -64,14 +65,16 @@ def system_axes(runs: Sequence[RunData]) -> list[Axis]:
 
 
 def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
-    """Return the distinctive part of each run's workload, except seeds, as text; empty for all if they share one."""
+    """Return, for each run, the workload settings that differ between the runs (without seeds), as text; empty texts if
+    none differ.
+    """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
 
 
 def workload_differences(runs: Sequence[RunData]) -> str:
-    """Return a sentence without its full stop on runs whose workloads differ in more than their rate; empty if they do
-    not.
+    """Return a sentence, without its full stop, if the runs' workloads differ in more than their rate; else an empty
+    text.
     """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     if all(is_rate(axis) for axis in varied):
@@ -81,19 +84,20 @@ def workload_differences(runs: Sequence[RunData]) -> str:
 
 
 def seed_of(run: RunData) -> str:
-    """Return the run's seed as text; a dash when neither its manifest nor its configuration names one."""
-    seed = run.manifest.get("seed")  # reading YAML takes much longer
+    """Return the run's seed as text; a dash if neither its manifest nor its configuration has one."""
+    seed = run.manifest.get("seed")  # checked first: parsing the YAML configuration is much slower
     if isinstance(seed, int):
         return str(seed)
     return flatten(run.config).get(SEED_PATH, ABSENT)
 
 
 def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> list[Setting]:
-    """Return the settings among these runs, in order of their first runs, under names that differ; with `each_run`
-    every run is one.
+    """Return the settings of these runs under distinct names, ordered by their first runs; with `each_run` every run is
+    a setting of its own.
 
-    Two runs of one configuration *and* one seed are no replications of each other (a simulation repeats itself; another version of the code may not):
-    they are kept apart, by the folders that they lie in where that suffices.
+    Two runs with the same configuration *and* seed are not replications of each other: a simulation repeats itself,
+    although another version of the code may give other results. They become separate settings, named by their folders
+    if that makes the names distinct.
     """
     named = distinct(runs)
     varied = system_axes(runs)
@@ -137,7 +141,7 @@ def _note(runs: Sequence[RunData], num_seeds: int) -> str:
 def _without_repetition(
     runs: Sequence[RunData], members: Sequence[int], seeds: Sequence[str]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Return the members in groups with distinct seeds, each with an addition to its name."""
+    """Return the members in groups with distinct seeds, each group with a suffix for its name."""
     if _is_repetition_free(members, seeds):
         return [(tuple(members), "")]
     folders: dict[str, list[int]] = {}

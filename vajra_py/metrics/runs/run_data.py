@@ -1,7 +1,7 @@
 """Read the files of a finished or interrupted run.
 
-Files are read on demand, tables by column, and every fault of a file is a `RunError` that names it. A folder:
-`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
+Files are read on demand, tables by column. A missing or unreadable file raises a `RunError` that names it. A folder
+contains `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
 `decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`.
 """
 
@@ -73,7 +73,7 @@ _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "succes
 
 
 class RunData:
-    """Folder of a run, read on demand. `name` distinguishes it from other runs in a comparison."""
+    """A run's folder, read on demand. `name` distinguishes it from other runs in a comparison."""
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self.path = Path(path)
@@ -81,7 +81,7 @@ class RunData:
 
     @classmethod
     def load(cls, path: str | Path, name: str | None = None) -> RunData:
-        """Open a run's folder; RunError when it is none, or its manifest cannot be read."""
+        """Open a run's folder; RunError if it is not one or its manifest cannot be read."""
         run = cls(path, name)
         if not run.path.is_dir():
             found = "is a file" if run.path.exists() else "does not exist"
@@ -91,7 +91,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Given name, else that of the folder, without the digest suffix of a sweep's folders."""
+        """Given name, by default that of the folder without the digest suffix of a sweep's folders."""
         return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
 
     def renamed(self, name: str) -> RunData:
@@ -107,7 +107,7 @@ class RunData:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The effective configuration as plain values; empty when the run kept none."""
+        """The effective configuration as plain values; empty if the folder has none."""
         path = self.path / CONFIG_FILE
         return _object(path, _read_yaml) if path.exists() else {}
 
@@ -119,7 +119,7 @@ class RunData:
 
     @cached_property
     def summary(self) -> Summary:
-        """The run's summary; computed from the tables when the folder has none."""
+        """The run's summary; computed from the tables if the folder has none."""
         path = self.path / SUMMARY_FILE
         if not path.exists():
             return summarise(self.requests(), self.steps(), self.tbt())
@@ -149,24 +149,26 @@ class RunData:
         return self._table(TBT_FILE, columns)
 
     def emitted(self) -> ArrowTable:
-        """Figures that policies emitted of their own (`vajra_py.metrics.tables.emitted`), empty where none did."""
+        """Values emitted by policies (`vajra_py.metrics.tables.emitted`); empty if there are none."""
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
     def programs(self) -> ArrowTable:
-        """Programs with their makespans (`vajra_py.metrics.tables.programs`), empty for a run without programs."""
+        """Programs with their makespans (`vajra_py.metrics.tables.programs`); empty for a run without programs."""
         return self._optional(PROGRAMS_FILE, no_programs())
 
     @property
     def has_programs(self) -> bool:
-        """True if some request belonged to a program."""
+        """True if any request belonged to a program."""
         return (self.path / PROGRAMS_FILE).exists()
 
     def replicas(self) -> ArrowTable:
-        """States of replicas over time (`vajra_py.metrics.tables.replicas`), empty for a run without a scaler."""
+        """States of replicas over time (`vajra_py.metrics.tables.replicas`); empty for a run without a scaler."""
         return self._optional(REPLICAS_FILE, replicas_table())
 
     def transfers(self) -> ArrowTable:
-        """KV on its way between replicas (`vajra_py.metrics.tables.transfers`), empty for a run whose requests cannot move."""
+        """KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose requests cannot
+        move.
+        """
         return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
 
     def pool_of_replica(self) -> dict[tuple[str, int], str]:
@@ -179,7 +181,7 @@ class RunData:
         }
 
     def _optional(self, file: str, empty: ArrowTable) -> ArrowTable:
-        """Return a table that not every run has; `empty` for a run without it."""
+        """Return the table in `file`, or `empty` if the run has no such file."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -194,7 +196,8 @@ class RunData:
     def requests_frame(self, *columns: str) -> pd.DataFrame:
         """Return the requests table as a pandas data frame.
 
-        Where policies emitted figures of requests and no columns are named, with the last of each as `emitted.POLICY.NAME`.
+        If no columns are named, it also has the last value of each figure that policies emitted for a request, as
+        `emitted.POLICY.NAME`.
         """
         frame = _frame(self.requests(*columns))
         if columns or not (self.path / EMITTED_FILE).exists():
@@ -210,16 +213,15 @@ class RunData:
         return _frame(self.tbt(*columns))
 
     def measured(self, *columns: str) -> dict[str, NDArray[Any]]:
-        """Columns of the requests that arrived in the measurement window, as arrays."""
+        """Return columns of the requests that arrived in the measurement window, as arrays."""
         table = self.requests(*dict.fromkeys((*columns, "arrived_at")))
         inside = self.window.holds(numpy_array(table.column("arrived_at")))
         return {name: numpy_array(table.column(name))[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the decision log, a row per step in the order in which steps came back; RunError when it cannot be
-        read.
+        """Yield the decision log, one row per step in order of completion; RunError if it cannot be read.
 
-        Of a run whose process was killed, the steps up to then (`has_cut_decisions`).
+        If the run's process was killed, the log ends with the last recorded step (`has_cut_decisions`).
         """
         import pyarrow as pa
 
@@ -244,7 +246,9 @@ class RunData:
             raise _problem(path, f"not a readable table ({error})", "It may be cut off; run again") from error
 
     def admissions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the admission policy's decisions in order (`vajra_py.runtime.records.admission_log`); none for a run without one."""
+        """Yield the admission policy's decisions in order (`vajra_py.runtime.records.admission_log`); nothing for a run
+        without an admission policy.
+        """
         path = self.path / ADMISSIONS_FILE
         try:
             yield from read_admissions(path)
@@ -258,7 +262,7 @@ class RunData:
 
     @property
     def has_cut_decisions(self) -> bool:
-        """True if the decision log was cut off because the run's process was killed."""
+        """True if the decision log is incomplete because the run's process was killed."""
         return is_cut(self.path / DECISIONS_FILE)
 
     def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:

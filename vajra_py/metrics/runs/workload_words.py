@@ -1,4 +1,4 @@
-"""Describe the workload of runs in words: the configuration, and statistics of the requests."""
+"""Describe the workload of runs in words, from the configuration and statistics of the requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MAX_PARTS = 4
 
 
 def workload_words(runs: Sequence[RunData]) -> list[str]:
-    """Return one or two sentences on the common workload of these runs; empty if their configurations do not record it."""
+    """Return one or two sentences on the common workload of these runs; an empty list if their configurations do not
+    record it.
+    """
     workload = runs[0].config.get("workload")
     if not isinstance(workload, Mapping) or "type" not in workload:
         return []
@@ -60,7 +62,7 @@ def _part(workload: Mapping[str, Any]) -> str:
 
 
 def _sampled(workload: Mapping[str, Any]) -> str:
-    """Return a description of the selection of requests from a file."""
+    """Return words on how requests were selected from a file."""
     words = []
     blocks, kept = workload.get("bootstrap"), workload.get("thin")
     if isinstance(blocks, Mapping):
@@ -109,7 +111,7 @@ def _count(workload: Mapping[str, Any], key: str, noun: str) -> str:
 
 
 def _lengths(run: RunData) -> list[str]:
-    """Return statistics of a run's requests, by class if there are few."""
+    """Return statistics of a run's requests, per SLO class if there are few classes."""
     if not (run.path / REQUESTS_FILE).exists():
         return []
     columns = run.measured("num_prompt_tokens", "num_output_tokens", "slo_class")

@@ -1,1 +1,1 @@
-"""Numbers of one run: latencies, rates, fairness, costs, resources, stability, warnings."""
+"""Summary of one run: latencies, rates, fairness, costs, resources, stability and warnings."""

@@ -1,4 +1,4 @@
-"""Section `admission` of a summary: what an admission policy decided, and what became of the requests that were rejected."""
+"""Section `admission` of a summary: the admission policy's decisions, and the reasons of rejections."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _OUTCOMES = ("accepted", "degraded", "refused", "deferred")
 
 
 def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return the section for these rows of a requests table; nothing where the run had no admission policy.
+    """Return the section for these rows of a requests table; empty if the run had no admission policy.
 
-    `accepted` are those let in unchanged, `degraded` those let in with less, `deferred` those that ended before they were let in.
-    `rejected` counts every rejected request by its kind, those among them for which the policy was never called too. `deferred_s` is over
-    the requests that were deferred and are not any more, `deferred_by_reason` by the last reason that the policy gave for each.
+    `accepted` counts requests admitted unchanged, `degraded` those admitted with reduced demands, and `deferred` those
+    that ended while deferred. `rejected` counts all rejected requests by kind, including those rejected before the
+    policy was called. `deferred_s` is the distribution of deferral times of requests whose deferral has ended;
+    `deferred_by_reason` counts requests by the policy's last reason.
     """
     if "admission" not in requests.column_names:
         return {}

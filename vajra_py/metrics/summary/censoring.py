@@ -1,8 +1,9 @@
 """Latencies censored by the end of a run: their number, and lower bounds.
 
-A run that ends with requests in it has the latencies of those that were served in time, which are the short ones: its means and quantiles are too low. A request without a value has waited for its age, the
-time from its arrival to its own end or to that of the run, so its value would have been at least that; with the ages in the place of the missing values, mean and quantiles are
-lower bounds of those over all requests. Rejected requests have no place in a queue, and are left out.
+If requests are unfinished when a run ends, only the latencies of the others are known. These are the shorter ones, so
+means and quantiles are too low. A missing latency is at least the request's age: the time from its arrival to its own
+end or to the end of the run. With ages in place of missing values, the mean and quantiles are lower bounds of those
+over all requests. Rejected requests are left out, because they do not wait in a queue.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from vajra_py.metrics.definitions import QUANTILES, Bools, Floats, quantiles
 
 
 def censored_section(values: Floats, least: Floats, missing: Bools) -> dict[str, Any] | None:
-    """Return the requests whose value is missing, and lower bounds over all; None when none is missing.
+    """Return the number of missing values, and lower bounds of the statistics over all requests; None if no value is
+    missing.
 
-    `values`: NaN = none; `least`: what a missing value would have been at least; `missing`: those that would have had one.
+    Args:
+        values: One entry per request; NaN = no value.
+        least: Lower bound of each request's value.
+        missing: Mask of the requests whose value is censored.
+
     """
     count = int(missing.sum())
     if not count:

@@ -1,4 +1,4 @@
-"""Cost and energy of a run: prices of the devices over the measurement window, and power by what each step computed."""
+"""Cost and energy of a run, from the devices' prices over the measurement window and their power by tokens per step."""
 
 from __future__ import annotations
 
@@ -36,32 +36,33 @@ class ReplicasetDevices:
     num_stages: int = 1
     """Pipeline stages: a step occupies one stage's devices at a time."""
     active: ActiveTimes | None = None
-    """Times at which its replicas have their devices; None: all of them, always."""
+    """Periods during which its replicas occupy their devices; None if all of them always do."""
     replicaset: str | None = None
-    """Replicaset of a pool; None: the name under which these devices are given."""
+    """Replicaset of a pool; None if these devices are listed under the replicaset's own name."""
     replica_ids: range | None = None
-    """Replicas of a pool; None: all of the replicaset."""
+    """Ids of the pool's replicas; None for all replicas of the replicaset."""
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all its replicas, with a scaler of as many as there may be."""
+        """Number of devices of all its replicas; with a scaler, of the maximum number of replicas."""
         return self.devices_per_replica * self.num_replicas
 
     def mean_devices(self, window: Window) -> float:
-        """Return the mean number of devices over the window."""
+        """Return the mean number of occupied devices over the window."""
         if self.active is None or not window.duration_s > 0:
             return self.num_devices
         return self.devices_per_replica * self.active.seconds(window) / window.duration_s
 
     def price_per_hour(self, window: Window) -> float | None:
-        """Return the price of its devices, mean over the window."""
+        """Return the mean price of its devices over the window, in US dollars per hour; None if unknown."""
         price = self.costs.price_per_hour
         return None if price is None else price * self.mean_devices(window)
 
     def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
-        """Energy over the window, joules: of its steps, and idle for the rest; None without steps or figures.
+        """Return the energy used in the window, in joules: power during steps, idle power for the rest of the time.
+        None without steps or if the devices' power is unknown.
 
-        `steps`: those of this replicaset.
+        `steps` has the steps of this replicaset (or pool) only.
         """
         power = self.costs.power
         if power is None or not steps.num_rows:
@@ -74,7 +75,7 @@ class ReplicasetDevices:
         return float(np.dot(device_s, power.of_steps(tokens))) + power.idle_w * idle_s
 
     def mean_power_w(self, steps: ArrowTable, window: Window) -> float | None:
-        """Energy over the window by its length, watts; None without a length, steps or figures."""
+        """Return the mean power in the window, in watts; None for an empty window or if the energy is unknown."""
         energy_j = self.energy_j(steps, window) if window.duration_s > 0 else None
         return None if energy_j is None else energy_j / window.duration_s
 
@@ -82,12 +83,14 @@ class ReplicasetDevices:
 def cost_sections(
     by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
 ) -> dict[str, Any]:
-    """Return the sections `cost` (US dollars) and `energy` of a summary; None for figures missing for a replicaset's
-    devices.
+    """Return the sections `cost` (US dollars) and `energy` of a summary; a figure is None if a replicaset's devices
+    lack its price or power.
 
-    All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses.
-    Where a scaler starts and stops replicas, their devices count while these start, are up or drain. A request and a token cost
-    what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.
+    The run's cost and energy cover the whole window, including the drain after the last arrival: devices cost money,
+    and draw at least idle power, all the time. With a scaler, a replica's devices count while it is starting, up or
+    draining. The cost per request or token is the price per second divided by `throughput`, and the energy per request
+    or token is the mean power while requests arrive divided by `throughput`, so that neither depends on the length of
+    the drain.
     """
     window = Window(summary["window"]["start_s"], summary["window"]["end_s"])
     steady = steady_window(window, summary["rates"])
@@ -121,7 +124,9 @@ def cost_sections(
 
 
 def cost_of_run(devices: ReplicasetDevices, window: Window) -> dict[str, float | None]:
-    """Return what these devices cost an hour, and over the window, US dollars; None where their price is unknown."""
+    """Return the cost of these devices per hour (`per_hour`) and over the window (`run`), in US dollars; None if their
+    price is unknown.
+    """
     per_hour = devices.price_per_hour(window)
     return {"per_hour": per_hour, "run": _over(per_hour, window)}
 

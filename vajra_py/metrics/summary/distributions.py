@@ -10,12 +10,12 @@ import numpy as np
 from vajra_py.metrics.definitions import QUANTILES, Floats, quantiles
 
 MAX_REASONS = 100
-"""Reasons that are listed, the most frequent first; the rest are counted together."""
+"""Maximum number of listed reasons, the most frequent first; the rest are counted together."""
 OTHER_REASONS = "(others)"
 
 
 def distribution(values: Floats) -> dict[str, Any]:
-    """Return the distribution of the values that are known (not NaN); without any, it has a count only."""
+    """Return count, mean, quantiles and extremes of the values that are not NaN; only the count if there are none."""
     known = values[~np.isnan(values)]
     section: dict[str, Any] = {"count": int(known.size), "mean": float(known.mean()) if known.size else None}
     section |= dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True))
@@ -24,7 +24,7 @@ def distribution(values: Floats) -> dict[str, Any]:
 
 
 def by_reason(reasons: Counter[str]) -> dict[str, int]:
-    """Return how often each reason was given, the most frequent first."""
+    """Return the count of each reason, the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
     listed = dict(ordered[:MAX_REASONS])
     if len(ordered) > MAX_REASONS:

@@ -1,4 +1,4 @@
-"""Section `drafts` of a summary: what became of draft tokens."""
+"""Section `drafts` of a summary: acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ else:
 def drafts_section(requests: ArrowTable, inside: Bools) -> dict[str, Any]:
     """Return the section for these rows of a requests table.
 
-    `acceptance_rate` is accepted drafts by drafts; `mean_acceptance_length` the mean number of tokens of a step that verified drafts
-    of a request, as vLLM reports it; `acceptance_length` is of the requests' own means. None where nothing was drafted.
+    `acceptance_rate` is the fraction of draft tokens that were accepted; `mean_acceptance_length` is the mean number of
+    output tokens per request and verifying step, as vLLM reports it; `acceptance_length` is the distribution of the
+    requests' means. Values are None if nothing was drafted.
     """
     rows = requests.filter(arrow_array(inside))
     counts = {name: int(ints_of(rows, name).sum()) for name in DRAFT_COUNTS}

@@ -1,16 +1,20 @@
-"""Fairness between tenants: differences of service while they were backlogged, Jain's index of it, and the worst tenant's latencies.
+"""Fairness between tenants: differences of service and Jain's index while backlogged, and the worst tenant's latencies.
 
-*Service* `W_i(t)` of a tenant until `t`: its requests' prompts, each when its first token is seen, and their output tokens, evenly from the first token to the end; weighted, and
-divided by the tenant's share (`ServiceWeights`). A tenant is *backlogged* at a moment in which a request of it waits: arrived, neither admitted nor ended.
+The *service* `W_i(t)` of a tenant until time `t` is the weighted sum of its requests' tokens, divided by the tenant's
+share (`ServiceWeights`). Prompt tokens count when the request's first output token is emitted; output tokens count
+evenly from the first token to the end. A tenant is *backlogged* while any of its requests waits (has arrived, but was
+neither admitted nor ended).
 
 * `max_service_difference` is the largest |W_i(s, t) - W_j(s, t)| of all windows [s, t] and all pairs of tenants that are both backlogged throughout the window: the quantity that the Virtual
   Token Counter bounds (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, theorem 4.4). Windows begin and end on a grid (`grid_edges`).
-* `jain_index` is Jain's index of `x_i = s_i / f_i`: `s_i` is what the tenant got in the cells of the grid in which it, and at least one other, was backlogged throughout, and `f_i` its equal
-  part of what all tenants got that were backlogged in the same cells. A policy that serves backlogged tenants equally has 1, one that serves one of n alone 1/n. Tenants whose `f_i` is less
-  than the service of their largest request are left out: no policy divides a request.
+* `jain_index` is Jain's index of `x_i = s_i / f_i`: `s_i` is the tenant's service in the grid cells during which it and
+  at least one other tenant were backlogged throughout; `f_i` is its fair part of the service of all tenants that were
+  backlogged in the same cells. The index is 1 if backlogged tenants are served equally, and 1/n if only one of n
+  tenants is served. Tenants whose `f_i` is less than the service of their largest request are left out, because a
+  policy cannot divide a request.
 
-What a tenant gets while it does not wait is its demand and shows nothing of the policy, and neither does the service of a run that has served every request: that is why neither measure is
-about totals.
+Neither measure uses total service: the service of a tenant that is not backlogged equals its demand, and so does the
+total service of a run that serves every request, whatever the policy.
 """
 
 from __future__ import annotations
@@ -34,18 +38,18 @@ from vajra_py.metrics.definitions import (
 )
 
 MOST_CELLS = 256
-"""Cells of the grid of windows, at most."""
+"""Maximum number of cells of the grid of windows."""
 _MOST_WORK = 5e7
-"""Tenants times cells squared: what the search over windows takes."""
+"""Maximum of tenants × cells², the cost of the search over windows."""
 _LEAST_CELLS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Service per request of the run: tenant, waiting time, and received service. Times in seconds, NaN = never."""
+    """Tenant, waiting time and received service, one entry per request of the run. Times in seconds, NaN = never."""
 
     tenant: Ints
-    """Position of its tenant."""
+    """Position of the request's tenant in the list of names."""
     arrived_at: Floats
     admitted_at: Floats
     first_token_at: Floats
@@ -54,23 +58,25 @@ class Service:
     num_output_tokens: Ints
 
     def waits_until(self, end_at: float) -> Floats:
-        """Return the end of each request's wait for its first admission; `end_at` for one that waited to the end."""
+        """Return the time at which each request's wait for its first admission ended; `end_at` if it still waited at
+        the end of the run.
+        """
         left_at: Floats = np.fmin(self.admitted_at, self.ended_at)
         return np.where(np.isnan(left_at), end_at, left_at)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceGaps:
-    """Differences of service between tenants that are backlogged together."""
+    """Differences of service between tenants that are backlogged at the same time."""
 
     edges: Floats
-    """The grid, seconds."""
+    """Edges of the grid's cells, in seconds."""
     by_end: Floats
-    """For each edge, the largest difference of the windows that end there; 0 where no two tenants are backlogged."""
+    """For each edge, the largest difference over the windows that end there; 0 if no two tenants are backlogged."""
     largest: float
     window: tuple[float, float]
     tenants: tuple[int, int]
-    """The one that got most and the one that got least in it."""
+    """Tenants with the most and with the least service in this window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +85,14 @@ class BackloggedService:
 
     edges: Floats
     tenants: Ints
-    """Tenants that are ever backlogged throughout a cell in which another one is."""
+    """Positions of the tenants that are backlogged throughout at least one cell together with another tenant."""
     served: Floats
-    """Tenants by edges."""
+    """Cumulative service, shape (tenants, edges)."""
     backlogged: Bools
-    """Tenants by cells."""
+    """True where a tenant is backlogged throughout a cell, shape (tenants, cells)."""
 
     def gaps(self) -> ServiceGaps | None:
-        """Return the largest difference of service over windows and pairs; None when no two tenants were backlogged
+        """Return the largest differences of service over windows and pairs; None if no two tenants were backlogged
         together.
         """
         num_cells = self.backlogged.shape[1]
@@ -94,14 +100,14 @@ class BackloggedService:
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # A window counts only tenants that are backlogged throughout it, so longer windows from the same edge have fewer tenants.
+        # Only tenants that are backlogged throughout a window count, so longer windows from one edge have fewer of them.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)
             if len(alive) < 2:
                 continue
             lengths = until[alive, begin]
-            last = int(np.partition(lengths, -2)[-2])  # beyond it a single tenant is left
+            last = int(np.partition(lengths, -2)[-2])  # in longer windows at most one tenant is left
             got = self.served[alive, begin + 1 : last + 1] - self.served[alive, begin, None]
             inside = lengths[:, None] >= np.arange(begin + 1, last + 1)
             spread = np.where(inside, got, -np.inf).max(axis=0) - np.where(inside, got, np.inf).min(axis=0)
@@ -118,7 +124,9 @@ class BackloggedService:
         )
 
     def jain(self, shares: Floats, largest_request: Floats) -> float | None:
-        """Jain's index of service while backlogged; None when fewer than two tenants can be compared. `shares` and `largest_request` are of all tenants of the run."""
+        """Return Jain's index of service while backlogged; None if fewer than two tenants can be compared. `shares`
+        (fair shares) and `largest_request` (service of the largest request) have an entry per tenant of the run.
+        """
         share = shares[self.tenants]
         got = np.where(self.backlogged, np.diff(self.served, axis=1), 0.0) * share[:, None]
         entitled = np.where(self.backlogged, share[:, None], 0.0)
@@ -134,7 +142,7 @@ class BackloggedService:
 def backlogged_service(
     service: Service, num_tenants: int, shares: Floats, weights: ServiceWeights, end_at: float, start_at: float
 ) -> BackloggedService:
-    """Put the service of tenants that were backlogged together between two moments on a grid."""
+    """Return the service, on a grid between two times in seconds, of tenants that were backlogged together."""
     begins = np.maximum(service.arrived_at, start_at)
     ends = np.minimum(service.waits_until(end_at), end_at)
     waited = np.isfinite(begins) & (ends > begins)
@@ -154,7 +162,9 @@ def backlogged_service(
 
 
 def grid_edges(start_at: float, end_at: float, num_tenants: int) -> Floats:
-    """Borders of equal cells: 256 of them up to 760 tenants, fewer for more (50 for 20,000), never fewer than 16."""
+    """Return the edges of equal cells: 256 cells for up to 760 tenants, fewer for more tenants (50 for 20,000), at
+    least 16.
+    """
     cells = int(min(MOST_CELLS, max(_LEAST_CELLS, math.sqrt(_MOST_WORK / max(num_tenants, 1)))))
     return np.linspace(start_at, end_at, cells + 1)
 
@@ -162,8 +172,8 @@ def grid_edges(start_at: float, end_at: float, num_tenants: int) -> Floats:
 def fairness_section(
     service: Service, names: Sequence[str], weights: ServiceWeights, window: tuple[float, float], inside: Bools
 ) -> dict[str, Any]:
-    """Return the section `fairness` of a summary. `inside` are the requests that arrived in the window; None marks
-    undefined values, such as all of them for a single tenant.
+    """Return the section `fairness` of a summary. `inside` masks the requests that arrived in the window. Undefined
+    values are None; with a single tenant all are.
     """
     present = np.flatnonzero(np.bincount(service.tenant[inside], minlength=len(names)))
     shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)
@@ -200,8 +210,8 @@ def fairness_section(
 
 
 def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, float] | None:
-    """Return the tenant with the largest P99 (nearest rank, of the requests that have a value), and that P99; None when
-    no request has a value.
+    """Return (tenant, P99) of the tenant with the largest P99, by nearest rank over its requests' values except NaN;
+    None if no request has a value.
     """
     known = ~np.isnan(values)
     owner, own = tenant[known], values[known]
@@ -217,14 +227,14 @@ def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, floa
 
 
 def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Floats]:
-    """Return the union of each owner's intervals, by owner and time."""
+    """Return the union of each owner's intervals as (owner, begins, ends), ordered by owner and time."""
     if not owner.size:
         return owner, begins, ends
     order = np.lexsort((begins, owner))
     owner, begins, ends = owner[order], begins[order], ends[order]
     ranked, rank = np.unique(
         ends, return_inverse=True
-    )  # ranks are exact where sums of owners and times would be rounded
+    )  # ranks instead of times: adding an owner offset to times would round them
     reach = np.maximum.accumulate(owner * len(ranked) + rank)
     reached = ranked[reach % len(ranked)]
     first = np.ones(len(owner), dtype=np.bool_)
@@ -234,7 +244,7 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
 
 
 def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
-    """Return the span from the first to the last moment that at least two intervals cover; None when there is none."""
+    """Return the span from the first to the last time that at least two intervals cover; None if there is none."""
     moments = np.concatenate((begins, ends))
     changes = np.concatenate((np.ones(len(begins), np.int64), -np.ones(len(ends), np.int64)))
     order = np.lexsort((changes, moments))
@@ -245,7 +255,7 @@ def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
 
 
 def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num_owners: int) -> Bools:
-    """Return the cells that each owner's intervals cover from border to border."""
+    """Return a mask, shape (owners, cells), of the cells that an owner's intervals cover completely."""
     slack = 1e-9 * (edges[-1] - edges[0])
     first = np.searchsorted(edges, begins - slack, side="left")
     last = np.searchsorted(edges, ends + slack, side="right") - 1
@@ -258,7 +268,9 @@ def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num
 
 
 def _runs_of(backlogged: Bools) -> Ints:
-    """Return for each cell the edge at which the unbroken run of true cells that begins there ends (the cell's own begin where it is false)."""
+    """Return, for each cell, the end edge of the run of consecutive true cells that starts there; the cell's own start
+    edge if it is false.
+    """
     num_cells = backlogged.shape[1]
     until = np.empty(backlogged.shape, dtype=np.int64)
     reach = np.full(len(backlogged), num_cells)
@@ -271,7 +283,7 @@ def _runs_of(backlogged: Bools) -> Ints:
 def _served(
     service: Service, place: NDArray[np.int64], edges: Floats, weights: ServiceWeights, end_at: float
 ) -> Floats:
-    """Weighted service until each edge of the tenants that have a place, one row each."""
+    """Return the cumulative weighted service at each edge, one row per tenant with a place."""
     rows = int(place.max()) + 1
     row = place[service.tenant]
     first_at = service.first_token_at
@@ -285,7 +297,7 @@ def _served(
     rate: Floats = np.where(at_once, 0.0, output / np.where(at_once, 1.0, span))
 
     def until(moments: Floats, amounts: Floats) -> Floats:
-        """Return the sum of the amounts whose moment has come, by row and edge."""
+        """Return the sum of the amounts due up to each edge, shape (rows, edges)."""
         cell = np.searchsorted(edges, moments, side="left")
         there = cell < len(edges)
         flat = np.bincount(

@@ -1,4 +1,4 @@
-"""Section `movement` of a summary: requests that went from one replica to another, and the time that it took."""
+"""Section `movement` of a summary: moves of requests between replicas, and the time that they took."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ _OUTCOMES = {
 
 
 def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools) -> dict[str, Any]:
-    """Return the section for these rows of a requests table, and the transfers of their requests.
+    """Return the section for these rows of a requests table and the transfers of their requests.
 
-    Times are of the requests that were held, sent, or at a target: sums over the hand-offs and migrations of each. `by_reason` counts what
-    the replicaset scheduler gave a reason for, and what did not end with the request running on at its target. `routes` are pools between which KV went, with what arrived.
+    Times are sums over each request's hand-offs and migrations; requests that were never held, in transfer or waiting
+    at a target are left out. `by_reason` counts moves with a reason from the replicaset scheduler, and moves after
+    which the request was not admitted at its target. `routes` has the number of moves and the KV that arrived between
+    each pair of pools.
     """
     rows = requests.filter(arrow_array(inside))
     own = transfers.filter(arrow_array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
@@ -68,7 +70,7 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
 
 
 def _routes(transfers: ArrowTable) -> list[dict[str, Any]]:
-    """Return what arrived by kind, replicaset, and pools."""
+    """Return totals of the arrived moves by kind, replicaset, and source and target pool."""
     import pyarrow.compute as pc
 
     whole = transfers.filter(pc.invert(pc.is_nan(transfers.column("end_at"))))

@@ -1,4 +1,4 @@
-"""Section `pools` of a summary: utilisation and cost of each pool of a replicaset that has several."""
+"""Section `pools` of a summary: utilisation and cost of each pool of the replicasets with pools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESOURCES = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Replicas of one kind."""
+    """A pool of a replicaset."""
 
     replicaset: str
     name: str
@@ -35,19 +35,19 @@ class Pool:
 
     @property
     def key(self) -> str:
-        """Name among the pools of all replicasets."""
+        """Unique name among the pools of all replicasets."""
         return f"{self.replicaset}/{self.name}"
 
 
 def titles_of(pools: Sequence[Pool]) -> list[str]:
-    """Return the name of each pool, with its replicaset before it where there are several."""
+    """Return the displayed name of each pool, prefixed with its replicaset if there are several replicasets."""
     is_one = len({pool.replicaset for pool in pools}) == 1
     return [pool.name if is_one else pool.key for pool in pools]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolInputs:
-    """Sources of the figures of pools."""
+    """Inputs of the section `pools`."""
 
     steps: ArrowTable
     window: Window
@@ -60,9 +60,10 @@ class PoolInputs:
 
 
 def pools_section(pools: Sequence[Pool], inputs: PoolInputs) -> dict[str, Any]:
-    """Return the section `pools`; nothing without pools.
+    """Return the section `pools`; empty without pools.
 
-    `busy_fraction` is the time with a step in flight by the replica-seconds of the pool, those of replicas that never had a step too.
+    `busy_fraction` is the time with a step in flight divided by the replica-seconds of the pool, including replicas
+    without any step.
     """
     figures = {title: _figures(pool, inputs) for title, pool in zip(titles_of(pools), pools, strict=True)}
     return {"pools": figures} if figures else {}

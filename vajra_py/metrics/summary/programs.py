@@ -1,4 +1,4 @@
-"""Section `programs` of a summary: makespans, slowdowns and promises of the programs that arrived in the window."""
+"""Section `programs` of a summary: makespans, slowdowns and SLOs of the programs that arrived in the window."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
-"""The time that rates are taken over, with the drain after the last arrival left out.
+"""The time over which rates are computed, without the drain after the last arrival.
 
-A run ends when its last request does, long after the last one came. Requests over all that time is a rate that falls with the length of one answer; requests that ended by the last arrival,
-over the span of the arrivals, leaves out those that the system was serving at its usual pace when the arrivals stopped, and counts the time in which an empty system filled. Rates here are
-about all completed requests, over the time in which the system delivered them:
+A run ends when its last request ends, long after the last arrival. Dividing all completed requests by that whole time
+gives a rate that depends on the length of a single answer. Counting only requests that ended by the last arrival leaves
+out those in service at that moment, but includes the time in which the empty system filled. Rates here therefore count
+all completed requests, divided by the time in which the system delivered them:
 
-* the *span of the arrivals*, first to last, where the run is stable: nothing stayed behind, so what came in that time was delivered at the rate at which it came;
-* the *spread of the completions*, where it is longer, in a run that is not stable: the time from the 10th to the 90th percentile of the completions, scaled to all of them. Neither the
-  start, in which the system fills, nor the last tenth, which drains, moves it; under overload it is the pace at which the system works. Where the first tenth took more than half of that
-  time (a few waves of requests, or a single one), it counts from the first admission on.
+* the *span of the arrivals*, first to last, if the run is stable: no backlog remained, so requests were delivered at
+  the rate at which they arrived;
+* the *spread of the completions*, if it is longer, in a run that is not stable: the time from the 10th to the 90th
+  percentile of the completions, scaled to all of them. It does not depend on the start, when the system fills, or on
+  the last tenth, when it drains; under overload it gives the system's capacity. If the first tenth took more than half
+  of that time (one or a few waves of requests), the spread starts at the first admission.
 
-Both are scaled: n requests have n - 1 intervals between them, and those that come together at the first moment (the clients of a closed loop) begin the first one. A stable run in which everything is
-completed has a throughput that equals its offered load. A stable run
-that is nearly all drain (less than a quarter of it was completed by the last arrival) shows nothing of what the system can keep up with, and is judged by its completions too.
+Both are scaled, since n requests have n - 1 intervals between them, and requests that arrive together at the first
+moment (the clients of a closed loop) start the first interval. The throughput of a stable run in which all requests are
+completed equals its offered load. A stable run that consists mostly of drain (less than a quarter of its requests
+completed by the last arrival) does not show a sustainable rate; its rates use the completions as well.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 from vajra_py.metrics.definitions import Floats, Window, nearest_rank
 
 LOW, HIGH = 0.1, 0.9
-"""Fractions of the completions between which they give the pace."""
+"""Fractions of the completions that bound the spread."""
 _FEW_WAVES = 0.5
 _MOSTLY_DRAIN = 0.25
 
@@ -36,11 +40,11 @@ class RateTime:
     """Time spans over which a run's rates are computed, seconds; None where undefined."""
 
     duration_s: float | None
-    """Amounts of completed requests over this are the rates; None for fewer than two completed requests."""
+    """Denominator of the rates; None for fewer than two completed requests."""
     over: str
-    """`arrivals` or `completions`."""
+    """Which of the two times `duration_s` is: `arrivals` or `completions`."""
     arrivals_s: float
-    """Time from the first arrival in the window to the last."""
+    """Time from the first to the last arrival in the window."""
     completions_s: float | None
     """The spread of the completions."""
     last_arrival_at: float | None
@@ -49,15 +53,16 @@ class RateTime:
     num_completed_in_drain: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
 def rate_time(
     arrived_at: Floats, admitted_at: Floats, completed_at: Floats, window: Window, *, is_stable: bool
 ) -> RateTime:
-    """Return the time of the requests that arrived in the window: one entry each, `completed_at` NaN of one that was
-    not completed.
+    """Return the rate times of the requests that arrived in the window.
+
+    The arrays have one entry per request, in seconds; `completed_at` is NaN for a request that was not completed.
     """
     if not arrived_at.size:
         return RateTime(None, "arrivals", 0.0, None, None, window.duration_s, 0)
@@ -85,7 +90,7 @@ def rate_time(
 
 def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
     """Return the part of the window in which requests arrived, for metrics measured over time (utilisation, power); the
-    whole window where all arrived at one moment.
+    whole window if all arrived at one moment.
     """
     last_at = rates["last_arrival_at"]
     if last_at is None or not window.start_at < last_at < window.end_at:
@@ -94,22 +99,24 @@ def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
 
 
 def arrival_rate(arrived_at: Floats) -> float | None:
-    """Arrivals per second between the first and the last, without those at the first moment, at which the time begins; None where all come at one."""
+    """Return the arrivals per second between the first and the last arrival, not counting those at the first moment,
+    where the time starts; None if all arrive at one moment.
+    """
     later = int((arrived_at > arrived_at.min()).sum()) if arrived_at.size else 0
     return later / float(np.ptp(arrived_at)) if later else None
 
 
 def _span(arrived_at: Floats) -> float:
-    """Return the time in which requests come, as if the first one had an interval before it; 0 where all come at one
-    moment.
+    """Return the span of the arrivals in seconds, extended by one mean interval before the first arrival; 0 if all
+    arrive at one moment.
     """
     rate = arrival_rate(arrived_at)
     return len(arrived_at) / rate if rate else 0.0
 
 
 def _spread(left: Floats, since: float) -> float:
-    """Return the time that ordered completions took, by those in the middle of them and at most all of it; `since` is
-    when the first of these requests was admitted.
+    """Return the spread in seconds of ordered completion times, extrapolated from the middle ones and at most the whole
+    time; `since` is the time of the first admission of these requests.
     """
     count = len(left)
     low, high = nearest_rank(count, LOW), nearest_rank(count, HIGH)

@@ -19,10 +19,11 @@ else:
 
 
 def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str, Any]:
-    """Return the section `resources` of a summary: counts and largest values over the window, means and rates over the
-    part of it in which requests arrived.
+    """Return the section `resources` of a summary: counts and maxima over the window, means and rates over the part of
+    it in which requests arrived (`steady`).
 
-    A drain has small batches and an emptying memory: over all of it, means would fall with its length. Where no step was formed in the steady part, they are of the whole window.
+    During the drain, batches are small and the memory empties, so means over the whole window would fall with the
+    length of the drain. If no step was formed in the steady part, means and rates are over the whole window.
     """
     formed_at, duration_s = floats_of(steps, "formed_at"), floats_of(steps, "duration_s")
     held = window.holds(formed_at)
@@ -39,7 +40,7 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     whole_s = weight.sum()
     weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
-        # Counts are multiplied as they are: a copy as floats has the same values.
+        # Integer counts are multiplied without a copy as floats, which would give the same products.
         column = numpy_array(steps.column(name))
         np.multiply(column[inside], weight, out=weighted)
         section[f"mean_{name}"] = float(weighted.sum() / whole_s) if whole_s > 0 else None
@@ -55,23 +56,21 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
 
 
 def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Window) -> float | None:
-    """Return the fraction of the window in which a replica had a step in flight, mean over the replicas that ever had
-    one.
-    """
+    """Return the fraction of the window with a step in flight, as a mean over the replicas with at least one step."""
     if not len(formed_at) or not window.duration_s > 0:
         return None
     return float(np.mean(_busy_times(steps, formed_at, duration_s, window))) / window.duration_s
 
 
 def busy_seconds(steps: ArrowTable, window: Window) -> float:
-    """Return the seconds of the window in which a replica had a step in flight, summed over replicas."""
+    """Return the seconds of the window with a step in flight, summed over replicas."""
     if not steps.num_rows:
         return 0.0
     return sum(_busy_times(steps, floats_of(steps, "formed_at"), floats_of(steps, "duration_s"), window))
 
 
 def _busy_times(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Window) -> list[float]:
-    """Return the seconds of the window in which each replica that ever had a step had one in flight."""
+    """Return the seconds of the window with a step in flight, for each replica with at least one step."""
     sets, _ = group_codes(steps, "replicaset")
     ids = ints_of(steps, "replica_id")
     replicas = sets * (int(ids.max()) + 1) + ids

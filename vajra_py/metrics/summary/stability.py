@@ -1,27 +1,34 @@
-"""Judges whether the system kept up with its load: stable, backlogged, or overloaded.
+"""Decide whether the system kept up with its load: stable, backlogged, or overloaded.
 
-The rule looks only at when requests arrived, were admitted and ended, so it means the same for every policy and engine:
+The rule uses only the times at which requests arrived, were admitted and ended, so it has the same meaning for every
+policy and engine:
 
-* Two stocks are followed: what is *in the system* (arrived, not ended) and what is *waiting* (arrived, neither admitted nor ended), each once in requests and
-  once in tokens (prompt and output). A policy that serves the short ones first hides a backlog in one of the two units, never in both. A stock is
-  averaged over time in each quarter of the span from the start of the measurement window to the last arrival in it. `A` is what arrived in the second half of
-  that span.
-* *growth* of a stock = (last quarter - second quarter) / A: the fraction of arrivals that stayed behind; the centres of the two quarters are half of the
-  span apart. A system at 1.25 times its capacity leaves a fifth of its arrivals behind. The first quarter is left out: there an empty system fills.
-* growth of what is in the system counts only if the last quarter's departures are at most a tenth above the second's: a system that has more in it because
-  more comes, and completes more, is not at its limit. Growth of what is waiting always counts.
-* growth is *visible* when the stock rose by more than twice the root of the sum of squares of the sizes that arrived in the second half: two standard deviations
-  of arrivals at random moments. It must also be at least the size of 4 mean requests.
-* growth *goes on* when the step from the third quarter to the last is at least a quarter of that rise.
-* the *worst quarter* is the one in which most requests waited, the first one included: a burst that is worked off later was a backlog all the same. Its queue is visible when more than
-  4 requests, and more than two standard deviations of its arrivals, waited on average.
-* *shed* = the fraction of the window's arrivals that expired, or were refused although others of their size or larger were served.
+* Two stocks are measured: requests *in the system* (arrived, not ended) and requests *waiting* (arrived, neither
+  admitted nor ended), each in requests and in tokens (prompt and output). A policy that serves short requests first can
+  hide a backlog in one of the two units, but not in both. A stock is averaged over time in each quarter of the span
+  from the start of the measurement window to the last arrival in it. `A` is the amount that arrived in the second half
+  of that span.
+* *growth* of a stock = (last quarter - second quarter) / A: the fraction of arrivals that remained in the stock; the
+  centres of the two quarters are half of the span apart. At 1.25 times the system's capacity, a fifth of the arrivals
+  remains. The first quarter is left out, because the empty system fills then.
+* growth of the stock in the system counts only if the last quarter's departures are at most a tenth above the second's:
+  a system that holds more requests because more arrive and more complete is not at its limit. Growth of the waiting
+  stock always counts.
+* growth is *visible* if the stock rose by more than two standard deviations of Poisson arrivals: twice the root of the
+  sum of squares of the sizes that arrived in the second half. It must also be at least the size of 4 mean requests.
+* growth *goes on* if the rise from the third quarter to the last is at least a quarter of the whole rise.
+* the *worst quarter* is the one with the most waiting requests, including the first quarter, since a burst is a backlog
+  even if it is served later. Its queue is visible if more than 4 requests, and more than two standard deviations of its
+  arrivals, waited on average.
+* *shed* = the fraction of the window's arrivals that expired, or were rejected although requests of their size or
+  larger were served.
 
-**Overloaded**: growth of 5 % or more of a stock that is visible and goes on, or 5 % or more shed. **Backlogged** (not overloaded): visible growth of requests
-waiting or in the system, or 1 % or more shed, or more than five requests waiting for their first admission for each one in service (by Little's law: requests
-wait more than five times as long as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more of what arrived in it.
-**Stable**: the rest. In a run too short for its growth to be visible, only shedding
-and waiting decide.
+**Overloaded**: growth of 5 % or more that is visible and goes on, in any stock, or 5 % or more shed. **Backlogged**
+(not overloaded): visible growth of requests waiting or in the system, or 1 % or more shed, or more than five requests
+waiting for their first admission for each one in service (by Little's law: requests wait more than five times as long
+as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more
+of what arrived in it. **Stable**: all other runs. In a run too short for visible growth, only shedding and waiting
+decide.
 """
 
 from __future__ import annotations
@@ -48,7 +55,7 @@ _ORDINALS = ("first", "second", "third", "last")
 
 
 class StabilityLabel(Enum):
-    """The verdict on a run."""
+    """Label of a run."""
 
     STABLE = "stable"
     BACKLOGGED = "backlogged"
@@ -57,31 +64,31 @@ class StabilityLabel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """Stability label, and the numbers it is based on."""
+    """Stability label and the numbers on which it is based."""
 
     label: StabilityLabel
     reason: str
-    """One sentence without its stop."""
+    """One sentence without its full stop."""
     growth_fraction: float
-    """Growth of the requests in the system; NaN when all requests arrived at one moment, or none did."""
+    """Growth of the requests in the system; NaN if all requests arrived at one moment or there are none."""
     token_growth_fraction: float
     """Growth of the tokens in the system."""
     waiting_growth_fraction: float
     """Growth of the requests waiting for their first admission."""
     in_system_by_quarter: tuple[float, ...]
-    """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
+    """Mean number of requests in the system in each quarter of the arrivals' span; empty if there is no span."""
     waiting_by_quarter: tuple[float, ...]
-    """Mean requests waiting for their first admission, by the same quarters."""
+    """Mean number of requests waiting for their first admission in each of these quarters."""
     shed_fraction: float
     mean_waiting: float
-    """Requests waiting for their first admission, mean over the window's time."""
+    """Mean number of requests waiting for their first admission over the window."""
     mean_in_service: float
-    """Requests admitted and not ended, mean over the window's time."""
+    """Mean number of requests that were admitted and had not ended over the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """One entry per request of the whole run; times in seconds, NaN = never."""
+    """Times and sizes of requests, one entry per request of the whole run; times in seconds, NaN = never."""
 
     arrived_at: Floats
     admitted_at: Floats
@@ -131,7 +138,7 @@ class _Growth:
 
     @property
     def is_visible(self) -> bool:
-        """True if the number rose by more than chance, and not only because more requests are served at a time."""
+        """True if the stock rose by more than chance explains, and not only because throughput rose."""
         if not self.quarters or self.rise <= self.noise:
             return False
         return self.where == "waiting" or self.departures[3] <= FLAT_DEPARTURES * self.departures[1]
@@ -187,14 +194,16 @@ def _burst(waiting: _Growth, in_system: _Growth, arrived_at: Floats, edges: Floa
 
 
 def _quarter_edges(arrived_at: Floats, window: Window) -> Floats:
-    """Five moments; none when there is no span of arrivals."""
+    """Return the five edges of the quarters, in seconds; an empty array if there is no span of arrivals."""
     if not arrived_at.size or not float(arrived_at.max()) > window.start_at:
         return np.zeros(0)
     return np.linspace(window.start_at, float(arrived_at.max()), 5)
 
 
 def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: tuple[str, str]) -> _Growth:
-    """`stays` are when each request came into the stock and left it; `names` its unit and place."""
+    """Return the growth of a stock. `stays` are the times at which each request entered and left it; `names` are its
+    unit and place.
+    """
     if not edges.size:
         return _Growth(*names, (), (), math.nan, 0.0, 0.0)
     came_at, left_at = stays
@@ -212,8 +221,8 @@ def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: t
 def _mean_between(
     begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
 ) -> float:
-    """Return the mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0
-    of an empty range.
+    """Return the time average over [start_at, end_at] of the total size of the intervals [begins_at, ends_at) that
+    cover a moment; 0 for an empty range.
     """
     if not end_at > start_at:
         return 0.0
@@ -224,8 +233,8 @@ def _mean_between(
 
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
-    """Return the fraction that expired, or was rejected for lack of room: a request larger than everything ever served
-    may simply never fit.
+    """Return the fraction of arrivals that expired or were rejected although they could run. A rejected request larger
+    than every served one is not counted, since it may never fit.
     """
     total = int(inside.sum())
     if not total:

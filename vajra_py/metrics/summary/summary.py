@@ -1,8 +1,8 @@
 """Summarise a run in numbers: overall, per SLO class, tenant and replicaset.
 
-A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None stands for "no such value" (no request had one).
-Nothing is dropped silently: `counts` adds up to the requests that arrived in the window, unfinished ones included, and each distribution carries
-the number of values in it.
+A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None means "no value" (no
+request had one). All requests are accounted for: `counts` adds up to the requests that arrived in the window, including
+unfinished ones, and each distribution states its number of values.
 """
 
 from __future__ import annotations
@@ -53,27 +53,28 @@ else:
 
 SUMMARY_VERSION = 1
 NO_NAME = "(none)"
-"""Name of requests without a tenant or SLO class, beside others that have one."""
+"""Group name of requests without a tenant or SLO class, if other requests have one."""
 OTHERS = "(others)"
-"""The groups beyond `MAX_GROUPS`, taken together."""
+"""Name of the group that merges all groups beyond `MAX_GROUPS`."""
 MAX_GROUPS = 100
-"""Groups (tenants, classes, replicasets) that are listed, those with most requests first taken."""
+"""Maximum number of listed groups (tenants, classes, replicasets); the groups with the most requests are kept."""
 
 STEPS_READ = (
     *("replicaset", "replica_id", "formed_at", "duration_s", "num_decodes", "num_prefills", "decode_tokens"),
     *("prefill_tokens", "num_running", "num_waiting", "used_fraction", "num_preempted"),
 )
-"""Columns of the steps table that a summary, its costs too, is made of."""
+"""Columns of the steps table needed for a summary and its costs."""
 
 Section: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of one run.
+    """Nested summary of one run, as in `summary.json`.
 
-    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates` (what rates are taken over),
-    `fairness`, `resources`, `warnings`; `admission` where there is an admission policy, `step_times` where the run states the origin of its step times, `cost` and `energy` where its devices are known.
+    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates`
+    (the time over which rates are computed), `fairness`, `resources`, `warnings`; `admission` if there is an admission
+    policy, `step_times` if the run states the origin of its step times, `cost` and `energy` if its devices are known.
     """
 
     data: Mapping[str, Any]
@@ -88,7 +89,7 @@ class Summary:
         return here
 
     def with_warnings(self, sentences: Sequence[str]) -> Summary:
-        """Return the same summary with these warnings after its own."""
+        """Return a copy with these warnings appended."""
         return Summary({**self.data, "warnings": [*self.data["warnings"], *sentences]})
 
     def with_step_times(self, origin: Mapping[str, Any]) -> Summary:
@@ -96,16 +97,16 @@ class Summary:
         return Summary({**self.data, "step_times": dict(origin)})
 
     def with_sections(self, sections: Mapping[str, Any]) -> Summary:
-        """Return the same summary with further sections, such as `cost` and `energy`."""
+        """Return a copy with further sections, such as `cost` and `energy`."""
         return Summary({**self.data, **_plain(dict(sections))})
 
     def to_json(self) -> str:
-        """JSON, indented, ending in a line break; equal summaries give equal text."""
+        """Return indented JSON with a final line break; equal summaries give equal text."""
         return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Summary:
-        """Read back what `to_json` wrote; ValueError when it is something else."""
+        """Parse the result of `to_json`; ValueError for any other text."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != SUMMARY_VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
@@ -115,7 +116,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The requests table as arrays, one entry per request of the whole run, with what was derived from it."""
+    """The requests table as arrays with derived values, one entry per request of the whole run."""
 
     outcomes: Outcomes
     admitted_at: Floats
@@ -128,7 +129,7 @@ class _Columns:
     slo: Mapping[str, NDArray[np.int8]]
     arrived_inside: NDArray[np.bool_]
     age_s: Floats
-    """Time from the arrival to the request's own end, or to that of the run."""
+    """Time from arrival to the request's end, or to the end of the run."""
     rates: RateTime
 
 
@@ -146,9 +147,9 @@ def summarise(
 ) -> Summary:
     """Summarise a run's three tables over a measurement window (by default everything from the first arrival on).
 
-    `slo` promises something to requests that carry no promise; `service` is what fairness counts. The table of gaps carries no times: its
-    distribution is that of the whole run; the `request_tbt_*` distributions are those of the window's requests. A million requests take
-    seconds.
+    `slo` has the default SLOs of requests without their own; `service` has the weights of service for fairness. The
+    table of gaps has no times, so the `tbt_s` distribution covers the whole run; the `request_tbt_*` distributions
+    cover the requests of the window. A million requests take seconds.
     """
     window = window or covering_window(requests, steps)
     classes = group_codes(requests, "slo_class")
@@ -250,7 +251,7 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
         np.full(len(outcomes.arrived_at), np.nan), lambda c: defaults[c].e2e_s
     )
     own_deadline_at = floats_of(requests, "deadline_at")
-    has_tbt = "tbt_slo_s" in requests.column_names  # a run of an earlier version has none
+    has_tbt = "tbt_slo_s" in requests.column_names  # missing in runs of earlier versions
     own_tbt_s = floats_of(requests, "tbt_slo_s") if has_tbt else np.full(len(own_deadline_at), np.nan)
     return Promises(
         ttft_s=filled(floats_of(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
@@ -261,7 +262,7 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
 
 
 def _groups(columns: _Columns, groups: tuple[Ints, list[str]], tbt: Callable[[str], Section | None]) -> Section:
-    """One section per name; nothing when no request carries a name."""
+    """Return one section per group name; empty if no request has a name."""
     codes, names = groups
     if names in ([], [""]):
         return {}
@@ -321,7 +322,7 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""Mask by position in `REASONS`: requests that were admitted and left without their answer."""
+"""Mask over `REASONS`: end reasons other than completed and rejected, with which a request has no complete answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:
@@ -330,7 +331,7 @@ def _censored(columns: _Columns, arrived: Ints) -> Section:
     if not cut.any():
         return {}
     age_s = columns.age_s[arrived]
-    # The time between tokens of an unfinished request has no lower bound.
+    # An unfinished request gives no lower bound of its time per output token.
     least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
     found = {}
     for name, bound in least.items():
@@ -360,7 +361,7 @@ def _slo_section(status: NDArray[np.int8]) -> Section:
 
 
 def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
-    """Return the distribution of the gaps between tokens; `only` is a column and the value that it must have."""
+    """Return the distribution of the gaps between tokens; `only` selects the rows with (column, value)."""
     chosen = tbt if only is None else rows_with(tbt, *only)
     gaps, weights = floats_of(chosen, "gap_s"), ints_of(chosen, "weight")
     count = int(weights.sum())

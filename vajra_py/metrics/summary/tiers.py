@@ -1,4 +1,4 @@
-"""Section `tiers` of a summary: what the memory tiers below the devices held for prompts, and what their links carried."""
+"""Section `tiers` of a summary: prefix hits in the memory tiers below the devices, and traffic on the tiers' links."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ else:
 def tiers_section(log: TierLog, requests: ArrowTable, inside: Bools, ended_at: float) -> dict[str, Any]:
     """Return the section for these rows of a requests table.
 
-    `hit_tokens` and `hit_fraction` are of the prompts' tokens at the first admission, by the nearest memory that held them. `links` are
-    of the whole run: `utilisation` is the part of what a link could have carried that way until `ended_at`, seconds.
+    `hit_tokens` and `hit_fraction` count prompt tokens at the first admission, by the nearest memory that held them.
+    `links` covers the whole run: `utilisation` is the fraction of a link's capacity in one direction that was used
+    until `ended_at` (seconds).
     """
     rows = requests.filter(arrow_array(inside))
     num_tokens = int(ints_of(rows, "num_prompt_tokens").sum())

@@ -11,11 +11,11 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.rejections import NO_REPLICA_KIND, OWN_KIND, QUEUE_FULL_KIND, SHED_KIND
 
 MIN_COMPLETED = 100
-"""Completed requests below which the 99th percentile is the maximum."""
+"""Number of completed requests below which the 99th percentile equals the maximum."""
 
 
 def warnings_of(data: Mapping[str, Any]) -> list[str]:
-    """Return warnings about a summary, a sentence each."""
+    """Return the warnings about a summary, one sentence each."""
     counts = data["overall"]["counts"]
     arrived = counts["arrived"]
     found = []
@@ -53,11 +53,11 @@ _BECAUSE = {
 
 
 _MAX_REASONS = 3
-"""Reasons of an admission policy that a sentence names."""
+"""Maximum number of an admission policy's reasons listed in a sentence."""
 
 
 def _shed(data: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on why requests were rejected, where an admission policy is one of the reasons."""
+    """Return a sentence on the reasons of rejections if an admission policy caused any of them."""
     section = data.get("admission")
     if section is None or not any(section["rejected"].values()):
         return []
@@ -70,12 +70,14 @@ def _shed(data: Mapping[str, Any]) -> list[str]:
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
-"""End reasons of requests whose latencies, longer than others', are missing."""
+"""End reasons of requests whose latencies are missing, and would have been longer than most."""
 _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 
 def _cut_off(overall: Mapping[str, Any], arrived: int) -> list[str]:
-    """Return a sentence for each latency that is missing in some requests: their number, and its lower bound over all."""
+    """Return a sentence for each latency that some requests lack, with their number and a lower bound over all
+    requests.
+    """
     found = []
     censored = overall["censored"]
     for name, label in _LATENCIES.items():
@@ -94,7 +96,7 @@ _BOUNDED = ("mean", "p50", "p90", "p99")
 
 
 def _without_rates(data: Mapping[str, Any]) -> list[str]:
-    """Return warnings about the span of rates: that there is none, or that it differs from that of the arrivals."""
+    """Return warnings if rates are undefined, or are not computed over the span of the arrivals."""
     rates, counts = data["rates"], data["overall"]["counts"]
     if rates["duration_s"] is None:
         return [
@@ -109,11 +111,15 @@ def _without_rates(data: Mapping[str, Any]) -> list[str]:
 
 
 _FAR_RATE = 0.2
-"""Relative deviation of the measured from the requested rate that is reported unless chance explains it."""
+"""Relative deviation of the measured rate from the configured one above which a warning is given, unless chance
+explains it.
+"""
 
 
 def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
-    """Return a warning if requests arrived at another rate than requested, in requests per second (None: no request)."""
+    """Return a warning if requests arrived at a different rate than the configured one (`asked`, requests per second;
+    None if no rate was configured).
+    """
     overall = data["overall"]
     offered, arrived = overall["offered_requests_per_s"], overall["counts"]["arrived"]
     if not asked or not offered or abs(offered / asked - 1) <= max(_FAR_RATE, 4 / math.sqrt(arrived)):
@@ -125,7 +131,7 @@ def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
 
 
 def policy_notes(diary: PolicyDiary) -> list[str]:
-    """Return notes on unavailable services that policies requested, and on lost emitted figures."""
+    """Return notes on services that policies requested but were not available, and on emitted values that were lost."""
     found = [
         f"Policy {name!r} asked for output lengths, and the predictor 'none' knows none: it decided without them. Set "
         "`output_length` of the backend (oracle, noisy_oracle, histogram, constant) to give it some."

@@ -1,1 +1,1 @@
-"""Tables of a run: builders, columns and files of requests, steps, gaps between tokens and emitted figures."""
+"""Tables of a run (requests, steps, gaps between tokens, emitted values and others): builders, columns and files."""

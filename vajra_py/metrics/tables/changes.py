@@ -1,6 +1,6 @@
-"""Changes during a run: policies swapped, replicas lost and restored.
+"""Record of changes during a run: swapped policies, lost and restored replicas, cache resets.
 
-Kept for the manifest, a plain mapping each, in the order in which they happened; the timeline shows them as marks.
+Each change is a plain mapping for the manifest, in order of time; the timeline shows changes as marks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Changes(Observer):
         self._note(now, replicaset, "cache reset", replica_id=replica_id, num_requeued=len(requests))
 
     def facts(self) -> dict[str, Any]:
-        """Return facts for the manifest; empty if nothing changed."""
+        """Return the manifest's entry for changes; empty if nothing changed."""
         return {"changes": self.rows} if self.rows else {}
 
     def _note(self, at_s: float, replicaset: str, what: str, **more: Any) -> None:

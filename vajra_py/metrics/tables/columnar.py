@@ -1,6 +1,7 @@
 """Append-only columns that keep millions of rows in little memory.
 
-Each kind of column has its own store: numbers lie packed row by row, repeated strings are numbers, distinct strings lie in one buffer.
+Each kind of column has its own store: rows of numbers are packed into bytes, repeated strings are stored as integer
+codes, and distinct strings share one buffer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Gaps are merged when this many new ones have come since the last merge, and half as many as were left by it.
+# Gaps are merged after this many new ones since the last merge, or half of the last merge's result if that is more.
 _MERGE_ROWS = 1 << 20
 
 
 class NameColumn:
-    """Distinct strings (or tuples of strings) as small numbers, in the order of their first use."""
+    """Integer codes of distinct strings (or tuples of strings), numbered in order of first use."""
 
     __slots__ = ("_codes", "_of_lists")
 
@@ -30,27 +31,27 @@ class NameColumn:
         self._of_lists = of_lists
 
     def code(self, name: Any) -> int:
-        """The number of this string, a new one at its first use."""
+        """Return the code of this string; its first use assigns a new code."""
         code = self._codes.get(name)
         if code is None:
             code = self._codes[name] = len(self._codes)
         return code
 
     def codes(self, names: Sequence[Any]) -> list[int]:
-        """The numbers of these strings."""
+        """Return the codes of these strings."""
         for name in dict.fromkeys(names):
             self.code(name)
         return list(map(self._codes.__getitem__, names))
 
     def ranks(self) -> NDArray[np.int64]:
-        """Alphabetical rank of each string, by number."""
+        """Return the alphabetical rank of each string, indexed by its code."""
         ranks = np.empty(len(self._codes), dtype=np.int64)
         for rank, name in enumerate(sorted(self._codes)):
             ranks[self._codes[name]] = rank
         return ranks
 
     def take(self, codes: NDArray[Any]) -> Any:
-        """Return the strings behind these numbers, as an Arrow array."""
+        """Return the strings of these codes, as an Arrow array."""
         import pyarrow as pa
 
         kind = pa.list_(pa.string()) if self._of_lists else pa.string()
@@ -58,7 +59,7 @@ class NameColumn:
 
 
 class TextColumn:
-    """Strings that are mostly distinct, as UTF-8 in one buffer."""
+    """Column of mostly distinct strings, stored as UTF-8 in one buffer."""
 
     __slots__ = ("_bytes", "_ends")
 
@@ -82,7 +83,7 @@ class TextColumn:
         self._ends.frombytes((ends[1:] + start).tobytes())
 
     def all(self) -> Any:
-        """Return every string so far, as an Arrow array with 64-bit offsets."""
+        """Return all strings as an Arrow array with 64-bit offsets."""
         import pyarrow as pa
 
         buffers = [pa.py_buffer(self._ends.tobytes()), pa.py_buffer(bytes(self._bytes))]
@@ -90,7 +91,7 @@ class TextColumn:
 
 
 class PackedRows:
-    """Rows of numbers, one after the other in a byte buffer; `fields` are (name, struct code) pairs."""
+    """Rows of numbers packed into a byte buffer; `fields` are (name, struct format character) pairs."""
 
     __slots__ = ("_buffer", "_dtype", "_struct")
 
@@ -106,27 +107,29 @@ class PackedRows:
         return len(self._buffer) // self._struct.size
 
     def append(self, *values: float) -> None:
-        """Append one row: a value for each field, in order."""
+        """Append one row; the values are in the order of the fields."""
         self._buffer += self._struct.pack(*values)
 
     def extend(self, num_rows: int, **columns: Any) -> None:
-        """Append several rows: for each field a value, or an array of one value per row."""
+        """Append `num_rows` rows. Each column is an array with one value per row, or one value for all rows."""
         rows = np.empty(num_rows, dtype=self._dtype)
         for name, values in columns.items():
             rows[name] = values
         self._buffer += rows.tobytes()
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column, as a copy: a view would stop the buffer from growing."""
+        """Return one column as a copy; a view would keep the buffer from growing."""
         return np.frombuffer(self._buffer, dtype=self._dtype)[name].copy()
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """Return a copy of some rows, with named fields."""
+        """Return a copy of these rows as a structured array."""
         return np.frombuffer(self._buffer, dtype=self._dtype)[chosen].copy()
 
 
 class GapList:
-    """Gaps of one replicaset and SLO class; callers keep it, so that adding a gap needs no look-up."""
+    """Gaps between tokens of one replicaset and SLO class. Callers keep a reference to it, so that adding a gap needs
+    no lookup.
+    """
 
     __slots__ = ("_gaps", "_logs", "_merge_at", "_num_merged", "_single", "_weights")
 
@@ -136,24 +139,24 @@ class GapList:
         self._single = array("d")
         """Gaps of weight 1 that are not merged yet."""
         self._logs: dict[int, _LogGaps] = {}
-        """Gaps within logs that requests share, by the log's identity."""
+        """Gaps from logs shared by several requests, keyed by the log's `id`."""
         self._merge_at = _MERGE_ROWS
         self._num_merged = 0
         """Number of gaps at the last merge; a greater number now means unmerged gaps."""
 
     def add(self, gap_s: float, weight: int) -> None:
-        """Add a gap of this length, seconds, seen by `weight` requests."""
+        """Add a gap of `gap_s` seconds seen by `weight` requests."""
         self._gaps.append(gap_s)
         self._weights.append(weight)
         self._merge_when_due()
 
     def extend(self, gaps_s: NDArray[np.float64]) -> None:
-        """Add gaps, seconds, each of weight 1; duplicates are allowed."""
+        """Add gaps in seconds, each of weight 1; duplicates are allowed."""
         self._single.frombytes(gaps_s.tobytes())
         self._merge_when_due()
 
     def extend_weighted(self, gaps_s: NDArray[np.float64], weights: NDArray[np.int64]) -> None:
-        """Add several gaps, seconds, with the weight of each."""
+        """Add gaps in seconds with their weights."""
         self._gaps.frombytes(gaps_s.tobytes())
         self._weights.frombytes(weights.tobytes())
         self._merge_when_due()
@@ -171,7 +174,9 @@ class GapList:
             self.merged()
 
     def merged(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Distinct gaps in rising order, and the weight of each; a gap of weight 0 is none. They are kept like this from now on."""
+        """Return the distinct gaps in ascending order, in seconds, and their weights. Gaps of weight 0 are left out.
+        The merged form replaces the stored gaps.
+        """
         if not self._single and not self._logs and self._num_merged == len(self._gaps):
             return np.array(self._gaps, dtype=np.float64), np.array(self._weights, dtype=np.int64)
         gaps, weights = self._merge()
@@ -182,7 +187,7 @@ class GapList:
         return gaps, weights
 
     def _merge(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        single = np.sort(np.array(self._single, dtype=np.float64))  # plain sorting is many times faster than by weight
+        single = np.sort(np.array(self._single, dtype=np.float64))  # many times faster than argsort
         firsts = _firsts(single)
         shared = [log.weighted() for log in self._logs.values()]
         gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts], *(one[0] for one in shared)))
@@ -198,7 +203,7 @@ class GapList:
 
 
 class _LogGaps:
-    """Ranges of one log of ticks seen by requests; weights of its gaps are computed on demand."""
+    """Ranges of one log of ticks that requests received; the weights of its gaps are computed on demand."""
 
     __slots__ = ("_log", "firsts", "lasts")
 
@@ -208,7 +213,7 @@ class _LogGaps:
         self.lasts = array("q")
 
     def weighted(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the gaps seen by any request, in seconds, and the number of requests that saw each."""
+        """Return the log's gaps in seconds and the number of requests that saw each gap, which may be 0."""
         firsts, lasts = np.array(self.firsts), np.array(self.lasts)
         begin, last = int(firsts.min()), int(lasts.max())
         size = last - begin + 1

@@ -1,4 +1,4 @@
-"""Columns of a run's tables as arrays, and the groups that a column of names makes."""
+"""Conversion of table columns to arrays, and grouping of rows by a column of names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
-    """Return for each row the position of its name in the sorted list of names."""
+    """Return (code of each row, sorted distinct names); a code is a position in the names."""
     import pyarrow as pa
 
     values = table.column(column).combine_chunks()
@@ -48,7 +48,7 @@ def ints_of(table: ArrowTable, column: str) -> Ints:
 
 
 def write_table(table: ArrowTable, path: Path) -> None:
-    """Write a small table of a run into its file."""
+    """Write a small table to a Parquet file."""
     import pyarrow.parquet as pq
 
     pq.write_table(table, path, compression="zstd", version="2.6")

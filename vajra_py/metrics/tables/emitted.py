@@ -1,7 +1,8 @@
-"""Table of figures emitted by policies, and its section of the summary.
+"""Table of values emitted by policies, and the corresponding section of the summary.
 
-`emitted.parquet` is written where a policy emitted something: `at` (seconds), `replicaset`, `policy`, `name`, `value`, and `index`, that of
-the request in the requests table (null where the figure is of none). Rows are in order of time, then of the other columns.
+`emitted.parquet` is written if a policy emitted values. Its columns are `at` (seconds), `replicaset`, `policy`, `name`,
+`value`, and `index`: the request's index in the requests table, null if the value does not belong to a request. Rows
+are ordered by time, then by the other columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ORDER = [(name, "ascending") for name in ("at", "replicaset", "policy", "name",
 
 
 def emitted_table(figures: EmittedFigures) -> ArrowTable:
-    """Return emitted figures, in the table's order."""
+    """Return the table of these values, in its row order."""
     import pyarrow as pa
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
@@ -43,15 +44,15 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
 
 def combined(tables: list[ArrowTable]) -> ArrowTable:
-    """Return the concatenated tables of a run's parts."""
+    """Concatenate the tables of a run's parts, in the table's row order."""
     import pyarrow as pa
 
     return pa.concat_tables(tables).sort_by(_ORDER)
 
 
 def emitted_section(table: ArrowTable) -> dict[str, Any]:
-    """Return the summary's section `emitted`: by policy and name the count, mean and quantiles; no section where
-    nothing was emitted.
+    """Return the summary's section `emitted`: count, mean and quantiles per policy and name; empty if nothing was
+    emitted.
     """
     if not table.num_rows:
         return {}
@@ -71,8 +72,8 @@ def emitted_section(table: ArrowTable) -> dict[str, Any]:
 
 
 def last_by_request(table: ArrowTable) -> Any:
-    """Return a data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by
-    request index.
+    """Return a data frame of each request's last values, indexed by request index, with one column
+    `emitted.POLICY.NAME` per figure.
     """
     frame = table.to_pandas()
     frame = frame[frame["index"].notna()]

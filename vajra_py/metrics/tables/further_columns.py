@@ -1,4 +1,4 @@
-"""Columns of the requests table that only some runs have."""
+"""Optional columns of the requests table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from vajra_py.metrics.tables.transfers import TransfersBuilder
 
 DRAFT_COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 DRAFT_COLUMNS = (*DRAFT_COUNTS, "acceptance_length")
-"""Further columns of the requests table of a run with drafts: steps that verified drafts of the request, drafts, those that became output,
-and the mean number of tokens that these steps gave; NaN without any."""
+"""Further columns of the requests table of a run with draft tokens: number of steps that verified drafts of the
+request, number of drafts, number of accepted drafts, and the mean number of output tokens per such step (NaN without
+any).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherColumns:
-    """Columns of a requests table that only some runs have.
+    """Selection of optional columns of a requests table.
 
     Attributes:
-        admission: whether it has `ADMISSION_COLUMNS`.
-        drafts: whether it has `DRAFT_COLUMNS`.
-        movement: what `MOVEMENT_COLUMNS` are made of; None: it has none.
-        tiers: the same for hits by memory tier.
+        admission: True if it has `ADMISSION_COLUMNS`.
+        drafts: True if it has `DRAFT_COLUMNS`.
+        movement: source of `MOVEMENT_COLUMNS`; None if it does not have them.
+        tiers: source of the columns of prefix hits by memory tier; None if it does not have them.
     """
 
     admission: bool = False
@@ -37,5 +39,7 @@ NOTHING_FURTHER = FurtherColumns()
 
 
 def acceptance_length(num_drafts: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the mean number of tokens of steps that verified drafts; NaN where there were none."""
+    """Return the mean number of output tokens per step that verified drafts, for each request; NaN without
+    such steps.
+    """
     return np.where(num_drafts > 0, 1.0 + num_accepted / np.maximum(num_drafts, 1), np.nan)

@@ -1,4 +1,4 @@
-"""Observers of how requests move between replicas: what happens on each way, and its rows of the transfers table."""
+"""Observers that turn moves of requests between replicas into rows of the transfers table."""
 
 from __future__ import annotations
 
@@ -30,32 +30,34 @@ _NEVER = float("nan")
 _NO_REPLICA = -1
 GIVEN_UP = "its blocks were given to others"
 COMPUTING, AT_SOURCE, IN_TRANSFER, AT_TARGET = STAGES = "computing", "held", "in_transfer", "at_target"
-"""Parts of a request's way: it is sent while it goes on computing; it is held at its source; its KV is on its way; it waits to run on."""
+"""Stages of a request's journey: running while its KV is copied, held at the source, KV in transfer, waiting at the
+target to be admitted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Ways between the replicas of one replicaset."""
+    """Links between the replicas of one replicaset."""
 
     pools: Sequence[str]
     """Pool of each replica."""
     bytes_per_token: int
     has_own_links: bool
-    """True if each replica's link has a limit."""
+    """True if each replica's own links have limited bandwidth."""
     has_shared_link: bool
 
     def link(self, source: int, target: int) -> str:
-        """Return the names of the links with a limit that a transfer passes."""
+        """Return the names of the bandwidth-limited links used by a transfer."""
         own = [f"out {source}", f"in {target}"] if self.has_own_links else []
         return ", ".join([*own, *(["shared"] if self.has_shared_link else [])])
 
     def pool(self, replica_id: int) -> str:
-        """Return the name of a replica's pool; empty for none."""
+        """Return the name of a replica's pool; empty if it has none."""
         return self.pools[replica_id] if replica_id >= 0 else ""
 
 
 def paths_of(controller: Controller) -> dict[str, Paths]:
-    """Return the ways between replicas, by replicaset in which requests may move."""
+    """Return the paths of each replicaset whose requests may move, by name."""
     found = {}
     for name, replicaset in controller.replicasets.items():
         rules = replicaset.hand_off
@@ -69,7 +71,9 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
 
 @dataclass(slots=True)
 class _Journey:
-    """One request on its way: the row that is being made, and how many were made before."""
+    """State of a request that is moving: the fields of its current row, and the number of rows written before
+    (`stage`).
+    """
 
     request: RequestView
     kind: str
@@ -82,18 +86,18 @@ class _Journey:
     num_tokens: int = 0
     stage: int = 0
     asked_for: str = ""
-    """Reason that the replicaset scheduler gave."""
+    """Reason given by the replicaset scheduler."""
     was_cut: bool = False
-    """True if a copy was called off, and its row made."""
+    """True if a copy was called off and its row has been written."""
 
     @property
     def is_live(self) -> bool:
-        """True while the request goes on computing."""
+        """True while the request continues to run at its source."""
         return self.held_at != self.held_at
 
     @property
     def is_sent(self) -> bool:
-        """True if its KV has left."""
+        """True if a transfer of its KV has begun."""
         return self.start_at == self.start_at
 
     @property
@@ -103,33 +107,33 @@ class _Journey:
 
     @property
     def stage_now(self) -> str:
-        """Part of its way, one of `STAGES`."""
+        """Current stage, one of `STAGES`."""
         if self.is_live:
             return COMPUTING
         return AT_TARGET if self.has_arrived else IN_TRANSFER if self.is_sent else AT_SOURCE
 
 
 class MovementRows(Observer):
-    """Makes rows of the transfers table of what happens to requests on their way; `on_row` takes each when it is over."""
+    """Builds rows of the transfers table from events of moving requests, and passes each complete row to `on_row`."""
 
     wants_step_ends = False
 
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         self._paths = paths
         self._journeys: dict[int, _Journey] = {}
-        """Journeys under way, by index of the request."""
+        """Current journeys, by request index."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Take a row: a value for each column but the request's id."""
+        """Called with each complete row: a value for each column except `request_id`."""
 
     def num_on_their_way(self, replicaset: str) -> Counter[str]:
-        """Return the requests of a replicaset that are on their way now, by `STAGES`."""
+        """Return the number of moving requests of a replicaset in each of `STAGES`."""
         return Counter(one.stage_now for one in list(self._journeys.values()) if one.request.replicaset == replicaset)
 
-    # A request leaves
+    # Departure and transfer
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Begin a hand-off, or stop a request that migrates."""
+        """Begin a hand-off, or mark that a migrating request has stopped running."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
@@ -144,11 +148,13 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Note that a transfer of KV begins: of a request that is held or migrates, or of one whose prompt is still being computed, seen here first."""
+        """Record the start of a KV transfer. A request whose prompt is still being computed has no journey yet; one is
+        begun for it.
+        """
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
-        if journey.is_sent and journey.end_at != journey.end_at:  # less than was announced
+        if journey.is_sent and journey.end_at != journey.end_at:  # fewer tokens than first announced
             journey.num_tokens = num_tokens
             return
         journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
@@ -157,7 +163,7 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Note the end of a transfer; a copy, and one that is called off, is a row."""
+        """Record the end of a transfer; a migration's copy and a transfer that was called off each become a row."""
         journey = self._journeys.get(request.index)
         if journey is None:
             return
@@ -166,19 +172,19 @@ class MovementRows(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
-            if journey.kind == HAND_OFF:  # sent or held again, it gets a new row
+            if journey.kind == HAND_OFF:  # if it is sent or held again, a new journey begins
                 del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Note that the target has all of the KV."""
+        """Record that the target has all of the KV."""
         journey = self._journeys.get(request.index)
         if journey is not None:
             journey.arrived_at = now
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Make the row of a request that runs on at its target."""
+        """Write the row of a request that was admitted at its target."""
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
             self._close(journey, DONE, journey.asked_for, now)
@@ -186,7 +192,7 @@ class MovementRows(Observer):
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """Make the row of a waiting request's move."""
+        """Write the row of a waiting request's move."""
         came_from, goes_to = (_NO_REPLICA if one is None else one for one in (source, target))
         journey = _Journey(request, MOVE, came_from, goes_to, start_at=now, end_at=now, arrived_at=now)
         self._row(journey, DONE, reason, now)
@@ -194,7 +200,9 @@ class MovementRows(Observer):
     # Interruptions
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Make the row of a request that was held for some time and stays; that stayed at once has not left."""
+        """Write the row of a request that stays at its source, unless it was kept there without being held for any
+        time.
+        """
         journey = self._journeys.get(request.index)
         if journey is None:
             return
@@ -205,25 +213,27 @@ class MovementRows(Observer):
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """Make the row of a migration that was called off between two copies."""
+        """Write the row of a migration that was called off between two copies."""
         journey = self._journeys.pop(request.index, None)
         if journey is not None and not journey.was_cut:
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Write the row of a request that gave up the KV with which it came; for one that migrates another call follows."""
+        """Write the row of a request that was preempted after its KV had arrived. A migrating request at its source
+        gets its row from a later event.
+        """
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
             self._close(journey, RECOMPUTED, GIVEN_UP, now)
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Make the row of a request whose replica failed."""
+        """Write the row of a request whose replica failed."""
         journey = self._journeys.get(request.index)
         if journey is not None:
             self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Count requests as held again that the replica was to take at the end of its step."""
+        """Return requests whose KV was in transfer to the lost replica to the held state."""
         for journey in self._at(replicaset):
             if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
                 self._hold_again(journey, KV_LOST, now)
@@ -231,7 +241,7 @@ class MovementRows(Observer):
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """Make the rows of the requests whose KV was on the replica."""
+        """Write the rows of the requests whose KV was on the replica."""
         self.on_replica_lost(replicaset, replica_id, "", now)
         for journey in self._at(replicaset):
             is_there = replica_id == (journey.target if journey.has_arrived else journey.source)
@@ -239,13 +249,13 @@ class MovementRows(Observer):
                 self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """Make the row of a request that ended on its way."""
+        """Write the row of a request that ended while moving."""
         journey = self._journeys.pop(request.index, None)
         if journey is not None:
             self._row(journey, ENDED, f"{reason.value}: {detail}" if detail else reason.value, now)
 
     def on_run_end(self, now: float) -> None:
-        """Make the rows of requests that are still on their way."""
+        """Write the rows of requests that are still moving."""
         for journey in self._journeys.values():
             self._row(journey, UNFINISHED, "", now)
         self._journeys.clear()
@@ -266,7 +276,7 @@ class MovementRows(Observer):
         del self._journeys[journey.request.index]
 
     def _row(self, journey: _Journey, outcome: str, reason: str, now: float) -> None:
-        """Make a row, and get ready for the next one."""
+        """Pass a complete row to `on_row` and reset the journey's times for the next row."""
         request, source, target = journey.request, journey.source, journey.target
         paths = self._paths[request.replicaset]
         self.on_row(
@@ -298,7 +308,7 @@ class MovementRows(Observer):
 
 
 class MovementLog(MovementRows):
-    """Collects the rows; those that are open when the run ends are made at `on_run_end`."""
+    """Collects rows into a table; `on_run_end` completes the rows of requests that are still moving."""
 
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         super().__init__(paths)

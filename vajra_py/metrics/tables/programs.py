@@ -1,15 +1,15 @@
 """Table of programs, made from the requests table.
 
-`programs.parquet` is written where a request states a `program_id`: a row for each program, in order of arrival. Times are seconds on the
-run's clock, NaN where there is none.
+`programs.parquet` is written if any request has a `program_id`. It has a row per program, in order of arrival. Times
+are seconds on the run's clock; NaN = undefined.
 
-- `makespan_s`: from the arrival of the first call to the end of the last one; of completed programs.
-- `ideal_s`: makespan of the program alone, by the latency model: its longest way of delays and calls, each by itself, with every token
-  cached that the program has computed before. NaN where steps are computed, and not predicted.
+- `makespan_s`: from the arrival of the first call to the end of the last one; only for completed programs.
+- `ideal_s`: makespan predicted by the latency model if the program ran alone: the critical path over its delays and
+  calls, each call run by itself with all tokens of earlier calls cached. NaN in runs without a latency model.
 - `slowdown`: `makespan_s / ideal_s`.
-- `reason`: `completed`; `failed` when a call ended without a result; `unfinished` when a call had not ended, or fewer had come than its
-  client declared.
-- `run_s`, `wait_s`: from admission to the end, and from arrival to admission, summed over its calls.
+- `reason`: `completed`; `failed` if a call ended without a result; `unfinished` if a call had not ended, or if fewer
+  calls arrived than the client declared.
+- `run_s`, `wait_s`: time from admission to the end, and from arrival to admission, each summed over the calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ else:
 
 PROGRAMS_FILE = "programs.parquet"
 COMPLETED, FAILED = "completed", "failed"
-"""Values of `reason` beside `UNFINISHED`."""
+"""Values of `reason`, besides `UNFINISHED`."""
 _TEXTS = ("program_id", "tenant", "slo_class", "reason")
 _COUNTS = (
     *("num_calls", "num_completed", "num_declared"),
@@ -42,11 +42,13 @@ _COUNTS = (
 )
 _TIMES = ("arrived_at", "ended_at", "makespan_s", "ideal_s", "slowdown", "run_s", "wait_s", "program_slo_s")
 PROGRAM_TABLE_COLUMNS = (*_TEXTS, *_COUNTS, *_TIMES, "slo_met")
-"""Columns of the table, in order. `num_declared`: calls that it makes as stated by its client; -1: not stated."""
+"""Columns of the table, in order. `num_declared` is the number of calls declared by the client; -1 if not declared."""
 
 
 def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = None) -> ArrowTable | None:
-    """Return the table of the programs of these requests, given ideal makespans by program; None where there is none."""
+    """Return the table of these requests' programs; None if no request belongs to a program. `ideal_s` has ideal
+    makespans by program.
+    """
     if "program_id" not in requests.column_names:
         return None
     import pyarrow as pa
@@ -94,7 +96,7 @@ def no_programs() -> ArrowTable:
 
 
 def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Columns that add up over a program's calls."""
+    """Return the columns that are sums over a program's calls."""
     admitted_at, ended_at = floats_of(calls, "admitted_at"), floats_of(calls, "ended_at")
     was_admitted = ~np.isnan(admitted_at)
     run_s = np.nan_to_num(ended_at - admitted_at)
@@ -116,7 +118,7 @@ def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_
 
 
 def _extreme(ufunc: Any, codes: Ints, size: int, values: Floats, nothing: float = np.nan) -> Floats:
-    """The largest or smallest value of each program; `nothing` where there is none."""
+    """Return the largest or smallest value of each program; `nothing` for a program without values."""
     start = np.inf if ufunc is np.minimum else -np.inf
     found = np.full(size, start)
     known = ~np.isnan(values)
@@ -125,14 +127,14 @@ def _extreme(ufunc: Any, codes: Ints, size: int, values: Floats, nothing: float 
 
 
 def _firsts(calls: ArrowTable, codes: Ints, size: int) -> Ints:
-    """Row of each program's first call."""
+    """Return the row of each program's first call."""
     found = np.full(size, len(codes), dtype=np.int64)
     np.minimum.at(found, codes, np.arange(len(codes)))
     return found
 
 
 def _reasons(calls: ArrowTable, codes: Ints, columns: Mapping[str, Any], completed: NDArray[np.bool_]) -> NDArray[Any]:
-    """The reason of each program; a call that failed and was sent again with success did not fail."""
+    """Return the end reason of each program; a failed call that was retried successfully does not count as failed."""
     reasons = np.array(calls.column("reason").to_pylist(), dtype=object)
     is_open = reasons == UNFINISHED
     lost = np.flatnonzero(~completed & ~is_open)

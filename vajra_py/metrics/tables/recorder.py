@@ -1,7 +1,7 @@
 """Observer that records one row per request and per step.
 
-Token times are not recorded token by token: a request that decodes in a pool got its tokens when the pool's steps came
-out, so its gaps are read from the pool's times after its end, those of many requests together.
+Token times are not recorded token by token: a request in a decode pool receives its tokens at the ends of the pool's
+steps, so gaps are computed from the pool's step ends, for many ended requests at once.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from vajra_py.runtime.requests.request import Request
 
 _NOT_ASKED = Admission()
-"""Entry of a request about which the policy was not called."""
+"""Entry of a request for which the admission policy was not called."""
 
 _FACTS = (
     *("request_id", "index", "replicaset", "replica_id", *STATED_COLUMNS),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
     *("arrived_at", "admitted_at", "first_token_at", "ended_at"),
 )
-"""Columns copied from attributes of the request."""
+"""Columns copied from the request's attributes."""
 
 _ROWS_AT_ONCE = 512
-"""Ended requests that are buffered until their rows are built together."""
+"""Number of ended requests that are buffered before their rows are built together."""
 
 
 class Recorder(StepLog):
-    """Collects the requests, steps and gaps of one run."""
+    """Observer that collects the requests, steps and gaps of one run."""
 
     def __init__(
         self,
@@ -53,7 +53,14 @@ class Recorder(StepLog):
         log: StepLog | None = None,
         further: FurtherColumns = NOTHING_FURTHER,
     ) -> None:
-        """`log`: another observer of every step, so that its records are made once. `further`: columns of the requests table."""
+        """Create a recorder.
+
+        Args:
+            num_blocks_of: Returns the number of KV blocks of a replica, given (replicaset, replica id).
+            steps: Record the steps table.
+            log: Another step log whose records are used, so that steps are recorded once.
+            further: Optional columns of the requests table.
+        """
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
         self._step_log = self if log is None else log
@@ -66,19 +73,19 @@ class Recorder(StepLog):
 
     @property
     def steps(self) -> StepsBuilder:
-        """Steps that have returned so far."""
+        """Builder with the steps that have completed."""
         self._step_log.hand_on()
         return self._steps
 
     @property
     def requests(self) -> RequestsBuilder:
-        """Requests that have ended so far, a row each."""
+        """Builder with one row per ended request."""
         self._flush()
         return self._requests
 
     @property
     def tbt(self) -> TbtBuilder:
-        """Gaps of requests that have ended so far."""
+        """Builder with the gaps between tokens of ended requests."""
         self._flush()
         return self._tbt
 
@@ -136,7 +143,7 @@ def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
 
 
 def token_times(request: Request) -> Floats:
-    """Return the times at which the client of a request saw each of its tokens, seconds."""
+    """Return the times at which a request's client received each token, in seconds."""
     ticks = array("q")
     for entry in request.token_log:
         if isinstance(entry, int):
@@ -150,7 +157,7 @@ def token_times(request: Request) -> Floats:
 def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[Floats, Ints]:
     """Add the gaps between tokens of each request to its list.
 
-    Returns the gaps in seconds, concatenated by request, and the number of gaps of each.
+    Returns (gaps in seconds, concatenated in request order; number of gaps of each request).
     """
     ticks = array("q")
     stops = [0]
@@ -169,7 +176,7 @@ def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[F
         stops.append(len(ticks))
     bounds = np.array(stops)
     num_tokens = np.diff(bounds)
-    is_gap = np.ones(len(ticks), dtype=np.bool_)  # a token's gap is the one before it; the first token has none
+    is_gap = np.ones(len(ticks), dtype=np.bool_)  # entry i is the gap before token i; a first token has none
     is_gap[bounds[:-1][num_tokens > 0]] = False
     gaps = np.diff(np.array(ticks) / TICKS_PER_SECOND)
     is_own = is_gap.copy()
@@ -189,7 +196,7 @@ def _identity_of_list(entry: tuple[GapList, int]) -> int:
 
 
 def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return `gap_statistics` of each request, for gaps as returned by `_keep_gaps`."""
+    """Return the three `gap_statistics` of each request, as arrays, from the result of `_keep_gaps`."""
     ordered = gaps.copy()
     stops = np.cumsum(num_gaps)
     start = 0

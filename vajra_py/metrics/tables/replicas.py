@@ -1,8 +1,8 @@
-"""Table of the states of replicas that a scaler starts and stops, and its section of the summary.
+"""Table of replica states in a run with a scaler, and the corresponding section of the summary.
 
-`replicas.parquet` is written where a replicaset has a scaler: a row for each stretch of time in one state, with `replicaset`, `replica_id`,
-`state` (a `ReplicaState` value), `start_at` and `end_at` in seconds. Rows are in order of replicaset, replica and time; a replica that has
-nothing left when it is to drain does so for no time.
+`replicas.parquet` is written if a replicaset has a scaler: a row for each period of a replica in one state, with
+`replicaset`, `replica_id`, `state` (a `ReplicaState` value), `start_at` and `end_at` in seconds. Rows are in order of
+replicaset, replica and time; a replica without requests when it starts to drain has a draining period of zero length.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ else:
 REPLICAS_FILE = "replicas.parquet"
 COLUMNS = ("replicaset", "replica_id", "state", "start_at", "end_at")
 ACTIVE = tuple(state.value for state in ReplicaState if state is not ReplicaState.DOWN)
-"""States in which a replica has its devices."""
+"""States in which a replica occupies its devices."""
 Stretch: TypeAlias = tuple[str, ReplicaId, str, float, float]
 
 
 class ReplicaStates(Observer):
-    """Collects states of replicas; empty for a run without a scaler."""
+    """Observer that collects the states of replicas; empty for a run without a scaler."""
 
     wants_step_ends = False
 
@@ -41,11 +41,11 @@ class ReplicaStates(Observer):
         self._changes: dict[tuple[str, ReplicaId], list[tuple[float, str]]] = {}
 
     def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
-        """Add a change."""
+        """Record a change of state."""
         self._changes.setdefault((replicaset, replica_id), []).append((now, state.value))
 
     def table(self, ended_at: float) -> ArrowTable | None:
-        """Return the table of a run that ended at this time; None without a scaler."""
+        """Return the table of a run that ended at `ended_at` seconds; None without a scaler."""
         return replicas_table(self._stretches(ended_at)) if self._changes else None
 
     def _stretches(self, ended_at: float) -> list[Stretch]:
@@ -57,7 +57,7 @@ class ReplicaStates(Observer):
 
 
 def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
-    """Return the table of these stretches of time."""
+    """Return the table of these periods: (replicaset, replica id, state, start, end)."""
     import pyarrow as pa
 
     kinds = (pa.string(), pa.int64(), pa.string(), pa.float64(), pa.float64())
@@ -69,18 +69,18 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
 
 @dataclass(frozen=True, slots=True)
 class ActiveTimes:
-    """Stretches of time in which the replicas of a replicaset had their devices."""
+    """Periods in seconds, one per entry, during which a replica of a replicaset was in selected states."""
 
     starts: Floats
     ends: Floats
 
     def seconds(self, window: Window) -> float:
-        """Return the sum of these times over all replicas within the window."""
+        """Return the replica-seconds within the window."""
         starts, ends = (np.clip(at, window.start_at, window.end_at) for at in (self.starts, self.ends))
         return float((ends - starts).sum())
 
     def counts(self) -> tuple[Floats, Floats]:
-        """Return the times at which the number of replicas changes, and the number from each on."""
+        """Return (times in seconds at which the number of replicas changes, number from each time on)."""
         times = np.concatenate((self.starts, self.ends))
         steps = np.concatenate((np.ones_like(self.starts), -np.ones_like(self.ends)))
         at, position = np.unique(times, return_inverse=True)
@@ -90,7 +90,7 @@ class ActiveTimes:
 def active_times(
     table: ArrowTable, replicaset: str, states: Sequence[str] = ACTIVE, replica_ids: range | None = None
 ) -> ActiveTimes:
-    """Return the times of a replicaset's replicas (or of these) in these states."""
+    """Return the periods that replicas of a replicaset spent in these states; `replica_ids` restricts the replicas."""
     frame = table.to_pandas()
     rows = frame[(frame["replicaset"] == replicaset) & frame["state"].isin(states)]
     if replica_ids is not None:
@@ -104,10 +104,10 @@ def scaled_replicasets(table: ArrowTable) -> list[str]:
 
 
 def replicas_section(table: ArrowTable, window: Window, steady: Window) -> dict[str, Any]:
-    """Return the section `replicas` of a summary: replicas that start, are up or drain.
+    """Return the section `replicas` of a summary, which counts replicas that are starting, up or draining.
 
-    The mean is over the time in which requests arrive (`steady`), like other means; the largest number and the time in all are of the
-    whole window.
+    The mean is over the time in which requests arrive (`steady`), like other means; the maximum and the total
+    replica-seconds are over the whole window.
     """
     by_replicaset = {name: replica_figures(table, name, window, steady) for name in scaled_replicasets(table)}
     totals: Mapping[str, float] = {
@@ -119,7 +119,7 @@ def replicas_section(table: ArrowTable, window: Window, steady: Window) -> dict[
 def replica_figures(
     table: ArrowTable, replicaset: str, window: Window, steady: Window, replica_ids: range | None = None
 ) -> dict[str, Any]:
-    """Return the figures of a replicaset with a scaler, or of these of its replicas."""
+    """Return the figures of a replicaset with a scaler; `replica_ids` restricts them to some of its replicas."""
     active = active_times(table, replicaset, ACTIVE, replica_ids)
     at, counts = active.counts()
     inside = counts[(at < window.end_at) & (np.append(at[1:], np.inf) > window.start_at)]

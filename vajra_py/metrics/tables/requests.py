@@ -1,9 +1,9 @@
-"""Request and step tables, kept small while they grow and written byte-identically.
+"""Builders of the tables of requests and gaps: compact in memory, and written byte for byte the same for equal rows.
 
-Rows are packed as they come (about 200 bytes a request, 110 a step) and become columns when they are asked for, a row group at a time when they
-are written. Requests come in the order of their ends and leave sorted by submission index; steps keep their order; gaps leave sorted. A
-Parquet file depends on nothing but its rows and the version of pyarrow: fixed compression, fixed row groups, no time of writing, no
-pandas metadata.
+Rows are packed when they are added (about 200 bytes per request, 110 per step) and converted to columns on demand, one
+row group at a time while writing. Requests are added in the order of their ends and written by submission index; steps
+keep their order; gaps are written sorted. A Parquet file depends only on its rows and the version of pyarrow:
+compression and row groups are fixed, and there is no write time and no pandas metadata.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ else:
 Columns: TypeAlias = dict[str, Any]
 
 ROW_GROUP_ROWS = 131_072
-"""Rows that a Parquet file holds together; also what is expanded in memory at once while writing."""
+"""Rows per Parquet row group; also the number of rows that are expanded in memory at a time while writing."""
 
 _COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 3
 _NAN = float("nan")
 _DISTINCT = ("request_id", "session_id", "program_id")
-"""Columns whose texts are mostly different."""
+"""Text columns with mostly distinct values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRow(StatedFacts):
     """Facts of a request at its end, or at the end of the run. Times in seconds on the run's clock, NaN = never.
 
-    Of what its client stated the table has what policies see: `deadline_at`, not `deadline_s`.
+    Facts stated by the client have the form that policies see: `deadline_at`, not `deadline_s`.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class RequestRow(StatedFacts):
     num_preemptions: int
     arrived_at: float
     admitted_at: float
-    """First admission."""
+    """Time of the first admission."""
     first_token_at: float
     ended_at: float
     reason: str
@@ -90,12 +90,12 @@ class RequestRow(StatedFacts):
     tbt_p50_s: float
     tbt_p99_s: float
     tbt_max_s: float
-    """The three of `gap_statistics`."""
+    """Together with the two above: `gap_statistics` of the request."""
     deadline_at: float | None = None
 
 
 def _stated(*kinds: FactKind) -> tuple[str, ...]:
-    """Columns of the facts of these kinds."""
+    """Return the columns of the stated facts of these kinds."""
     return tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.kind in kinds)
 
 
@@ -108,22 +108,22 @@ STATED_COLUMNS = (
     *_stated(FactKind.INTEGER, FactKind.FLAG),
     *_stated(FactKind.NUMBER, FactKind.DURATION),
 )
-"""Columns of what clients stated."""
+"""Columns of facts stated by clients."""
 PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_only_where_stated)
-"""Columns that only the table of a run with programs has."""
+"""Columns that exist only if requests belong to programs or have adapters."""
 TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
-"""Columns of a run's tables that hold texts; the others hold numbers."""
+"""Text columns of a run's tables; the others hold numbers."""
 
 
 class TableBuilder(Protocol):
     """Builder that collects rows and returns them as columns."""
 
     def __len__(self) -> int:
-        """Rows of the finished table."""
+        """Return the number of rows of the finished table."""
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """Arguments of the Parquet writer for the columns' encoding."""
+        """Keyword arguments of the Parquet writer that select the columns' encoding."""
 
     def schema(self) -> ArrowSchema:
         """Return the names and types of the written columns."""
@@ -133,7 +133,7 @@ class TableBuilder(Protocol):
 
 
 class RequestsBuilder:
-    """The requests table: one row per submitted request, each appended once, in any order."""
+    """Builder of the requests table: one row per submitted request, each appended once, in any order."""
 
     _FIELDS = (
         ("index", "q"),
@@ -184,7 +184,7 @@ class RequestsBuilder:
             self._names |= {name: NameColumn() for name in ADMISSION_TEXTS}
 
     def __len__(self) -> int:
-        """Requests so far."""
+        """Return the number of requests added."""
         return len(self._rows)
 
     @property
@@ -193,7 +193,7 @@ class RequestsBuilder:
         return {"use_dictionary": [name for name in TEXT_COLUMNS if self.has_programs or name not in PROGRAM_COLUMNS]}
 
     def append(self, row: RequestRow) -> None:
-        """Append one request; ValueError for an unknown reason."""
+        """Append one request; ValueError if its reason is not one of `REASONS`."""
         if row.reason not in REASONS:
             raise ValueError(
                 f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
@@ -202,7 +202,9 @@ class RequestsBuilder:
         self.extend({name: [getattr(row, name)] for name in names})
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-        """Append several requests: for each field of `RequestRow` a column of values. Reasons have to be known ones."""
+        """Append several requests, given a column of values for each field of `RequestRow`. Reasons must be ones of
+        `REASONS`.
+        """
         self.has_programs = self.has_programs or any(columns["program_id"]) or any(columns["adapter"])
         for name, texts in self._texts.items():
             for text in columns[name]:
@@ -216,7 +218,7 @@ class RequestsBuilder:
         self._rows.extend(len(columns["index"]), **numbers)
 
     def take(self, table: ArrowTable) -> None:
-        """Append the rows of another such table."""
+        """Append the rows of another requests table."""
         if not table.num_rows:
             return
         if "program_id" in table.column_names:
@@ -239,7 +241,7 @@ class RequestsBuilder:
         self._rows.extend(table.num_rows, **numbers)
 
     def schema(self) -> ArrowSchema:
-        """Columns of the requests table."""
+        """Return the names and types of the columns of the requests table."""
         import pyarrow as pa
 
         integers = (
@@ -264,11 +266,11 @@ class RequestsBuilder:
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
     def to_table(self) -> ArrowTable:
-        """Return the whole table, sorted by submission index; ValueError when an index came twice."""
+        """Return the whole table, sorted by submission index; ValueError if an index occurs twice."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """Yield the table by at most `num_rows` rows."""
+        """Yield the table in slices of at most `num_rows` rows."""
         import pyarrow as pa
 
         indices = self._rows.column("index")
@@ -348,17 +350,20 @@ _ADMISSION_FIELDS = (
     *(("num_deferrals", "q"), ("deferral_reason", "i"), ("deferred_at", "d"), ("deferred_s", "d")),
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
-"""Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
-empty (it was rejected before the policy was called)."""
+"""Further columns of the requests table of a run with an admission policy. `admission` is accepted, degraded, refused,
+deferred (it ended while deferred) or empty (it was rejected before the policy was called).
+"""
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
-"""Columns that hold texts."""
+"""The text columns among them."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""
 
 
 class TbtBuilder:
-    """The table of gaps between tokens (TBT): how long each gap was, and how many requests saw it."""
+    """Builder of the table of gaps between tokens (TBT): the length of each distinct gap and the number of times it
+    occurred.
+    """
 
     layout: Mapping[str, Any] = {"use_dictionary": ["replicaset", "slo_class"]}
 
@@ -366,7 +371,7 @@ class TbtBuilder:
         self._lists: dict[tuple[str, str], GapList] = {}
 
     def __len__(self) -> int:
-        """Distinct gaps so far."""
+        """Return the number of distinct gaps."""
         return sum(len(gaps.merged()[0]) for gaps in self._lists.values())
 
     def gaps(self, replicaset: str, slo_class: str = "") -> GapList:
@@ -378,11 +383,13 @@ class TbtBuilder:
         return found
 
     def add(self, replicaset: str, slo_class: str, gap_s: float, weight: int) -> None:
-        """The same as `gaps(replicaset, slo_class).add(gap_s, weight)`."""
+        """Add a gap of `gap_s` seconds that `weight` requests saw; shorthand for `gaps(replicaset,
+        slo_class).add(...)`.
+        """
         self.gaps(replicaset, slo_class).add(gap_s, weight)
 
     def schema(self) -> ArrowSchema:
-        """Columns of the table of gaps."""
+        """Return the names and types of the columns of the table of gaps."""
         import pyarrow as pa
 
         return pa.schema(list(zip(TBT_COLUMNS, (pa.string(), pa.string(), pa.float64(), pa.int64()), strict=True)))
@@ -392,7 +399,9 @@ class TbtBuilder:
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """Yield the table by at most `num_rows` rows; a slice never spans two lists."""
+        """Yield the table in slices of at most `num_rows` rows; a slice has gaps of one replicaset and SLO
+        class only.
+        """
         import pyarrow as pa
 
         for (replicaset, slo_class), gap_list in sorted(self._lists.items()):
@@ -407,12 +416,16 @@ class TbtBuilder:
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Masks of an Arrow column's requests: completed, and dropped (rejected, expired, failed)."""
+    """Return masks of the requests with these end reasons: (completed, dropped). Dropped ones were rejected, expired or
+    failed.
+    """
     return is_among(reasons, COMPLETED_REASONS), is_among(reasons, ("rejected", "expired", "failed"))
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """Return these columns of a requests table; facts that are newer than the table count as not stated."""
+    """Return these columns of a requests table; a stated fact whose column an older table lacks counts as not
+    stated.
+    """
     import pyarrow as pa
 
     builder = RequestsBuilder()
@@ -433,9 +446,9 @@ def _in_column(value: Any) -> Any:
 
 
 def write_parquet(builder: TableBuilder, path: str | Path) -> None:
-    """Write a builder's table; the file appears under its name only when it is whole.
+    """Write a builder's table to a Parquet file, atomically: the path exists only once the file is complete.
 
-    The same rows give the same bytes. Memory: one row group above what the builder holds.
+    The same rows give the same bytes. Writing needs memory for one row group besides the builder's own.
     """
     import pyarrow.parquet as pq
 
@@ -470,7 +483,7 @@ def _table(columns: Columns, schema: ArrowSchema) -> ArrowTable:
 
 
 def _slo_met(overall: NDArray[np.int8]) -> Any:
-    """True or false where it is decided, null elsewhere."""
+    """Return booleans that are null where the SLO status is undecided or there is no SLO."""
     return arrow_array(overall == SloStatus.MET, is_null=~np.isin(overall, (SloStatus.MET, SloStatus.MISSED)))
 
 

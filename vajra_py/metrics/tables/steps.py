@@ -1,7 +1,8 @@
-"""The steps table: kept and written as one record per run of equal decode steps, read as one row per step.
+"""The steps table: stored as one record per sequence of repeated decode steps, and read as one row per step.
 
-In a run only lengths grow, so a record consists of its first step, the number of steps that follow, their ends (`latency.packed_times`)
-and the steps that take blocks. A file of records has `num_steps` among its columns; one without is a table of single steps.
+Repeated steps decode the same requests, so only context lengths grow. A record therefore consists of the first step,
+the number of steps, their ends (`latency.packed_times`) and the steps that allocate KV blocks. A file of records has a
+column `num_steps`; a file without it has one row per step.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _NAN = float("nan")
 
 
 class StepRow(NamedTuple):
-    """One step and the state after it."""
+    """One step and the state of its replica right after it was formed."""
 
     replicaset: str
     replica_id: int
     step_index: int
     formed_at: float
     duration_s: float
-    """Time from forming to the return of its tokens."""
+    """Time from forming the step to the return of its tokens, in seconds."""
     num_decodes: int
     num_prefills: int
     decode_tokens: int
@@ -48,7 +49,7 @@ class StepRow(NamedTuple):
     decode_context_tokens: int
     num_running: int
     num_waiting: int
-    """Running and waiting requests right after forming."""
+    """Requests waiting right after forming; `num_running` counts the running ones at that moment."""
     free_blocks: int
     used_fraction: float
     """Fraction of the KV blocks in use right after forming, 0 to 1."""
@@ -66,33 +67,38 @@ _FIELDS = (
     *(("free_blocks", "q"), ("num_growths", "i"), ("num_blocks", "q"), ("num_preempted", "i"), ("num_finished", "i")),
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
-"""Fields of a record: those of its first step; `num_waiting_after` of the others; the last three, where they are no NaN, in place of what follows
-from the ticks and blocks (rows that were made by hand)."""
+"""Fields of a record. They describe its first step, except `num_waiting_after`, which describes the later steps. The
+last three are NaN unless they override the values derived from ticks and blocks, as for rows appended by `append`.
+"""
 
 
 _OTHERWISE_CALLED = {
     **{"step_index": "step", "num_decodes": "batch_decodes"},
     **{"decode_context_tokens": "context_tokens", "num_growths": "num_growth"},
 }
-"""Fields that a step log has under another name."""
+"""Fields with a different name in a step log."""
 
 
 class StepsBuilder:
-    """The steps table: one row per step, in order of time, added in any order."""
+    """Builder of the steps table: one row per step, written in order of time, added in any order."""
 
     def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
-        """`num_blocks_of`: (replicaset, replica id) to KV blocks of the replica, for `take`."""
+        """`num_blocks_of` returns the number of KV blocks of a replica, given (replicaset, replica id); `take` needs
+        it.
+        """
         self._num_blocks_of = num_blocks_of
         self._records = PackedRows(_FIELDS)
         self._replicasets = NameColumn()
         self._made: tuple[int, ArrowTable] | None = None
-        """The table of records, with how many there were when it was made."""
+        """Cached table of records, and the number of records when it was built."""
         self._ends = array("q")
         self._growth = array("i")
-        """Members that take a block in the steps of a run, one after the other; it repeats where it is shorter than the run."""
+        """For all records in turn: the number of requests that allocate a block in each repeated step. A record's list
+        is repeated cyclically if it has more steps.
+        """
 
     def __len__(self) -> int:
-        """Steps so far."""
+        """Return the number of steps."""
         return len(self._ends)
 
     def append(self, row: StepRow) -> None:
@@ -110,7 +116,7 @@ class StepsBuilder:
         self._ends.append(end)
 
     def take(self, batch: Batch) -> None:
-        """Take the records of a step log."""
+        """Append the records of a step log."""
         given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
         came_back = given["status"] == CAME_BACK
         if not came_back.all():
@@ -127,7 +133,7 @@ class StepsBuilder:
         self._growth.frombytes(np.frombuffer(batch.lists["growth"], dtype=np.int64).astype(np.int32).tobytes())
 
     def _num_blocks(self, names: Sequence[str], replicasets: Any, replica_ids: Any) -> Any:
-        """KV blocks of the replica of each record; `replicasets` are positions in `names`."""
+        """Return the number of KV blocks of each record's replica; `replicasets` are positions in `names`."""
         assert self._num_blocks_of is not None
         found, positions = np.unique(replica_ids * len(names) + replicasets, return_inverse=True)
         of_each = [divmod(one, len(names)) for one in found.tolist()]
@@ -135,7 +141,7 @@ class StepsBuilder:
         return np.array(num_blocks, dtype=np.int64)[positions]
 
     def extend(self, records: ArrowTable) -> None:
-        """Append the records of another such table."""
+        """Append the records of another steps table."""
         if not records.num_rows:
             return
         num_steps = numpy_array(records.column("num_steps")).astype(np.int64)
@@ -164,7 +170,7 @@ class StepsBuilder:
     """Parquet encoding of the records."""
 
     def schema(self) -> ArrowSchema:
-        """Columns of the records, as they are written."""
+        """Return the names and types of the written columns of records."""
         import pyarrow as pa
 
         wide = ("step_index", "prefill_tokens", "decode_tokens", "decode_context_tokens", "free_blocks", "num_blocks")
@@ -176,13 +182,13 @@ class StepsBuilder:
         return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """Yield the records, replica by replica, at most `num_rows` at a time."""
+        """Yield the records in slices of at most `num_rows`, ordered by replica."""
         table = self.records()
         for start in range(0, table.num_rows, num_rows):
             yield table.slice(start, num_rows)
 
     def records(self) -> ArrowTable:
-        """Return all records, replica by replica; made once for writing and reading."""
+        """Return all records, ordered by replica; the table is cached."""
         import pyarrow as pa
 
         if self._made is not None and self._made[0] == len(self._records):
@@ -207,18 +213,18 @@ class StepsBuilder:
         return table
 
     def to_table(self) -> ArrowTable:
-        """Return the table, a row per step, in order of time."""
+        """Return the table with one row per step, in order of time."""
         return expand_steps(self.records(), STEP_COLUMNS)
 
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
-    """(values, how many each row has) of a column of lists."""
+    """Return (all values concatenated, number of values of each row) of a column of lists."""
     counts = numpy_array(call("list_value_length", column)).astype(np.int64)
     return numpy_array(call("list_flatten", column)), counts
 
 
 def step_schema() -> ArrowSchema:
-    """Names and types of the steps table, a row per step."""
+    """Return the names and types of the columns of the steps table with one row per step."""
     import pyarrow as pa
 
     types = {"replicaset": pa.string(), "replica_id": pa.int32()}
@@ -227,9 +233,10 @@ def step_schema() -> ArrowSchema:
 
 
 def expand_steps(records: ArrowTable, names: Sequence[str], *, encoded: bool = False) -> ArrowTable:
-    """These columns of the steps table, a row per step, from its records: by time, at one time as the records lie.
+    """Expand records to these columns of the steps table, one row per step, in order of time; steps formed at the same
+    time keep the records' order.
 
-    `encoded`: names of replicasets as Arrow's dictionary, since a million strings take a while.
+    With `encoded`, replicaset names are an Arrow dictionary, which is much faster than a million strings.
     """
     import pyarrow as pa
 
@@ -264,10 +271,12 @@ class _Expansion:
         self._formed_at, self._duration_s = formed_at[order], duration_s[order]
         taken = self._blocks_taken(num_steps, starts, position)
         self._record, self._position, self._taken = record[order], position[order], taken[order]
-        """Record of each step, its place in the run, and the blocks that members took since the run's first step."""
+        """For each step: its record, its position in the record, and the blocks allocated since the record's first
+        step.
+        """
 
     def column(self, name: str, encoded: bool = False) -> Any:
-        """One column."""
+        """Return one column."""
         if name == "replicaset":
             names = self._replicasets()
             return names if encoded else cast(names, names.type.value_type)
@@ -291,7 +300,9 @@ class _Expansion:
         return self._repeated(name)
 
     def _replicasets(self) -> Any:
-        """Return the column of replicasets, made by number, since taking a million strings takes a while."""
+        """Return the column of replicasets as a dictionary array of codes, which is much faster than a
+        million strings.
+        """
         import pyarrow as pa
 
         found = call("dictionary_encode", self._records.column("replicaset").combine_chunks())
@@ -307,7 +318,7 @@ class _Expansion:
         return repeated
 
     def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
-        """Return recorded values, and the derived ones where a record has none."""
+        """Return the recorded values; where they are NaN, the derived ones (`otherwise`)."""
         given = numpy_array(self._records.column(name))
         if np.isnan(given).all():
             return otherwise
@@ -315,8 +326,8 @@ class _Expansion:
         return np.where(np.isnan(given), otherwise, given)
 
     def _blocks_taken(self, num_steps: Ints, starts: Ints, position: Ints) -> Ints:
-        """Return the number of blocks taken by members since the run's first step: each later step takes the number in
-        `growth`, cyclically.
+        """Return the number of blocks allocated since the record's first step; each later step allocates the next
+        number in `growth`, cyclically.
         """
         growth, periods = list_parts(self._records.column("growth"))
         if not growth.size:

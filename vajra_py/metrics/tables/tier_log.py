@@ -1,4 +1,6 @@
-"""Observer that records what memory tiers below the devices gave: hits by request, and what went over their links."""
+"""Observer that records the use of memory tiers below the devices: prefix hits by request, and traffic on the tiers'
+links.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ if TYPE_CHECKING:
     from vajra_py.runtime.serving.controller import Controller
 
 LOAD_TIME = "tier_load_s"
-"""Column: seconds for which a request waited for its prefix to be loaded to the device, before its first admission; NaN: it loaded none."""
+"""Column: seconds that a request waited for its prefix to be loaded to the device before its first admission; NaN if
+nothing was loaded.
+"""
 _HITS = "hit_tokens_"
 
 
 def hits_column(tier: str) -> str:
-    """Return the name of the column of tokens that a request found in a tier, "device" among them, at its first admission."""
+    """Return the name of the column with the tokens hit in this tier (or "device") at a request's first admission."""
     return f"{_HITS}{tier}"
 
 
 def is_of_tiers(column: str) -> bool:
-    """Return True for a column of the requests table that only runs with memory tiers have."""
+    """Return whether only runs with memory tiers have this column of the requests table."""
     return column == LOAD_TIME or column.startswith(_HITS)
 
 
@@ -35,7 +39,7 @@ class TierLink:
     """Link of one tier in one replicaset."""
 
     bandwidth: float
-    """Bytes per second each way, of all replicas together."""
+    """Bytes per second in each direction, summed over all replicas."""
 
 
 def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
@@ -56,7 +60,7 @@ def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
 
 @dataclass(slots=True)
 class Flow:
-    """Content that has gone from one memory to another in one replicaset."""
+    """Total of transfers from one memory to another in one replicaset."""
 
     num_transfers: int = 0
     num_blocks: int = 0
@@ -66,7 +70,7 @@ class Flow:
 
 
 class TierLog(Observer):
-    """Collects hits by tier and request, and flows between tiers."""
+    """Observer that collects hits by tier and request, and flows between tiers."""
 
     wants_step_ends = False
 
@@ -77,17 +81,17 @@ class TierLog(Observer):
         self.flows: dict[tuple[str, str, str], Flow] = {}
         """Flows by replicaset, source and target."""
         self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
-        """Loaded tokens by tier, and the wait for them, by index of the request."""
+        """(Loaded tokens by tier, seconds waited for them), by request index."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """Note what a request found before its first admission."""
+        """Record the tier hits of a request before its first admission."""
         if request.admitted_index == 0:
             self._hits[request.index] = num_tokens, load_s
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Forget the hits of a request that gave them up before it was admitted."""
+        """Drop the hits of a request that was preempted before its first admission."""
         if request.admitted_index == 0:
             self._hits.pop(request.index, None)
 
@@ -101,7 +105,7 @@ class TierLog(Observer):
 
     @property
     def columns(self) -> Sequence[str]:
-        """Further columns of the requests table, in order."""
+        """Names of its columns in the requests table, in order."""
         return [hits_column("device"), *map(hits_column, self.tiers), LOAD_TIME]
 
     def columns_for(self, indices: Ints, num_cached_tokens: Ints) -> dict[str, Any]:

@@ -1,16 +1,19 @@
-"""The transfers table: a row for each time that KV of a request went from one replica to another, or was to go.
+"""The transfers table: a row for each transfer of a request's KV between replicas, including those that did not take
+place.
 
-`transfers.parquet` is written where requests may leave their replica with their KV. Times are seconds on the run's clock, NaN = never:
+`transfers.parquet` is written if requests may move between replicas with their KV. Times are seconds on the run's
+clock, NaN = never:
 
-* `held_at`: since when the request waits at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
-* `start_at`, `end_at`: when its KV left, and when all of it was at the target; KV that is sent while its prompt is computed
-  (`hand_off.overlap`) leaves before `held_at`;
-* `arrived_at`: when the target took it, which may wait for the end of a step;
-* `over_at`: when it ran on at the target, was held again, or was gone.
+* `held_at`: start of the wait at the source; NaN while the request continues to run there (`is_live`, a copy of a
+  migration);
+* `start_at`, `end_at`: start and end of the KV transfer; KV that is sent while the prompt is still being computed
+  (`hand_off.overlap`) has a `start_at` before `held_at`;
+* `arrived_at`: time at which the target accepted the request, which may have to wait for the end of a step;
+* `over_at`: time at which it was admitted at the target, was held again, or ended.
 
-So it was held from `held_at` to `start_at`, in transfer from then (from `held_at`, if it was sent before) to `arrived_at`, and waiting at
-the target from `arrived_at` to `over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
-`kind` "move" and all times equal. Rows are in order of their begin.
+A request is held from `held_at` to `start_at`, in transfer until `arrived_at` (counted from `held_at` if the transfer
+began earlier), and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
+waiting request, which has no KV, is a row with `kind` "move" and all times equal. Rows are in order of their start.
 """
 
 from __future__ import annotations
@@ -36,13 +39,14 @@ else:
 TRANSFERS_FILE = "transfers.parquet"
 
 HAND_OFF, MIGRATION, MOVE = "hand_off", "migration", "move"
-"""Kinds: of a request whose prompt is computed, of a running one, and of a waiting one."""
+"""Kinds of rows: hand-off after the prompt, migration of a running request, and move of a waiting request."""
 
 DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
     *("done", "stayed", "called_off", "ended", "recomputed", "unfinished"),
 )
-"""Outcomes: it ran on at the target (or a copy was made); it goes on at the source; the transfer did not take place; the request ended
-meanwhile; its KV was lost or given up; the run ended first."""
+"""Outcomes, in this order: admitted at the target (or copied), stayed at the source, transfer did not take place,
+request ended meanwhile, KV lost or given up, run ended first.
+"""
 
 _FIELDS = (
     *(("index", "q"), ("replicaset", "i"), ("kind", "i"), ("stage", "i"), ("is_live", "i")),
@@ -51,7 +55,7 @@ _FIELDS = (
     *(("num_tokens", "q"), ("num_bytes", "q"), ("link", "i"), ("outcome", "i"), ("reason", "i")),
 )
 _NAMES = ("replicaset", "kind", "source_pool", "target_pool", "link", "outcome", "reason")
-"""Fields of texts that repeat."""
+"""Text fields with few distinct values."""
 TRANSFER_COLUMNS = ("request_id", *(name for name, _ in _FIELDS))
 """Columns of the transfers table, in order."""
 
@@ -61,13 +65,15 @@ MOVEMENT_COLUMNS = (
     *(*MOVEMENT_TIMES, *MOVEMENT_COUNTS),
     *("source_replica_id", "source_pool", "target_replica_id", "target_pool"),
 )
-"""Further columns of the requests table of a run whose requests may move. Times are sums over its hand-offs and migrations, NaN where it
-was never held, sent, or at a target; source and target are those of the last that arrived (-1, empty: none)."""
+"""Further columns of the requests table of a run whose requests may move. Times are sums in seconds over a request's
+hand-offs and migrations, NaN if it was never held, in transfer, or waiting at a target. Source and target are those of
+the last transfer that arrived (-1 and empty if none did).
+"""
 MOVEMENT_TEXTS = ("source_pool", "target_pool")
 
 
 class TransfersBuilder:
-    """The transfers table."""
+    """Builder of the transfers table."""
 
     layout: Mapping[str, Any] = {"use_dictionary": ["request_id", *_NAMES]}
 
@@ -77,24 +83,24 @@ class TransfersBuilder:
         self._names = {name: NameColumn() for name in _NAMES}
 
     def __len__(self) -> int:
-        """Rows so far."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def append(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Append one row: a value for each of the other columns."""
+        """Append one row; `row` has a value for each column except `request_id`."""
         self._request_ids.append(request_id)
         names = self._names
         values = [names[name].code(row[name]) if name in names else row[name] for name, _ in _FIELDS]
         self._rows.append(*values)
 
     def take(self, table: ArrowTable) -> None:
-        """Append the rows of another such table."""
+        """Append the rows of another transfers table."""
         for row in table.to_pylist():
             self.append(row["request_id"], row)
 
     @staticmethod
     def schema() -> ArrowSchema:
-        """Columns of the table."""
+        """Return the names and types of the columns."""
         import pyarrow as pa
 
         types = {"q": pa.int64(), "i": pa.int32(), "d": pa.float64()}
@@ -109,7 +115,7 @@ class TransfersBuilder:
         return pa.concat_tables([self.schema().empty_table(), *self.slices(max(len(self), 1))])
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """Yield the table by at most `num_rows` rows, in order."""
+        """Yield the table in slices of at most `num_rows` rows, in order."""
         import pyarrow as pa
 
         rows = self._rows.rows(slice(None))
@@ -128,7 +134,9 @@ class TransfersBuilder:
 
 
 class Stays:
-    """Times of the rows of a transfers table in which requests did not compute, seconds; NaN where a row has none of a kind."""
+    """Seconds of each row of a transfers table that the request spent held, in transfer, and waiting at the target; NaN
+    for stages that it did not have.
+    """
 
     def __init__(self, table: ArrowTable) -> None:
         held_at, start_at, arrived_at, over_at = (
@@ -164,7 +172,7 @@ def movement_columns(table: ArrowTable, indices: Ints) -> dict[str, Any]:
 
 
 class _RowsOfRequests:
-    """Rows of a table by the request that they are of."""
+    """Rows of a table grouped by request."""
 
     def __init__(self, table: ArrowTable, indices: Ints) -> None:
         index: Ints = numpy_array(table.column("index"))
@@ -176,14 +184,14 @@ class _RowsOfRequests:
         self._position = np.where(self._is_asked, position, 0)
 
     def counts(self, chosen: Bools, amounts: NDArray[Any] | None = None) -> Ints:
-        """Return the number of these rows of each request, or the sum of their amounts."""
+        """Return the number of chosen rows of each request, or the sum of their amounts."""
         total = np.zeros(self._size, dtype=np.int64)
         chosen = chosen & self._is_asked
         np.add.at(total, self._position[chosen], 1 if amounts is None else amounts[chosen])
         return total
 
     def sums(self, values: Floats) -> Floats:
-        """Return the sum of the known values of each request; NaN where it has none."""
+        """Return the sum of each request's values, ignoring NaN; NaN if all are NaN."""
         known = ~np.isnan(values) & self._is_asked
         total = np.full(self._size, np.nan)
         total[self._position[known]] = 0.0
@@ -191,15 +199,15 @@ class _RowsOfRequests:
         return total
 
     def last(self, chosen: Bools) -> Ints:
-        """Return the position of the last of these rows of each request; -1 where it has none."""
+        """Return the position of each request's last chosen row; -1 if it has none."""
         found = np.full(self._size, -1, dtype=np.int64)
         at = np.flatnonzero(chosen & self._is_asked)
-        found[self._position[at]] = at  # of several the last one is kept
+        found[self._position[at]] = at  # repeated indices: the last assignment wins
         return found
 
 
 def movement_types() -> dict[str, Any]:
-    """Return the Arrow types of `MOVEMENT_COLUMNS` that are no floats."""
+    """Return the Arrow types of those `MOVEMENT_COLUMNS` that are not floats."""
     import pyarrow as pa
 
     types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(MOVEMENT_COUNTS, pa.int64())
