@@ -37,14 +37,14 @@ class HostBatch:
         token_ids: tokens of all chunks, concatenated.
         query_lens: number of tokens to compute, for every sequence.
         kv_lens: KV length of every sequence including this step's tokens; with KV parallelism, of the part held by this
-        rank.
+            rank.
         positions: position of every token.
         write_slots: KV slot (block * block_size + offset) of every token whose K and V are written on this rank.
         table: block tables, int32 [sequences, blocks of the longest].
         sampled: indices of the sequences to sample from, in the step's order (decodes, then chunks); with drafts, in
             the order of their rows.
         num_drafts: by sequence index, number of its last tokens that are drafts; tokens are sampled from these rows
-        too.
+            too.
         followers: by sequence index, the tokens to score with the logits of its first tokens.
         num_newest: number of sequences whose newest tokens are held by this rank: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
@@ -178,9 +178,7 @@ class BatchState:
         self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
-        """Return the step's batch on the host, and advance the progress of its requests as if it were already
-        computed.
-        """
+        """Return the step's batch on the host, and advance the progress of its requests as if it were already computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
@@ -246,8 +244,9 @@ class BatchState:
             raise ExecutorError(f"step: slots are not distinct ones of 0 to {self._limits[0] - 1} ({slots}).")
 
     def _checked_longest(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> int:
-        """Return the KV length of the longest sequence. Raises `ExecutorError` if a sequence is too long or has no
-        tokens.
+        """Return the KV length of the longest sequence.
+
+        Raises `ExecutorError` if a sequence is too long or has no tokens.
         """
         longest, found = self._limits[1], int(kv_lens.max())
         if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or found > longest:

@@ -44,7 +44,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token in the output.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output.
         repetition_penalty: positive logits of tokens in the prompt or output are divided by it, negative ones
-        multiplied.
+            multiplied.
         seed: seed of the request's own random stream; None: the controller draws one.
         logprobs: number of most likely tokens to report with each token (0: the sampled token only); None: no
             log-probabilities.
@@ -114,9 +114,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """A change of a slot's block table in one KV-parallel group: `block_ids` replace its entries from index `start`
-    on.
-    """
+    """A change of a slot's block table in one KV-parallel group: `block_ids` replace its entries from index `start` on."""
 
     slot: int
     start: int
@@ -126,8 +124,7 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to compute whose ids the worker does not have: part of a prompt, or tokens to recompute after a
-    preemption.
+    """Tokens whose ids the worker does not have: part of a prompt, or tokens to recompute after a preemption.
 
     Attributes:
         slot: slot of the request.
@@ -181,8 +178,9 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot. Ordered with steps: earlier steps use the slot's old content, later ones its new
-    content.
+    """Copy of an adapter into a slot.
+
+    Ordered with steps: earlier steps use the slot's old content, later ones its new content.
 
     Attributes:
         number: sequence number of the load among those of its replica.
@@ -297,7 +295,7 @@ class RunnerOptions:
         kv_group_tokens: tokens of one request that one group holds; read only with several groups.
         rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
         rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
-        rank.
+            rank.
         self_check: True to compare the model with transformers' own attention while loading.
         fused: True to use this package's own, faster forward pass for the model types it supports.
         adapters: LoRA adapters that requests may use; their weights are kept in host memory.
@@ -424,8 +422,7 @@ class ModelRunner(Protocol):
         """Return the number of KV blocks that fit beside a step of `max_step_tokens`.
 
         `memory_fraction` in (0, 1] is the share of the device's memory (on a CPU: of the free memory) for weights, a
-        step's
-        buffers and KV memory together.
+        step's buffers and KV memory together.
 
         Raises:
             ConfigError: not even one sequence of `max_model_len` fits.
@@ -456,16 +453,18 @@ class LookaheadRunner(ModelRunner, Protocol):
     """A runner that can start a step before the scheduler has decided on it."""
 
     def run_ahead(self, work: LookaheadStep) -> StepOutput:
-        """Return the output of `work.step`. If the device computes asynchronously, `work.ahead` is submitted right
-        after it.
+        """Return the output of `work.step`.
+
+        If the device computes asynchronously, `work.ahead` is submitted right after it.
 
         A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`. Raises like
         `submit`.
         """
 
     def begin_ahead(self) -> None:
-        """Compute the decodes to start ahead that are not submitted yet; called when the caller is idle after
-        delivering the output.
+        """Compute the decodes to start ahead that are not submitted yet.
+
+        Called when the caller is idle after delivering the output.
 
         Without this call they are computed with the step that lists them in `begun`. Raises like `submit`.
         """
@@ -490,17 +489,17 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def mark(self) -> object:
-        """Return a mark on the device after everything submitted so far; None if calls return only when their work is
-        complete.
+        """Return a mark on the device after everything submitted so far.
+
+        The mark is None if calls return only when their work is complete.
         """
 
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """Copy KV blocks between device and host, in order. Raises `ExecutorError`.
 
         With a mark in `after`, any thread may call: the copies start after the work before the mark, overlap steps
-        submitted
-        since, which must use other blocks, and are complete on return. Only one thread at a time may copy in each
-        direction.
+        submitted since, which must use other blocks, and are complete on return. Only one thread at a time may copy in
+        each direction.
         """
 
 
@@ -508,6 +507,7 @@ class AdapterRunner(ModelRunner, Protocol):
     """A runner with slots for LoRA adapters."""
 
     def load_adapter(self, name: str, slot: int) -> None:
-        """Copy an adapter's weights into a slot, after all submitted steps, none of which uses the slot. Raises
-        `ExecutorError`.
+        """Copy an adapter's weights into a slot, after all submitted steps, none of which uses the slot.
+
+        Raises `ExecutorError`.
         """

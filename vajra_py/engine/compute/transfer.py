@@ -2,8 +2,7 @@
 
 Invariants:
     - Host memory of a copy to or from a GPU is pinned and comes from torch's own pool, which reuses it only when the
-    copy is
-    complete.
+    copy is complete.
     - On the CPU nothing is copied.
 """
 
@@ -32,8 +31,9 @@ def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the tensor to the host; the copy is complete once the device's stream has reached it. On the CPU, return the
-    tensor.
+    """Copy the tensor to the host; the copy is complete once the device's stream has reached it.
+
+    On the CPU, return the tensor.
     """
     if tensor.device.type == "cpu":
         return tensor

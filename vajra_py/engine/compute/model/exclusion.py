@@ -1,8 +1,7 @@
 """Exclusion between loading a model and computing steps in one process.
 
 While transformers builds a model, it sets torch's default dtype for the whole process and seeds torch's generator. A
-step
-of another model in another thread could create tensors of the wrong dtype meanwhile.
+step of another model in another thread could create tensors of the wrong dtype meanwhile.
 """
 
 from __future__ import annotations

@@ -267,8 +267,9 @@ class _Builder:
         return norm, product
 
     def _before(self, module: Any, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
-        """Return the norm before a product, and the product's weight [outputs, inputs] with the norm's weight folded
-        in, if it is.
+        """Return the norm before a product, and the product's weight [outputs, inputs].
+
+        If norms are folded, the weight contains that of the norm.
         """
         norm = self._norm(module)
         if not self.folds:
@@ -285,8 +286,9 @@ class _Builder:
     def _adapted(
         self, product: Product, index: int, parts: list[Part], weight: torch.Tensor, norm: Any = None
     ) -> Product:
-        """Return the product with adapter slots, if there are any. `norm`: module whose weight is folded into `weight`,
-        if it is.
+        """Return the product with adapter slots, if there are any.
+
+        `norm`: module whose weight is folded into `weight`, if it is.
         """
         if self.adapters is None:
             return product

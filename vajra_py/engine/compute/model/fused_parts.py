@@ -29,9 +29,7 @@ class Product:
 
     @classmethod
     def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """Return the product over a copy of `weight` [outputs, inputs] in oneDNN's blocked layout, if `can_pack` allows
-        it.
-        """
+        """Return the product over a copy of `weight` [outputs, inputs], packed for oneDNN if `can_pack` allows it."""
         product = cls(weight.contiguous(), bias)
         if can_pack(weight):
             product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)
@@ -102,8 +100,9 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, is_fused: bool = False) -> Norm:
-        """Return the norm that a transformers module computes; found by running the module, since Gemma adds 1 to its
-        weights.
+        """Return the norm that a transformers module computes.
+
+        Found by running the module, since Gemma adds 1 to its weights.
         """
         weight: torch.Tensor = module.weight.detach()
         eps = getattr(module, "variance_epsilon", None)
@@ -232,8 +231,9 @@ class RopeTables:
     def get(
         self, kind: str | None, num_positions: int, is_complex: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return cos, sin, and both as complex numbers, [positions, rotary_dim / 2], for at least `num_positions`
-        positions.
+        """Return cos, sin, and both as complex numbers, for `num_positions` positions or more.
+
+        Each is [positions, rotary_dim / 2].
         """
         found = self._tables.get(kind)
         if found is not None and found[0].shape[0] >= num_positions and (found[2] is not None or not is_complex):

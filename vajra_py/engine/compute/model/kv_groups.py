@@ -1,8 +1,8 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
 Every group that holds some of a request's KV computes its tokens and attends over its own part. In each layer these
-groups
-exchange their results with the log-sum-exps of the scores, and each group merges them all (Medha, arXiv 2409.17264,
+groups exchange their results with the log-sum-exps of the scores, and each group merges them all (Medha, arXiv
+2409.17264,
 section 4). Attention of requests within one group is unchanged, and groups without a common request exchange nothing.
 
 Invariants:
@@ -29,8 +29,9 @@ class GroupLinks:
     def __init__(
         self, own: int, group_tokens: int, ranks: Sequence[int], parallel: distributed.ProcessGroup | None = None
     ) -> None:
-        """Create the links; `ranks` are listed by group, including this one; `parallel` is the process group of all of
-        them.
+        """Create the links.
+
+        `ranks` are listed by group, including this one; `parallel` is the process group of all of them.
         """
         self.own = own
         self.group_tokens = group_tokens
@@ -123,8 +124,9 @@ def write_and_attend(
     metadata: Metadata,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write a step's K and V, then return attention [T, Hq, Dv]; `rows`: query [T, Hq, D], key and value [T, Hkv,
-    D].
+    """Write a step's K and V, then return attention [T, Hq, Dv].
+
+    `rows`: query [T, Hq, D], key and value [T, Hkv, D].
     """
     if isinstance(metadata, SplitMetadata):
         return write_and_attend_with_lse(rows, cache, metadata, scores)[0]

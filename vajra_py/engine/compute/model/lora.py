@@ -1,8 +1,7 @@
 """LoRA adapters (Hu et al. 2021) in a fused forward pass: several adapters in one batch, each in its slot.
 
 A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so a step makes two small
-products
-per adapter and merged product, whatever the number of requests.
+products per adapter and merged product, whatever the number of requests.
 
 Invariants:
     - Rows of the base model, and steps without adapters, are computed exactly as without this module.
@@ -61,8 +60,9 @@ class AdaptedProduct(Product):
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
     def __init__(self, product: Product, parts: Sequence[slice], sizes: tuple[int, int, int], rows: StepRows) -> None:
-        """Create it; `parts`: columns of the result that belong to each adapted module; `sizes`: slots, largest rank,
-        inputs.
+        """Create it.
+
+        `parts`: columns of the result that belong to each adapted module; `sizes`: slots, largest rank, inputs.
         """
         self._weight, self._bias, self._is_packed = product._weight, product._bias, product._is_packed
         num_slots, rank, inputs = sizes
@@ -125,9 +125,7 @@ class _Adapted:
 
 
 class AdapterSlots:
-    """The adapters of one worker: their weights, the content of its slots, and the rows of a step that use each
-    slot.
-    """
+    """The adapters of one worker: their weights, the content of its slots, and the rows of a step that use each slot."""
 
     def __init__(self, options: RunnerOptions) -> None:
         """Read the adapters' folders. Raises `ConfigError`."""
@@ -153,8 +151,7 @@ class AdapterSlots:
         """Return a product with adapter slots if some adapter changes one of its modules, else `product`.
 
         `folded`: factor of the inputs that is folded into the product's weight. Raises `ConfigError` if the shape of an
-        adapter's
-        matrices differs from the module's.
+        adapter's matrices differs from the module's.
         """
         known = [(part, columns) for part, columns in _columns(parts) if self._is_changed(layer, part.module)]
         if not known:
@@ -220,8 +217,9 @@ class AdapterSlots:
         self._adapter_of[request_slot] = self._numbers[name] if name else _NO_ADAPTER
 
     def begin(self, request_slots: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]) -> None:
-        """Store the sequences of the step to compute next. Raises `ExecutorError` if an adapter of theirs is not
-        loaded.
+        """Store the sequences of the step to compute next.
+
+        Raises `ExecutorError` if an adapter of theirs is not loaded.
         """
         adapters = self._adapter_of[request_slots]
         slots = self._slot_of[adapters]

@@ -122,8 +122,9 @@ def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks
 
 
 def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: int, where: str) -> None:
-    """Raise for windows with KV parallelism: one could end inside an earlier group's part, which kernels attend over in
-    full.
+    """Raise `ConfigError` for windows with KV parallelism.
+
+    A window could end inside an earlier group's part, which kernels attend over in full.
     """
     for layer in layers:
         if layer.window is not None and group_tokens < loaded.max_model_len and layer.window < loaded.max_model_len:
@@ -153,8 +154,9 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
-    """Return the layers' facts with the attention that reads masks, for models that specify their window in the mask
-    only.
+    """Return the layers' facts after selecting the attention that reads masks.
+
+    Some models specify their window in the mask only.
     """
     model.set_attn_implementation(MASKED)
     return probe_layers(model, where)

@@ -108,8 +108,7 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return the process group of the ranks that share this rank's layers, and that of its counterparts in all KV
-    groups.
+    """Return this rank's process groups: for sharing its layers, and for its counterparts in all KV groups.
 
     An entry is None if the group would have a single rank.
 
@@ -139,8 +138,7 @@ def leave_ranks() -> None:
 
 
 def swap_file(options: RunnerOptions) -> str:
-    """Return the file that holds swapped-out KV blocks, shared by the ranks of the same layers in all KV-parallel
-    groups.
+    """Return the file of swapped-out KV blocks that the ranks of the same layers share, over all KV-parallel groups.
 
     Raises:
         ExecutorError: the rendezvous is a network address, so that the ranks may not share a file system.

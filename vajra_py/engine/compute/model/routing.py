@@ -1,10 +1,9 @@
 """Repeat the expert choices of a model's routers from one forward pass in another.
 
 In 16 bits, two correct ways to compute the same hidden states differ by roundings. Where a router scores two experts
-almost
-equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a standard
-deviation. With equal choices only roundings remain. Leaving such positions out of a comparison is no alternative: in a
-model with many layers of many experts, nearly every position has one.
+almost equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a
+standard deviation. With equal choices only roundings remain. Leaving such positions out of a comparison is no
+alternative: in a model with many layers of many experts, nearly every position has one.
 
 Invariants:
     - Only the choice is repeated: the scores, and thus the experts' weights, are those of the current pass.
@@ -48,8 +47,9 @@ class Routing:
 
     @contextmanager
     def repeated(self, tokens: torch.Tensor) -> Iterator[None]:
-        """Make a pass repeat the recorded choices; `tokens` int64 [T] are the recorded tokens that the pass
-        computes.
+        """Make a pass repeat the recorded choices.
+
+        `tokens` int64 [T] are the recorded tokens that the pass computes.
         """
 
         def choose(call: _Call, scores: torch.Tensor, found: Any) -> Any:

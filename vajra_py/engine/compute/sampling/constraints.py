@@ -3,8 +3,7 @@
 Invariants:
     - A forbidden token has a logit of minus infinity in its row; other logits are unchanged except for the bias.
     - Constraints that depend only on the request are summed once, when it takes its slot. Bad words of several tokens
-    are
-    matched against the row's output on the device, without synchronizing with the host.
+    are matched against the row's output on the device, without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ class _Sequences:
 
 
 class Constraints:
-    """Constraints of all slots. Values added to logits are kept in one tensor that grows without waiting for the
-    device.
+    """Constraints of all slots.
+
+    Values added to logits are kept in one tensor that grows without waiting for the device.
     """
 
     __slots__ = ("_added", "_device", "_free", "_places", "_sequences")

@@ -128,12 +128,12 @@ class Sampler:
         likeliest: torch.Tensor | None = None,
         offsets: Ints | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Sample tokens int64 [R] from logits [R, vocab] for these slots; return them and the log-probabilities of
-        slots with `logprobs`.
+        """Sample tokens int64 [R] from logits [R, vocab] for these slots.
+
+        Return them and the log-probabilities of slots with `logprobs`.
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy
-        without
-        constraints. `offsets`: number of drafts of the same slot before each row; slots repeat in that case.
+        without constraints. `offsets`: number of drafts of the same slot before each row; slots repeat in that case.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
@@ -155,8 +155,9 @@ class Sampler:
         return tokens, logprobs
 
     def _without_early_ends(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Return logits without the tokens that would end a request before its `min_tokens`; `logits` is not
-        changed.
+        """Return logits without the tokens that would end a request before its `min_tokens`.
+
+        `logits` is not changed.
         """
         early = np.flatnonzero(self._num_outputs[slots] < self._min_tokens[slots]).tolist()
         endings = [row.ending_tokens for row in (self._rows[slots[place]] for place in early) if row is not None]
@@ -180,8 +181,9 @@ class Sampler:
         return tokens
 
     def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> PendingLogprobs:
-        """Return the log-probabilities of given tokens [N] under logits [N, vocab], with the slot's `prompt_logprobs`
-        likeliest tokens.
+        """Return the log-probabilities of given tokens [N] under logits [N, vocab].
+
+        The slot's `prompt_logprobs` is the number of most likely tokens to report with each.
         """
         row = self._rows[slot]
         count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs
@@ -213,9 +215,7 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], counters: Ints) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) per (seed, counter): two rounds of the SplitMix64 output function (Steele et al.
-    2014).
-    """
+    """Return one number in [0, 1) per (seed, counter): two rounds of the SplitMix64 output function (Steele et al. 2014)."""
     mixed = _mix(seeds * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03))
     mixed = _mix(mixed + counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -228,9 +228,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-    """Draw one token per row of float32 logits [R, vocab], by inverting the cumulative distribution of the kept
-    tokens.
-    """
+    """Draw one token per row of float32 logits [R, vocab], by inverting the cumulative distribution of the kept tokens."""
     temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
     # Relative to the largest logit, so that dividing by a small temperature does not overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)

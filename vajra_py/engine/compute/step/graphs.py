@@ -1,18 +1,15 @@
 """Decode batches captured as CUDA graphs and replayed.
 
 The forward pass of a decode batch is captured once for each size of a ladder, on tensors with fixed addresses. A batch
-of
-decodes is padded to the next size; its inputs are written into those tensors and the graph is replayed. Any other step
-(chunks, more rows than the largest size) runs without a graph.
+of decodes is padded to the next size; its inputs are written into those tensors and the graph is replayed. Any other
+step (chunks, more rows than the largest size) runs without a graph.
 
 Invariants:
     - A captured pass reads and writes only tensors of this module, weights and KV memory, whose addresses never change.
     - A padding row has KV length 0 and write slot -1, so it touches no KV; it reads and writes its token in the extra
-    entry
-    of `last_tokens`.
+    entry of `last_tokens`.
     - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work by the
-    actual
-    lengths on the device.
+    actual lengths on the device.
     - If capturing fails, steps run without graphs, and the reason is logged.
 """
 
@@ -50,8 +47,9 @@ class Capture(Protocol):
     """Capture of a function's device work."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run the function at least once, and return a function that repeats its device work on the tensors' current
-        content.
+        """Run the function at least once, and return a function that repeats its device work.
+
+        The returned function works on the tensors' current content.
         """
 
 
@@ -59,8 +57,7 @@ class CudaCapture:
     """Capture as `torch.cuda.CUDAGraph`, with one memory pool for all graphs.
 
     The graphs may share the pool although they are replayed in any order: inputs and results are kept outside it, so no
-    graph
-    leaves anything in it that is read after its replay.
+    graph leaves anything in it that is read after its replay.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,8 +2,7 @@
 
 Invariants:
     - On a CPU this is the configured share of the free memory reported by the operating system; on CUDA, the share of
-    the
-    whole device less the memory already in use.
+    the whole device less the memory already in use.
     - Memory for the largest step is left free.
 """
 

@@ -31,8 +31,9 @@ class Computed:
     prompt_logprobs: dict[int, list[PendingLogprobs]] = field(default_factory=dict)
 
     def read_logprobs(self) -> tuple[dict[int, TokenLogprobs], dict[int, list[TokenLogprobs]]]:
-        """Return the log-probabilities of output tokens and of prompts, by slot; the device must have completed
-        them.
+        """Return the log-probabilities of output tokens and of prompts, by slot.
+
+        The device must have completed them.
         """
         of_tokens = {
             slot: one for slots, found in self.logprobs for slot, one in zip(slots, found.result(), strict=True)

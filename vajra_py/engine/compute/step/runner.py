@@ -2,8 +2,7 @@
 
 Invariants:
     - A fault of one row ends only that row: it is reported among the step's faults. A step that fails is computed again
-    row
-    by row, as long as the device responds.
+    row by row, as long as the device responds.
     - Host-only work of a step is done before the device is used; no method waits for the device before
     `PendingStep.result`.
     - After the runner raised an exception it must not be used again: device and host state may differ.
@@ -332,8 +331,7 @@ class TorchRunner:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
         Raises `error` if the device no longer responds, if all of several rows fail, or if a row reads KV that a failed
-        row
-        should have written.
+        row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)

@@ -54,7 +54,9 @@ def _attention(model: PreparedModel, memory: KvMemory, options: RunnerOptions) -
 
 
 def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterator[StepInput]:
-    """Yield a step of two tokens within this rank's KV group, and a step of a request spread over as many groups as
+    """Yield steps that use every kernel of a forward pass.
+
+    They are a step of two tokens within this rank's KV group, and a step of a request spread over as many groups as
     possible.
     """
     if ranks.groups is None:
