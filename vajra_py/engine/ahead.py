@@ -1,14 +1,15 @@
-"""Look-ahead: start computing the decodes of a replica's next step before it has been decided.
+"""Look-ahead: start computing the decodes of a replica's next step before the policy has decided on it.
 
-Where a policy declares that it repeats decodes, the worker gets, together with a step, the decodes that will probably
-follow, and submits them to the device before it waits for the step's tokens. The policy then decides as usual. Started rows
-that it decided are used; rows of requests that ended or were preempted are dropped, and the rest of the step (chunks of new
+If a policy declares that it repeats decodes, the worker gets, together with a step, the decodes that will probably
+follow, and submits them to the device before it waits for the step's tokens. The policy then decides as usual. Started
+rows that it selects are used; rows of requests that ended or were preempted are dropped, and the rest of the step
+(chunks of new
 requests) is computed after them. So decisions, records and tokens do not depend on look-ahead.
 
 Invariants:
-    - Nothing here changes the mechanism, or the executor's record of its worker's state.
-    - A started row writes KV at positions that its own request has not reached, or into a spare block: a dropped row leaves
-      nothing that is ever read.
+    - This module does not change the mechanism, nor the executor's record of its worker's state.
+    - A started row writes KV at positions that its request has not reached, or into a spare block, so a dropped row
+    leaves nothing that is ever read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan
 
 MOST_SPARE_BLOCKS = 64
-"""Most rows of one step that may be started ahead although they need a block."""
+"""Largest number of rows of one step that may be started ahead although they need a new block."""
 
 
 def spare_blocks(max_requests: int) -> int:
@@ -31,7 +32,7 @@ def spare_blocks(max_requests: int) -> int:
 
 
 class LookAhead:
-    """Decodes that one worker started before they were decided."""
+    """Decodes of one worker that were started ahead."""
 
     def __init__(self, replica: Replica, executor: EngineExecutor) -> None:
         self._replica = replica
@@ -39,14 +40,14 @@ class LookAhead:
         self._started: LookaheadDecodes | None = None
         self._num_spare = spare_blocks(replica.limits.max_batch_size)
         self.num_used = 0
-        """Steps of which some rows were started before they were decided."""
+        """Number of steps that used rows started ahead."""
         self.num_wasted = 0
-        """Steps that were started, and none of whose rows was decided."""
+        """Number of started steps of which no row was used."""
         self.num_dropped_rows = 0
-        """Rows that were started and not decided."""
+        """Number of started rows that were not used."""
 
     def work(self, plan: StepPlan, step: StepInput) -> LookaheadStep:
-        """Return the worker's input for a step that was decided, `step` being its input."""
+        """Return the worker's input for a decided step `plan`; `step` is its input without look-ahead."""
         started, self._started = self._started, None
         begun: list[int] = []
         if started is not None:
@@ -61,15 +62,15 @@ class LookAhead:
         return LookaheadStep(step, begun, self._started)
 
     def forget(self) -> None:
-        """Forget the started decodes: the worker was replaced, or got another step."""
+        """Forget the started decodes, since the worker was replaced or got another step."""
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """(request, tokens computed) of rows that decode after this step, as far as can be known."""
+        """Yield (request, tokens computed) for rows that will decode after this step, as far as that can be predicted."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)
-        if self._replica.hands_off:  # requests leave, or may leave, when their prompt is computed
+        if self._replica.hands_off:  # requests may leave the replica when their prompt is computed
             return
         for request, num_tokens, start, _ in plan.chunks:
             if start + num_tokens == request.num_known_tokens:

@@ -1,10 +1,10 @@
-"""Asynchronous generation: stream text to many tasks at once.
+"""Asynchronous generation: stream text to many tasks concurrently.
 
     llm = AsyncLLM("models/tiny")
     async for part in llm.stream("Once upon a time", SamplingParams(max_tokens=32)):
         print(part.text, end="")
 
-The engine's loop runs in a thread of its own. A task that stops reading takes its request back.
+The engine's loop runs in its own thread. When a task stops reading, its request is aborted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StreamPart:
     Attributes:
         text: new text; may be empty while a character or a stop string is incomplete.
         token_ids: new tokens.
-        logprobs: of these, when asked for.
-        output: everything, with the last part; None before.
+        logprobs: log-probabilities of the new tokens; empty unless the request has `logprobs`.
+        output: the request's whole output with its last part; None before.
     """
 
     text: str
@@ -48,7 +48,7 @@ class StreamPart:
 
 
 class _Reader:
-    """Carries parts of one request from the loop's thread to a task."""
+    """Passes parts of one request from the loop's thread to a task."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -57,7 +57,7 @@ class _Reader:
         self._num_characters = 0
 
     def on_progress(self, submission: Submission, request: Request, reason: EndReason | None) -> None:
-        """Hand over new output; called in the loop's thread."""
+        """Pass on new output; called in the loop's thread."""
         buffer = submission.output
         start, text = self._num_tokens, buffer.text
         part = StreamPart(
@@ -70,17 +70,20 @@ class _Reader:
         self.put(part)
 
     def on_engine_end(self, error: BaseException | None) -> None:
-        """Let the task raise what ended the engine."""
+        """Make the task raise the error that ended the engine."""
         self.put(as_vajra_error(error))
 
     def put(self, part: StreamPart | Exception) -> None:
-        """Hand over to the task; from any thread."""
+        """Pass a part to the task; may be called from any thread."""
         with suppress(RuntimeError):  # the event loop is closed
             self._event_loop.call_soon_threadsafe(self.parts.put_nowait, part)
 
 
 class AsyncLLM(EngineClient):
-    """A model that serves the tasks of an event loop. Created in any thread; `close` ends requests in progress."""
+    """A model that serves the tasks of an event loop.
+
+    May be created in any thread; `close` ends requests in progress.
+    """
 
     def __init__(
         self, model: str | Path, config: Mapping[str, Any] | str | Path | None = None, **replaced: Any
@@ -101,7 +104,10 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Return why nothing can be computed any more: every replica was lost and given up. For good; None: requests are served."""
+        """Reason why no request can be served any more, since every replica was lost and given up; else None.
+
+        The state is final.
+        """
         assert self.loop is not None
         return self.loop.failed
 
@@ -110,9 +116,9 @@ class AsyncLLM(EngineClient):
     ) -> AsyncIterator[StreamPart]:
         """Yield the request's new output step by step; the last part has the whole output.
 
-        `facts` are what policies, and adapters, go by: `StatedFacts(adapter="french")`.
-        Raises `ConfigError` when the request cannot be served, `VajraError` when the engine ends. Leaving the iteration
-        early (`break`, cancellation) takes the request back.
+        `facts` are read by policies and select an adapter: `StatedFacts(adapter="french")`. Raises `ConfigError` if the
+        request cannot be served, `VajraError` if the engine ends. Leaving the iteration early (`break`, cancellation)
+        aborts the request.
         """
         submission = self._requests.make(prompt, params or SamplingParams(), stated=facts)
         reader = _Reader(asyncio.get_running_loop())
@@ -150,7 +156,7 @@ class AsyncLLM(EngineClient):
         *,
         facts: StatedFacts | None = None,
     ) -> RequestOutput:
-        """Return the answer to a conversation, by the model's chat template. Raises like `stream`."""
+        """Return the answer to a conversation, formatted by the model's chat template. Raises like `stream`."""
         return await self.generate(self._requests.chat(messages), params, facts=facts)
 
     async def swap_policy(
@@ -161,9 +167,9 @@ class AsyncLLM(EngineClient):
         *,
         replicaset: str = DEFAULT_REPLICASET,
     ) -> PolicySwap:
-        """Put another policy in force between two steps while requests are served; return the old and the new one.
+        """Swap a policy between two steps while requests are served; return the old and the new policy.
 
-        Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
+        Raises `ConfigError`, or the error that the policy raises when it is tried; the old policy then stays.
         """
         assert self.engine is not None
         named = layer_of(layer)
@@ -171,7 +177,7 @@ class AsyncLLM(EngineClient):
         return (await self.swap(change)).swap
 
     def close(self) -> None:
-        """End the engine; requests that are left raise. May be called twice."""
+        """End the engine; tasks with unfinished requests raise. May be called twice."""
         assert self.loop is not None
         self.loop.stop()
         self._thread.join()

@@ -1,6 +1,6 @@
 """Build loaded workers and a controller over them from an experiment's settings.
 
-What can be wrong without a model (settings, policies, files) is found before one is loaded.
+Errors that can be detected without a model (settings, policies, files) are raised before one is loaded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
-"""Sizes of each pool of a replicaset, where its settings leave them open."""
+"""Sizes of each pool of a replicaset that its settings leave open."""
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -52,19 +52,19 @@ _PROBE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineServices:
-    """Services that a run brings along.
+    """Services that an engine gets from its caller.
 
     Attributes:
         registry: installed policies.
-        latency: what policies ask for predictions.
-        latencies: the same for replicasets that have another one.
-        output_lengths: likewise for output lengths.
-        seeds: of the policies' random streams.
-        load: how a worker's runner is made.
-        make_clock: how time is kept; called when everything is loaded.
-        threaded: whether every in-process replica computes in a thread of its own, even a lone one.
-        make_worker: makes a replica's worker in place of all that.
-        make_restarter: makes who replaces lost workers; None: a `Supervisor`.
+        latency: latency model for the policies' predictions.
+        latencies: latency models of replicasets that differ from `latency`, by replicaset.
+        output_lengths: predictor of output lengths for the policies.
+        seeds: seeds of the policies' random streams.
+        load: function that creates a worker's runner.
+        make_clock: creates the clock; called when everything is loaded.
+        threaded: True if in-process replicas compute in their own threads even if there is only one.
+        make_worker: creates a replica's worker instead of the default; None: the default.
+        make_restarter: creates the object that replaces lost workers; None: a `Supervisor`.
     """
 
     registry: Registry
@@ -85,10 +85,13 @@ class EngineServices:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMaker:
-    """Makes the workers of an engine: all at its start, and a new one when one is lost.
+    """Creates the workers of an engine: all at start-up, and a new one when one is lost.
 
     Attributes:
-        ordinals: by replica, the first of the devices that it takes.
+        services: services of the engine.
+        options: by replica, the options of its worker's runner.
+        ordinals: by replica, the index of the first device that it uses.
+        in_process: True if workers compute in this process.
     """
 
     services: EngineServices
@@ -100,7 +103,7 @@ class WorkerMaker:
     def of(
         cls, settings: ModelBackendConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
     ) -> WorkerMaker:
-        """The maker for these settings."""
+        """Return the maker for these settings."""
         options = _options_by_replica(settings, replicasets, services)
         ordinals: dict[ReplicaKey, int] = {}
         ordinal = 0
@@ -110,7 +113,7 @@ class WorkerMaker:
         return cls(services, options, ordinals, settings.workers == "in_process")
 
     def begin(self, replica: ReplicaKey) -> Worker:
-        """A worker that is loaded, or loads in processes of its own; to be waited for."""
+        """Return a worker that is loaded, or still loading in its own processes; the caller waits for it."""
         services, options, ordinal = self.services, self.options[replica], self.ordinals[replica]
         if services.make_worker is not None:
             return services.make_worker(replica, options)
@@ -122,10 +125,10 @@ class WorkerMaker:
 
 @dataclass(slots=True)
 class Engine:
-    """Loaded workers and the controller over them; `close` gives everything back.
+    """Loaded workers and their controller; `close` releases them.
 
     Attributes:
-        models: what each replicaset loaded.
+        models: facts of the model that each replicaset loaded.
     """
 
     controller: Controller
@@ -137,14 +140,14 @@ class Engine:
     restarter: Restarter | None = None
     watch: StepWatch | None = None
     load_s: float = 0.0
-    """Duration of loading."""
+    """Duration of loading, in seconds."""
     _is_closed: bool = False
 
     @classmethod
     def load(cls, config: SystemConfig, services: EngineServices) -> Engine:
-        """Check, load, build.
+        """Check the settings, load the workers, and build the engine.
 
-        Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
+        Raises `ConfigError` for errors in settings or model, `ExecutorError` if a worker fails.
         """
         settings: ModelBackendConfig = config.backend.settings
         lacking = settings.problems_here(config.effective_replicasets)
@@ -163,9 +166,9 @@ class Engine:
 
     @staticmethod
     def check(config: SystemConfig, services: EngineServices, lacking: Sequence[Problem] = ()) -> None:
-        """Put replicas and policies together without a model; `lacking`: what is wrong already.
+        """Build replicas and policies without a model, as a check.
 
-        Raises `ConfigError` for that and for what is wrong with the settings.
+        `lacking`: problems found earlier. Raises `ConfigError` for these and for errors in the settings.
         """
         settings: ModelBackendConfig = config.backend.settings
         replicasets = config.effective_replicasets
@@ -201,22 +204,22 @@ class Engine:
 
     @property
     def facts(self) -> ModelFacts:
-        """The model, where there is only one."""
+        """Facts of the model; only for an engine with one model."""
         return next(iter(self.models.values()))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary of every model."""
+        """Largest number of token ids that are valid in every model."""
         return min(facts.vocab_size for facts in self.models.values())
 
     def model_of(self, request: RequestFacts) -> ModelFacts:
-        """The model of the replicaset that takes this request. Raises `ConfigError` when none does."""
+        """Return the model of the replicaset that takes this request. Raises `ConfigError` if none does."""
         return self.models[self.controller.select(request)]
 
     def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
-        """A change of policy that the loop can be asked for: names and parameters are right, what is left out is filled in.
+        """Return a validated change of policy for the loop: names and parameters are checked, defaults filled in.
 
-        Raises `ConfigError`, or what the policy raises when it is built or called for a request. From any thread.
+        Raises `ConfigError`, or the error that the policy raises when it is built or called for a request. Thread-safe.
         """
         if replicaset not in self.models:
             message = f"there is no such replicaset ({replicaset!r})"
@@ -244,7 +247,7 @@ class Engine:
         check_every_steps: int = 0,
         isolates_policies: bool = False,
     ) -> EngineLoop:
-        """Make KV memory and the loop; its clock starts now. Once."""
+        """Allocate KV memory and create the loop; its clock starts now. Must be called once."""
         settings: ModelBackendConfig = self.config.backend.settings
         recovery = settings.recovery.when(serves=serves)
         options = LoopOptions(
@@ -281,17 +284,17 @@ class Engine:
         worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
-        """Return the limits of a prompt on the replicaset that takes the shortest ones."""
+        """Return the prompt limits of the replicaset with the shortest ones."""
         return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
 
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
-        """Return the limits of a prompt there."""
+        """Return the prompt limits of this replicaset."""
         facts = self.models[replicaset]
         longest = self.controller.replicasets[replicaset].bounds.max_request_tokens
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """Sizes and names that replays and readers of the results need, by replicaset."""
+        """Return sizes and names by replicaset, as needed by replays and readers of the results."""
         return {
             name: {
                 "model_type": facts.model_type,
@@ -308,7 +311,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the KV blocks of each replica; by pool where the replicaset names its pools."""
+        """Return the number of KV blocks of each replica, by pool if the replicaset has named pools."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -319,7 +322,7 @@ class Engine:
         return {"pools": pools}
 
     def _sizes_in_force(self, replicaset: str) -> PoolSizes:
-        """Return the sizes that the replicas have."""
+        """Return the actual sizes of the replicas, by pool."""
         facts, pools = self.models[replicaset], self.config.effective_replicasets[replicaset].effective_pools
         replicas = {one.parts.pool: one for one in self.controller.replicasets[replicaset].replicas}
         return {
@@ -328,12 +331,12 @@ class Engine:
         }
 
     def discard_workers(self) -> None:
-        """Kill the workers without waiting, from any thread. Steps in flight do not come back."""
+        """Kill the workers without waiting. Thread-safe. Steps in flight are lost."""
         for one in self.replicas.values():
             threading.Thread(target=one.worker.discard, name="vajra-discard", daemon=True).start()
 
     def close(self) -> None:
-        """Give back memory and processes; may be called twice."""
+        """Release memory and processes; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -351,9 +354,9 @@ def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mappi
 
 
 def _probe(controller: Controller, *, strict: bool = False) -> None:
-    """Call every policy with one made-up request, so that settings that a policy lacks are reported now.
+    """Call every policy with a synthetic request, so that missing settings are reported at start-up.
 
-    Raises the `ConfigError` that a policy met; what else it may raise is the run's business, unless it is `strict`.
+    Raises the policy's `ConfigError`; its other errors are raised only if `strict`, else left to the run.
     """
     for name, replicaset in controller.replicasets.items():
         num_tokens = max(1, min(_PROBE_TOKENS, replicaset.bounds.max_model_len - 1))
@@ -417,7 +420,7 @@ def _sizes(replicaset: str, settings: ReplicasetConfig, workers: Mapping[Replica
 
 
 def _facts_of(replicaset: str, settings: ReplicasetConfig, workers: Mapping[ReplicaKey, Worker]) -> ModelFacts:
-    """Return the facts of a replicaset's model, with the longest sequence that some pool takes to its end."""
+    """Return the facts of a replicaset's model, with the longest sequence that some pool can serve to its end."""
     facts = checked_facts([worker.facts for key, worker in workers.items() if key[0] == replicaset])
     ids = replica_ids_of(settings)
     ending = [pool for pool in ids if settings.role_of(pool) is not PoolRole.PREFILL]
@@ -485,6 +488,9 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
 def _profiled_blocks(
     pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
 ) -> int:
-    """Blocks that every replica of a pool has room for; replicas on one device share its memory."""
+    """Return the number of blocks for which every replica of a pool has room.
+
+    Replicas on one device share its memory.
+    """
     sharing = Counter(worker.facts.device for worker in workers.values())
     return min(workers[key].profile_num_blocks(fraction / sharing[workers[key].facts.device]) for key in pool)

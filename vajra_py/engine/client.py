@@ -1,10 +1,11 @@
-"""Client of one engine: load it, hand requests to it, end each of them.
+"""Client of one engine: load it, submit requests, and make sure that each of them ends.
 
-`LLM` runs the engine's loop in the caller's thread until nothing is left; `AsyncLLM` and the server run it in a thread of its
-own.
+`LLM` runs the engine's loop in the caller's thread until no request is left; `AsyncLLM` and the server run it in a
+separate thread.
 
 Invariants:
-    - A request that `submit` took gets an end, whatever happens to the engine: by its `on_progress`, or by its `on_engine_end`.
+    - A request that `submit` accepted always ends, even if the engine fails: by its `on_progress` or its
+    `on_engine_end`.
     - Once the engine has ended, `submit` raises.
 """
 
@@ -37,18 +38,18 @@ CLOSED = "LLM: it is closed. Make another one."
 
 
 class EngineClient:
-    """One engine, and the requests that it took and has not ended.
+    """One engine, and the accepted requests that have not ended.
 
     Attributes:
-        tokenizers: by replicaset; None: its model has none.
+        tokenizers: tokenizer of each replicaset's model; None if it has none.
         engine: the loaded engine; set after loading.
-        loop: once it is started.
-        refusal: makes the exception for a request that is not taken.
-        on_ended: called in the loop's thread with every request that ended, before its own `on_progress`.
+        loop: the engine's loop; set by `start`.
+        refusal: creates the exception for a request that is not accepted.
+        on_ended: called in the loop's thread for every request that ended, before the request's own `on_progress`.
     """
 
     def __init__(self, config: SystemConfig, registry: Registry, **replaced: Any) -> None:
-        """Load nothing yet. `replaced` are fields of `EngineServices` to set otherwise."""
+        """Store the configuration; loads nothing. `replaced`: fields of `EngineServices` to override."""
         self.config = config
         self.tokenizers: dict[str, Tokenizer | None] = {}
         self.engine: Engine | None = None
@@ -63,7 +64,10 @@ class EngineClient:
         self._open: dict[Submission, None] = {}
 
     def load(self) -> Engine:
-        """Load tokenizers and models, and return what becomes `engine` if it is still wanted. Raises `ConfigError` for wrong settings, `ExecutorError` when a worker fails."""
+        """Load tokenizers and models, and return the engine.
+
+        Raises `ConfigError` for wrong settings, `ExecutorError` if a worker fails.
+        """
         set_passive_omp_wait()  # before tokenizers: they load a tensor library
         settings: ModelBackendConfig = self.config.backend.settings
         refuse_oracle(settings.output_length.type, f"backend.{settings.kind}.output_length")
@@ -81,14 +85,14 @@ class EngineClient:
         note: Callable[[Input], None] | None = None,
         isolates_policies: bool = False,
     ) -> EngineLoop:
-        """Make the loop of the loaded engine; its clock starts now."""
+        """Create the loop of the loaded engine; its clock starts now."""
         assert self.engine is not None
         self.loop = self.engine.start(serves=serves, note=note, isolates_policies=isolates_policies)
         self.loop.on_ended = self._on_ended
         return self.loop
 
     def accept(self) -> None:
-        """Take requests from now on."""
+        """Accept requests from now on."""
         with self._gate:
             self._accepts = True
 
@@ -99,16 +103,16 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests taken and not ended."""
+        """Number of accepted requests that have not ended."""
         return len(self._open)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the only model."""
+        """Tokenizer of the model; only for an engine with one model."""
         return next(iter(self.tokenizers.values()))
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        """Hand requests to the engine, all or none. Raises what `refusal` makes."""
+        """Submit requests to the engine, all or none. Raises the exception of `refusal`."""
         with self._gate:
             if not self._accepts:
                 raise self.refusal()
@@ -118,13 +122,16 @@ class EngineClient:
                 self.loop.submit(submission)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests with the next turn; those that have ended stay as they are."""
+        """Abort requests in the loop's next turn; ended requests are not affected."""
         if self.loop is not None:
             for request_id in request_ids:
                 self.loop.abort(request_id)
 
     def request_swap(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
-        """Ask for another policy between two steps; `done` is called in the loop's thread. Raises what `refusal` makes."""
+        """Request a policy swap between two steps; `done` is called in the loop's thread.
+
+        Raises the exception of `refusal`.
+        """
         with self._gate:
             if not self._accepts:
                 raise self.refusal()
@@ -132,7 +139,10 @@ class EngineClient:
             self.loop.swap_policy(change, done)
 
     async def swap(self, change: PolicyChange) -> Swapped:
-        """Put another policy in force between two steps. Raises the error of `refusal`, or the reason that it is not possible; then nothing has changed."""
+        """Swap a policy between two steps, and return the result.
+
+        Raises the exception of `refusal`, or the reason why the swap is not possible; the old policy then stays.
+        """
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()
 
@@ -151,17 +161,20 @@ class EngineClient:
         return outcome
 
     def run(self) -> BaseException | None:
-        """Run the loop in this thread until it ends, and return the error that ended it; requests that are left end then."""
+        """Run the loop in this thread until it ends.
+
+        End the requests that are left, and return the error that ended it.
+        """
         assert self.loop is not None
         error: BaseException | None = None
         try:
             self.loop.run()
-        except BaseException as raised:  # every client gets the end, on any error
+        except BaseException as raised:  # whatever the error, every client must be notified
             error = raised
         return error
 
     def end(self, error: BaseException | None) -> None:
-        """Accept nothing more and end all remaining requests, since the loop has ended."""
+        """Stop accepting requests and end all that are left, since the loop has ended."""
         self._error = error
         self.refuse()
         if self.loop is not None:
@@ -169,7 +182,7 @@ class EngineClient:
         self.end_open(error)
 
     def end_open(self, error: BaseException | None) -> None:
-        """End every request that is left, in place of a loop that does not."""
+        """End every request that is left, if the loop cannot do so."""
         for submission in list(self._open):
             if submission.on_engine_end is not None:
                 submission.on_engine_end(error)
@@ -182,7 +195,7 @@ class EngineClient:
 
 
 def as_vajra_error(error: BaseException | None) -> VajraError:
-    """Return the exception that a caller gets for what ended an engine; None: it was closed."""
+    """Return the exception for callers of an engine that ended with `error`; None: it was closed."""
     if error is None:
         return ExecutorError(CLOSED)
     return error if isinstance(error, VajraError) else ExecutorError(f"engine: {type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
 """Wall clock of an engine run, and waiting for the next event.
 
-Time is read once for everything that is handled together, so that decisions depend on recorded ticks alone. Ticks are
-whole nanoseconds (written in picoseconds, as everywhere): a time in seconds that was read back from a file gives the same
-tick for weeks.
+Time is read once per turn, so that decisions depend on recorded ticks only. Ticks are whole nanoseconds, in units of
+picoseconds as in the whole package, so a time in seconds that was written to a file reads back as the same tick for
+weeks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ TICKS_PER_NANOSECOND = TICKS_PER_SECOND // 10**9
 
 
 class EngineClock(Protocol):
-    """Time as the loop sees it."""
+    """Clock of the engine's loop."""
 
     def now(self) -> int:
-        """The tick of now; a multiple of a nanosecond, never below an earlier answer."""
+        """Return the current tick: a multiple of a nanosecond, never smaller than an earlier result."""
 
     def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
-        """The next message; None when none has come by tick `until` (`NEVER`: wait for ever)."""
+        """Return the next message; None if none comes by tick `until` (`NEVER`: wait without limit)."""
 
 
 class WallClock:
-    """Time since it was made, from the machine's monotonic clock."""
+    """Time since the clock was created, from the machine's monotonic clock."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""Settings of backends that compute with a model, and those under `backend: {engine: …}`: model, device, processes.
+"""Settings of backends that compute with a model, and of `backend: {engine: …}`: model, device, processes.
 
 Importing this loads no tensor library.
 """
@@ -23,16 +23,17 @@ from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
-"""Requests that a worker remembers, as a multiple of the largest batch: some sit a step out, and come back cheaply."""
+"""Request slots of a worker, as a multiple of the largest batch: a request that skips a step keeps its slot, at no
+cost."""
 
 MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
 
 MAX_GRAPH_ROWS = 256
-"""Largest batch of decodes that is captured: beyond, launching costs little beside computing."""
+"""Largest batch of decodes that is captured as a graph: for larger ones, launch overhead is small beside computing."""
 
 MAX_STEP_TOKENS = 8192
-"""Tokens of a step that memory is set aside for where the settings give no limit."""
+"""Tokens per step for which memory is reserved if the settings give no limit."""
 
 
 class SamplingConfig(Section):
@@ -63,7 +64,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """Return the sampling parameters of one request."""
+        """Return the sampling parameters of a request that generates up to `max_tokens` tokens."""
         return SamplingParams(max_tokens=max_tokens, **self.model_dump())
 
 
@@ -99,7 +100,7 @@ class PlacementConfig(Section):
     )
 
     def resources(self, device: str) -> dict[str, float]:
-        """Return the resources that a rank reserves on its node, as Ray names it."""
+        """Return the resources that a rank reserves on its node, by Ray's resource names."""
         num_gpus = self.gpus_per_rank
         if num_gpus is None:
             num_gpus = 1.0 if device.startswith("cuda") else 0.0
@@ -158,7 +159,7 @@ class RecoveryConfig(Section):
     )
 
     def when(self, *, serves: bool) -> Recovery:
-        """The same with its defaults filled in."""
+        """Return the settings with defaults filled in: those of a server if `serves`, else those of a run."""
         max_restarts = self.max_restarts if self.max_restarts is not None else 8 if serves else 0
         max_reruns = self.max_reruns if self.max_reruns is not None else 3 if serves else None
         watches_steps = serves or self.step_timeout_s is not None
@@ -168,7 +169,7 @@ class RecoveryConfig(Section):
 
 
 class Recovery(NamedTuple):
-    """`RecoveryConfig` with nothing left open; `max_reruns` None: requests of a replica that fails end."""
+    """`RecoveryConfig` with defaults filled in; `max_reruns` None: requests of a failed replica end."""
 
     max_reruns: int | None
     max_restarts: int
@@ -180,14 +181,14 @@ class Recovery(NamedTuple):
 
 
 class ModelBackendConfig(Section):
-    """Settings of every backend that computes steps with a model, instead of predicting their durations."""
+    """Settings of every backend that computes steps with a model instead of predicting their durations."""
 
     kind: ClassVar[str]
     """The backend's name."""
     can_swap: ClassVar[bool]
-    """True when KV blocks can be copied to host memory and back."""
+    """True if KV blocks can be copied to host memory and back."""
     can_move_kv: ClassVar[bool]
-    """True when KV blocks can be copied from one replica to another."""
+    """True if KV blocks can be copied from one replica to another."""
 
     model: ModelFolder = Field(
         description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
@@ -231,42 +232,42 @@ class ModelBackendConfig(Section):
 
     @property
     def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
-        """Return the settings that replicasets have otherwise, by name."""
+        """Settings that replicasets override, by replicaset."""
         return {}
 
     @property
     def begins_ahead(self) -> bool | None:
-        """Return whether steps begin before the last one's tokens are known; None: where that pays."""
+        """True if steps begin before the previous step's tokens are available; None: where that pays."""
         return False
 
     def of(self, replicaset: str) -> Self:
-        """The settings of one replicaset."""
+        """Return the settings of one replicaset."""
         return self
 
     def served_models(self, replicasets: Iterable[str]) -> dict[str, str]:
-        """Return the model of each replicaset; a prompt's tokens are those of one model."""
+        """Return the model of each replicaset, by name; token ids are only valid for one model."""
         return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return the settings of replicasets that this backend cannot carry out on any machine."""
+        """Return problems with settings of replicasets that this backend does not support on any machine."""
         raise NotImplementedError
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return what this machine lacks: a model of a supported kind, an installed package. Nothing is loaded."""
+        """Return what this machine lacks: a supported model, an installed package. Loads nothing."""
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """Return the options by which a replica's worker loads, on the first device."""
+        """Return the options with which a replica's worker loads, for the first device."""
         raise NotImplementedError
 
     @property
     def load(self) -> LoadRunner:
-        """Return the function that makes a worker's runner from its options."""
+        """Return the function that creates a worker's runner from its options."""
         raise NotImplementedError
 
 
 class NgramConfig(Section):
-    """Drafts by n-gram lookup: what followed the newest tokens when they came before in prompt or output."""
+    """Drafts by n-gram lookup: tokens that followed an earlier occurrence of the newest tokens in prompt or output."""
 
     min_tokens: PositiveCount = Field(2, description="Shortest n-gram that is looked up, tokens.")
     max_tokens: PositiveCount = Field(5, description="Longest n-gram that is looked up, tokens; it is tried first.")
@@ -279,7 +280,7 @@ class NgramConfig(Section):
 
 
 class EngineConfig(ModelBackendConfig):
-    """Compute steps with a real model instead of predicting how long they take."""
+    """Compute steps with a real model instead of predicting their durations."""
 
     kind: ClassVar[str] = "engine"
     can_swap: ClassVar[bool] = True
@@ -363,7 +364,7 @@ class EngineConfig(ModelBackendConfig):
         return found
 
     def check_adapters(self, where: str, replica: ReplicaConfig, adapters: AdaptersConfig) -> list[Problem]:
-        """Return what keeps a replica from computing its adapters on any machine."""
+        """Return problems that keep a replica from computing its adapters on any machine."""
         found = []
         alone = {"tensor_parallel": self.tensor_parallel, "replica.pipeline_stages": replica.pipeline_stages or 1}
         alone["replica.kv_parallel.groups"] = replica.kv_parallel.groups

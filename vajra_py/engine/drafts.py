@@ -1,6 +1,7 @@
-"""Drafts by n-gram lookup (prompt lookup decoding): what followed the newest tokens when they came before.
+"""Drafts by n-gram lookup (prompt lookup decoding): tokens that followed an earlier occurrence of the newest tokens.
 
-The rule is vLLM's: the longest n-gram at the end that occurred earlier, its first occurrence, and the tokens behind that.
+The rule is vLLM's: take the longest n-gram at the end that occurred earlier, and draft the tokens after its first
+occurrence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vajra_py.engine.compute.sampling.needs import forbids_tokens, needs_history
 
 @dataclass(frozen=True, slots=True)
 class NgramRules:
-    """Lengths of the n-grams that are looked up, and most drafts of a lookup."""
+    """Lengths of the n-grams to look up, and the largest number of drafts per lookup."""
 
     min_tokens: int
     max_tokens: int
@@ -22,13 +23,16 @@ class NgramRules:
 
 
 def may_have_drafts(sampling: SamplingParams) -> bool:
-    """Return True if tokens of a request can be verified together: none depends on its output but through the model."""
+    """Return True if several tokens of a request can be verified at once.
+
+    That is so if its sampling does not depend on its output, except through the logits.
+    """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)
     return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens
 
 
 class NgramIndex:
-    """Tokens of one request, and where each n-gram occurred first."""
+    """Tokens of one request, with the first occurrence of each n-gram."""
 
     __slots__ = ("_first", "_rules", "_tokens")
 
@@ -36,11 +40,11 @@ class NgramIndex:
         self._rules = rules
         self._tokens: list[int] = []
         self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(rules.max_tokens + 1)]
-        """For each length: n-gram to the place behind its first occurrence, where a token follows."""
+        """For each length, the index after the first occurrence of each n-gram that is followed by a token."""
         self.extend(tokens)
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -55,7 +59,10 @@ class NgramIndex:
             known.append(token)
 
     def drafts(self) -> list[int]:
-        """Return the tokens that followed the longest known n-gram at the end; empty if there is none."""
+        """Return the tokens that followed the first occurrence of the longest n-gram at the end.
+
+        Empty if there is none.
+        """
         known, rules = self._tokens, self._rules
         for length in range(min(rules.max_tokens, len(known)), rules.min_tokens - 1, -1):
             place = self._first[length].get(tuple(known[len(known) - length :]))

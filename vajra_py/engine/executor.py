@@ -1,7 +1,7 @@
-"""Translate plans into worker messages, and workers' answers into step results.
+"""Translate step plans into messages to workers, and workers' answers into step results.
 
-The worker remembers slots, block tables and last tokens, so a step names only what changed. A request keeps its slot
-through preemptions; when slots run short, one that is not in the step loses its own and gets another one later.
+The worker keeps slots, block tables and last tokens, so a step contains changes only. A request keeps its slot through
+preemptions; when slots run short, a request that is not in the step loses its slot and gets another one later.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, St
 
 @dataclass(slots=True)
 class _Row:
-    """State of a request in the worker."""
+    """State of a request in the worker, as far as the controller tracks it."""
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
-    """Leading entries of its block table in each KV-parallel group."""
+    """Number of block-table entries already sent, for each KV-parallel group."""
     sampling_group: int | None = None
-    """The KV-parallel group that holds its newest tokens, and samples."""
+    """KV-parallel group that holds the request's newest tokens and samples."""
     allows_lookahead: bool = True
-    """True when a token of it leaves nothing behind in the worker but itself."""
+    """True if sampling a token changes no state of the worker besides the token, so it can be undone."""
     goes_on: bool = False
-    """True if the worker has the request's newest token, so that the next step need not contain it."""
+    """True if the worker has the request's newest token, so that the next step need not send it."""
 
 
 _Sampled: TypeAlias = tuple[Request, OutputBuffer]
-"""A request that gets a token, and the output that takes it."""
+"""A request that a step samples a token for, and its output buffer."""
 
 
 @dataclass(slots=True)
 class _Changes:
-    """A step's input while it is put together."""
+    """Input of a step while it is assembled."""
 
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
@@ -54,13 +54,14 @@ class _Changes:
 
 @dataclass(slots=True)
 class _Step:
-    """Facts of a step under way by which its output is read.
+    """Data of a step in flight that are needed to interpret its output.
 
     Attributes:
-        entries: by slot, whose rows it computes.
-        sampled: by slot, whose tokens it samples.
-        scored: by slot, whose prompt tokens it scores, and how many are scored then.
-        drafts: by slot, the drafts that it verifies.
+        entries: by slot, the request whose row the step computes.
+        sampled: by slot, the request and output buffer of a row that is sampled.
+        scored: by slot, the output buffer of a request with prompt tokens to score, and the number scored after the
+            step.
+        drafts: by slot, the drafts to verify.
     """
 
     entries: dict[int, Request] = field(default_factory=dict)
@@ -71,7 +72,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """The decode pool of a step, all of whose members went on: while no request joins or leaves, the next step's is the same."""
+    """The decode pool of the last step, if all of its members continue.
+
+    As long as no request joins or leaves the pool, the rows of the next step are the same.
+    """
 
     members: list[Request]
     slots: list[int]
@@ -80,14 +84,15 @@ class _PoolRows:
 
 
 class EngineExecutor:
-    """One replica's side of the protocol with its worker."""
+    """Controller side of the protocol with one replica's worker."""
 
     def __init__(
         self, num_slots: int, block_size: int = 16, *, sends_tokens: bool = False, ngrams: NgramRules | None = None
     ) -> None:
-        """`sends_tokens`: ranks may lack tokens that other ranks sampled, so steps contain all of them.
+        """Create the executor.
 
-        `ngrams`: how drafts are looked up; None: there are none.
+        `sends_tokens`: steps contain all tokens, since ranks may lack tokens that other ranks sampled.
+        `ngrams`: rules for looking up drafts; None: no drafts.
         """
         self._submissions: dict[Request, Submission] = {}
         self._rows: dict[Request, _Row] = {}
@@ -97,24 +102,27 @@ class EngineExecutor:
         self._freed: list[int] = []
         self._sends_tokens = sends_tokens
         self._steps: deque[_Step] = deque()
-        """Steps under way, in order."""
+        """Steps in flight, in order."""
         self._pool_rows: _PoolRows | None = None
-        """Pool rows of the last step."""
+        """Pool rows of the last step, if the next step may repeat them."""
         self._ngrams = ngrams
         self._indices: dict[Request, NgramIndex] = {}
         self._proposals: dict[Request, tuple[int, list[int]]] = {}
-        """Drafts for the tokens of a request behind so many outputs."""
+        """Drafts of a request, with the number of output tokens after which they follow."""
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
-        """Tokens that were sampled and are no output, unless their request stays."""
+        """Sampled tokens that do not count as output unless their request stays on this replica."""
 
     # Backend of the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Number of tokens after which the request ends, if its submission states it."""
+        """Return the number of tokens after which the request ends, if its submission states it."""
         return self._submissions[request].num_output_tokens
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`: drafts that the lookup finds, for requests whose tokens can be verified together."""
+        """See `Executor`: number of drafts that the lookup finds.
+
+        0 for requests whose tokens cannot be verified together.
+        """
         submission = self._submissions[request]
         if self._ngrams is None or not may_have_drafts(submission.output.sampling):
             return 0
@@ -130,7 +138,7 @@ class EngineExecutor:
         return min(len(found[1]), at_most)
 
     def withheld_token(self, request: Request) -> StepResult:
-        """See `Executor`; it is output from now on."""
+        """See `Executor`; the token counts as output from now on."""
         token, logprobs = self._withheld.pop(request)
         buffer = self._submissions[request].output
         if not buffer.append(token, logprobs) and buffer.looks_for_stop_strings:
@@ -138,7 +146,7 @@ class EngineExecutor:
         return StepResult([(request, token)], frozenset((request,) if buffer.stopped_by is not None else ()))
 
     def release(self, request: Request) -> None:
-        """Forget a request that has left."""
+        """Forget a request that has ended."""
         if self._submissions.pop(request, None) is not None:
             self.leave(request)
             self._indices.pop(request, None)
@@ -147,17 +155,17 @@ class EngineExecutor:
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """A request that may run here; the worker's state of it is out of date."""
+        """Register a request that may run here; the worker has no valid state of it."""
         self._submissions[request] = submission
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Let the worker forget a request that goes on elsewhere."""
+        """Make the worker forget a request that continues on another replica."""
         self._drop_row(request)
         self._withheld.pop(request, None)
 
     def start_again(self) -> None:
-        """Begin anew: the worker was replaced by one without state."""
+        """Reset the state, since the worker was replaced by one without state."""
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
@@ -165,7 +173,7 @@ class EngineExecutor:
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """Ignore the results of all steps under way."""
+        """Ignore the results of all steps in flight."""
         self._steps.clear()
         self._pool_rows = None
 
@@ -174,7 +182,7 @@ class EngineExecutor:
         return self._submissions[request]
 
     def step_input(self, plan: StepPlan, memory: KvMemory) -> StepInput:
-        """Return the input by which the worker computes the plan."""
+        """Return the worker's input for a plan."""
         changes = _Changes()
         members = [] if plan.pool is None else list(plan.pool)
         self._make_room([*(entry.request for entry in plan.chunks), *members])
@@ -195,14 +203,14 @@ class EngineExecutor:
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
     def requests_of(self, step: StepInput) -> list[Request]:
-        """Requests whose rows a step computes."""
+        """Return the requests whose rows a step computes."""
         slots = {*step.decodes, *(chunk.slot for chunk in step.chunks)}
         return [request for request, row in self._rows.items() if row.slot in slots]
 
     def parts(self, step: StepInput, suspects: Collection[Request]) -> list[StepInput]:
-        """Split the step into parts that together give the same results, so that each suspect is computed by itself.
+        """Split a step into parts with the same results in total, where each suspect has a part of its own.
 
-        Chunks stay in their order: one may read KV blocks that an earlier one writes.
+        Chunks stay in order, since one may read KV blocks that an earlier one writes.
         """
         apart = {row.slot for request in suspects if (row := self._rows.get(request)) is not None}
         rows: list[tuple[list[Chunk], list[int]]] = [([], [slot for slot in step.decodes if slot not in apart])]
@@ -218,10 +226,10 @@ class EngineExecutor:
     def lookahead_decodes(
         self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
     ) -> LookaheadDecodes | None:
-        """Return one more decode for each (request, tokens computed by then); None if the step may not be formed ahead.
+        """Return one more decode per (request, tokens computed by then); None if the step cannot be started ahead.
 
-        Penalties, bad words and log-probabilities would have to be undone with a dropped row. At most `num_spare` rows may need
-        a block.
+        Requests with penalties, bad words or log-probabilities prevent it, since dropped rows could not be undone. At
+        most `num_spare` rows may need a new block.
         """
         decodes, growing = [], []
         for request, num_computed in rows:
@@ -236,9 +244,9 @@ class EngineExecutor:
         return LookaheadDecodes(decodes, growing) if decodes and len(growing) <= num_spare else None
 
     def step_result(self, output: StepOutput, withheld: Collection[Request] = ()) -> StepResult:
-        """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date.
+        """Return the mechanism's result for a worker's output, and update the requests' output buffers.
 
-        `withheld`: requests whose token is no output; see `withheld_token`.
+        `withheld`: requests whose token does not count as output; see `withheld_token`.
         """
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
@@ -284,9 +292,12 @@ class EngineExecutor:
         return StepResult(tokens, frozenset(stopped), failed, accepted)
 
     def _given(self, request: Request, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-        """Take in what a verified row gives: tokens as sampled, up to the first that is not the draft in its place, or an end.
+        """Accept a verified row, and return its tokens.
 
-        A draft is accepted when it is the token that is sampled there, so that tokens are those of a run without drafts.
+        These are the sampled ones, up to the first that differs from its draft or ends the request.
+
+        A draft is accepted only if it equals the token sampled in its place, so the output is the same as without
+        drafts.
         """
         submission = self._submissions[request]
         buffer, limit = submission.output, request.max_tokens
@@ -306,7 +317,7 @@ class EngineExecutor:
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add the members of the last step's pool, looking only at those that took a block."""
+        """Add the members of the last step's pool; only members that took a block are examined."""
         for request in pool.began_blocks():
             self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
@@ -355,11 +366,11 @@ class EngineExecutor:
     def _add_drafts(
         self, entry: PlannedChunk, drafts: PlannedDrafts, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add a decode with its drafts, all of whose tokens are named."""
+        """Add a decode with its drafts, as a chunk that names all of its tokens."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
-        row.num_blocks[0] = drafts.num_kept_blocks  # those behind them may be others in the next step
+        row.num_blocks[0] = drafts.num_kept_blocks  # later blocks may differ in the next step
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
         tokens = [*self._tokens(request, start, start + 1), *proposed]
@@ -370,7 +381,10 @@ class EngineExecutor:
         step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
-        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives, if the request wants them."""
+        """Return the prompt tokens to score from a chunk of positions `start` ..
+
+        `end` - 1; empty if the request wants none.
+        """
         submission = self._submissions[request]
         buffer = submission.output
         if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(
@@ -382,7 +396,7 @@ class EngineExecutor:
         return followers
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
-        """Known tokens of a request at positions `start` .. `end` - 1."""
+        """Return the known tokens of a request at positions `start` .. `end` - 1."""
         submission = self._submissions[request]
         prompt, num_prompt = submission.prompt_token_ids, request.num_prompt_tokens
         if end <= num_prompt:
@@ -414,7 +428,7 @@ class EngineExecutor:
         return row
 
     def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
-        """Send a request's sampling state again if another group samples from now on, which has not seen its tokens."""
+        """Resend a request's sampling state if a group samples from now on that has not seen its tokens."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
             changes.new.append(self._new_row(request, row.slot))
@@ -428,13 +442,13 @@ class EngineExecutor:
         return NewRow(slot, sampling, submission.seed, prompt, first_outputs, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
-        """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""
+        """If slots would run out, free those of the longest-known requests that are not among `requests`."""
         num_lacking = len(requests) - sum(map(self._rows.__contains__, requests)) - len(self._free)
         if num_lacking <= 0:
             return
         entries = set(requests)
         victims = [request for request in self._rows if request not in entries]
-        victims.sort(key=lambda request: request.is_resident)  # stable: those without memory first
+        victims.sort(key=lambda request: request.is_resident)  # stable; requests without KV memory come first
         for request in victims[:num_lacking]:
             self._drop_row(request)
 
@@ -447,7 +461,7 @@ class EngineExecutor:
 
 
 def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Return the output of a step from those of its parts."""
+    """Return the output of a step, merged from those of its parts."""
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
     faults: dict[int, str] = {}

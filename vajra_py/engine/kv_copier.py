@@ -1,12 +1,13 @@
-"""Copies of KV between a worker's device and its host memory, in threads beside its steps: one for each direction.
+"""Copies of KV between a worker's device and its host memory, in threads beside its steps: one thread per direction.
 
-A worker hands over each copy once it has done all earlier requests. Copies of one direction are made one after the other.
+A worker starts each copy after it has processed all earlier messages. Copies of one direction are made one after the
+other.
 
 Invariants:
-    - A copy reads what the steps before it have written; on a GPU it waits there for them.
-    - A step that is the first to write a device block since it was taken waits until no copy reads or writes that block; so does a
-      copy to the device for copies to the host. No step waits for other copies.
-    - After a copy that failed, none is begun and every later step fails.
+    - A copy reads KV that earlier steps have written; on a GPU it waits there for these steps.
+    - A step that writes a newly taken device block first waits until no copy reads or writes that block; a copy to the
+    device waits in the same way for copies to the host. Steps wait for no other copies.
+    - After a failed copy, no further copy starts and every later step fails.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class _Lane:
 
     name: str
     moves: deque[tuple[KvMove, object]] = field(default_factory=deque)
-    """Copies that have not begun, each with the runner's mark behind the steps asked for before it."""
+    """Copies that have not started, each with the runner's mark after the steps submitted before it."""
     busy: Counter[int] = field(default_factory=Counter)
-    """Device blocks of copies that have not ended."""
+    """Device blocks of copies that have not finished."""
     thread: threading.Thread | None = None
 
 
 class KvCopier:
-    """Makes the copies of one runner. All but `close` is called by the thread that computes its steps."""
+    """Makes the copies of one runner. All methods but `close` are called by the thread that computes its steps."""
 
     def __init__(self, runner: ModelRunner, notify: Callable[[KvMove, Exception | None], None]) -> None:
-        """`notify` is called when a copy has ended, with its error or None, in the thread that made the copy."""
+        """`notify` is called in the copying thread when a copy has ended, with its error or None."""
         self._runner = runner
         self._notify = notify
         self._changed = threading.Condition()
@@ -51,9 +52,14 @@ class KvCopier:
         self._is_closed = False
 
     def begin(self, move: KvMove) -> None:
-        """Make a copy after those of its direction begun before, beside the steps to come. Raises `ExecutorError` after one that failed."""
+        """Queue a copy behind earlier ones of its direction, concurrent with later steps.
+
+        Raises `ExecutorError` after a failed copy.
+        """
         runner = cast(KvRunner, self._runner)
-        cast(LookaheadRunner, runner).begin_ahead()  # a row that is dropped writes a block that may be loaded now
+        cast(
+            LookaheadRunner, runner
+        ).begin_ahead()  # a row that is dropped later writes a block that this copy may load
         self._wait_for(_loaded(move.before))
         if move.before:
             runner.move_kv(move.before)
@@ -65,13 +71,19 @@ class KvCopier:
         self._go_on(lane)
 
     def wait_before(self, work: StepInput | LookaheadStep) -> None:
-        """Wait for the copies that read or write blocks which the step begins to write. Raises `ExecutorError` after one that failed."""
+        """Wait for copies that read or write blocks which the step starts to write.
+
+        Raises `ExecutorError` after a failed copy.
+        """
         if self._down.busy or self._up.busy or self._error is not None:
             step = work.step if isinstance(work, LookaheadStep) else work
             self._wait_for(set(written_blocks(step, self._runner.facts.block_size)))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End with the copies that are being made. Raises `ExecutorError` when one takes longer; may be called twice, from any thread."""
+        """Finish the running copies and stop the threads. May be called twice, from any thread.
+
+        Raises `ExecutorError` if a copy takes longer than `timeout_s`.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -97,7 +109,7 @@ class KvCopier:
                 raise ExecutorError("the worker has been closed")
 
     def _go_on(self, lane: _Lane) -> None:
-        """Let the copies be made that have been handed over."""
+        """Start the queued copies of this direction."""
         if lane.thread is None:
             lane.thread = threading.Thread(target=self._work, args=(lane,), name=lane.name, daemon=True)
             lane.thread.start()
@@ -115,7 +127,7 @@ class KvCopier:
             self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
-        """Return True if a copy can begin: no copy to the host still reads blocks that a copy to the device overwrites."""
+        """Return True if the next copy can start: no copy to the host still reads blocks that it overwrites."""
         if not lane.moves:
             return False
         return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))
@@ -124,7 +136,7 @@ class KvCopier:
         error, lane = None, self._lane(move)
         try:
             cast(KvRunner, self._runner).move_kv(move.copies, after)
-        except Exception as problem:  # as with a step
+        except Exception as problem:  # any error, as for a step
             _log.warning("a copy of KV failed", exc_info=True)
             error = problem
         with self._changed:
@@ -142,7 +154,7 @@ def device_blocks(copies: Sequence[BlockCopy]) -> list[int]:
 
 
 def written_blocks(step: StepInput, block_size: int) -> Iterator[int]:
-    """Yield the device blocks that a request has taken by this step to write them, and those that swapped content comes back to."""
+    """Yield the device blocks that requests take in this step, and those that swapped-out content is copied back to."""
     starts = {chunk.slot: chunk.num_computed // block_size for chunk in step.chunks}
     for update in step.tables:
         num_found = max(0, starts.get(update.slot, 0) - update.start)

@@ -1,12 +1,13 @@
-"""Copies of KV blocks that workers are asked for: from one replica's to another's, and between device and host memory.
+"""Messages for copies of KV blocks: from one replica's memory to another's, and between device and host memory.
 
-Between replicas, the source's worker copies blocks into a buffer, rank by rank; the target's worker copies the buffer into its own blocks. Workers
-take these copies in turn with their steps: a copy reads what the steps before it have written, and steps after it read what it has written.
-Copies between device and host memory are made beside steps (`kv_copier`).
+Between replicas, each rank of the source's worker copies blocks into a buffer, and the same rank of the target's worker
+copies the buffer into its own blocks. Workers make these copies in order with their steps: a copy reads what earlier
+steps have written, and later steps read what the copy has written. Copies between device and host memory run beside
+steps (`kv_copier`).
 
 Invariants:
-    - Ranks of one number hold the same part of the model at both ends, so that block contents are equal.
-    - A buffer that is not taken is freed with its last reference.
+    - Ranks with the same number hold the same part of the model at both ends, so block contents have the same layout.
+    - An unused buffer is freed with its last reference.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class KvExport:
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """Copy of another worker's KV into as many blocks of this one.
+    """Copy of another worker's KV into the same number of blocks of this one.
 
     Attributes:
-        content: what the other one has exported.
-        copies: blocks to move between device and host before: what these blocks held may have been swapped out since the last step.
+        number: number of the transfer.
+        block_ids: blocks to copy into.
+        content: buffers that the other worker exported.
+        copies: blocks to move between device and host first, since the target blocks may have been swapped out since
+            the last step.
     """
 
     number: int
@@ -55,11 +59,13 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True)
 class KvMove:
-    """Copies of KV blocks between a worker's device and its own host memory, beside its steps; `number` names them.
+    """Copies of KV blocks between a worker's device and its own host memory, concurrent with its steps.
 
     Attributes:
-        copies: one or more, all of one direction.
-        before: blocks to move in turn with its steps, before: what the blocks of `copies` held may be swapped out.
+        number: number of the copy.
+        copies: blocks to copy, at least one, all in one direction.
+        before: blocks to move first, in order with the steps, since content of the blocks in `copies` may be swapped
+            out.
     """
 
     number: int
@@ -68,24 +74,24 @@ class KvMove:
 
     @property
     def is_upward(self) -> bool:
-        """Return True if it goes from the host to the device."""
+        """True if the copy goes from the host to the device."""
         return self.copies[0].direction is CopyDirection.TO_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class RankMove:
-    """A rank's part of a `KvMove` is done."""
+    """Message that a rank has finished its part of a `KvMove`."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankCopy:
-    """A rank's part of a copy is done.
+    """Message that a rank has finished its part of a copy between replicas.
 
     Attributes:
-        part: the buffer of an export; None for an import.
-        is_lost: an import found that its buffer is lost with the source, and has copied nothing.
+        part: buffer of an export; None for an import.
+        is_lost: True if the buffer of an import was lost with the source, so that nothing was copied.
     """
 
     number: int
@@ -94,43 +100,43 @@ class RankCopy:
 
 
 def exported(runner: KvRunner, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    """Return the contents of these blocks of a runner of this process."""
+    """Return the contents of these blocks of a runner in this process."""
     buffer = np.empty(len(block_ids) * runner.kv_block_bytes, np.uint8)
     runner.export_kv(block_ids, buffer)
     return buffer
 
 
 class SharedBuffer:
-    """Anonymous memory that processes share by its descriptor. It is freed with the last descriptor and mapping of it."""
+    """Anonymous memory that processes share by its descriptor. It is freed with its last descriptor and mapping."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def of_size(cls, num_bytes: int) -> Self:
-        """Allocate so many bytes, zero. Raises `OSError`."""
+        """Allocate `num_bytes` bytes, set to zero. Raises `OSError`."""
         buffer = cls(_anonymous_file())
         os.truncate(buffer._descriptor, num_bytes)
         return buffer
 
     @classmethod
     def receive(cls, pipe: Connection) -> Self:
-        """Receive the buffer that was sent through a pipe. Raises `EOFError` or `OSError` when its sender is gone."""
+        """Receive a buffer that was sent through a pipe. Raises `EOFError` or `OSError` if the sender has died."""
         try:
             return cls(recv_handle(pipe))
-        except RuntimeError as error:  # as multiprocessing calls it when nothing comes
+        except RuntimeError as error:  # raised by multiprocessing if no descriptor comes
             raise EOFError(str(error)) from error
 
     def send(self, pipe: Connection) -> None:
-        """Give another process access to it. Raises `OSError` when that is gone."""
+        """Give another process access to the buffer. Raises `OSError` if that process has died."""
         send_handle(pipe, self._descriptor, None)  # a process id is for Windows
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """Map it; the mapping lives as long as the array."""
+        """Map the memory; the mapping lives as long as the array."""
         return np.frombuffer(mmap.mmap(self._descriptor, 0), np.uint8)
 
     def close(self) -> None:
-        """Give up this descriptor. May be called twice."""
+        """Close this descriptor. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -140,7 +146,10 @@ class SharedBuffer:
 
 
 def _anonymous_file() -> int:
-    """Return the descriptor of a file without a name, which no process can leave behind: in memory, where the system has that."""
+    """Return the descriptor of an unnamed file, which cannot outlive its processes.
+
+    In memory if the system supports that.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("vajra-kv", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

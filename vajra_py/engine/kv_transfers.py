@@ -1,4 +1,4 @@
-"""Transfers of KV between an engine's replicas: which are under way, and the messages to their workers."""
+"""Transfers of KV between an engine's replicas: those in flight, and the messages to their workers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class _UnderWay:
 
 
 class KvTransfers:
-    """Transfers under way. The source's worker copies, then the target's; the controller passes the buffer on."""
+    """Transfers in flight. The source's worker copies first, then the target's; the controller passes the buffer on."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
-        """`notify` is called with each message of a worker."""
+        """`notify` is called with the message for a transfer that ends without copying."""
         self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 
     def __len__(self) -> int:
-        """Transfers under way."""
+        """Return the number of transfers in flight."""
         return len(self._under_way)
 
     def begin(self, transfer: Transfer[EngineReplica]) -> None:
-        """Copy the blocks that the target lacks; a transfer without any ends with the next turn."""
+        """Start to copy the blocks that the target lacks; a transfer without any ends in the next turn."""
         source, target = transfer.source, transfer.target
         source_blocks, target_blocks = _blocks(transfer, source), _blocks(transfer, target)
         key = _key(transfer)
@@ -47,14 +47,15 @@ class KvTransfers:
             self._notify(KvImported((key[0], target.replica.replica_id), transfer.number))
 
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
-        """Forget a transfer: what its source gives is dropped.
+        """Forget a transfer: the buffer from its source is dropped.
 
-        A copy that its target's worker was sent already is made before any later step, which may use the blocks otherwise.
+        If the target's worker was already sent the copy, it copies before any later step, which may then overwrite the
+        blocks.
         """
-        self._under_way.pop(_key(transfer), None)  # it may have ended in this turn
+        self._under_way.pop(_key(transfer), None)  # absent if it ended in this turn
 
     def exported(self, news: KvExported) -> None:
-        """Pass on what a source's worker has copied, unless it is not needed any more."""
+        """Pass on the buffer from a source's worker, unless the transfer was cancelled."""
         one = self._under_way.get((news.replica[0], news.number))
         if one is not None:
             target = one.transfer.target
@@ -62,7 +63,7 @@ class KvTransfers:
             target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
-        """Return the input for KV that has arrived; None if no request waits for it any more."""
+        """Return the driver's input for KV that has arrived; None if the transfer was cancelled."""
         key = news.replica[0], news.number
         if news.is_lost or key not in self._under_way:
             return None
@@ -75,14 +76,14 @@ def _key(transfer: Transfer[EngineReplica]) -> tuple[str, int]:
 
 
 def _blocks(transfer: Transfer[EngineReplica], end: EngineReplica) -> list[int]:
-    """Blocks of one end that hold, or are to hold, the KV that the target lacks."""
+    """Return the blocks of one end that hold, or will hold, the KV that the target lacks."""
     memory = end.replica.memory
     size = memory.block_size
     return list(memory.block_table(transfer.request)[transfer.start // size : -(-transfer.end // size)])
 
 
 def check_transfers(controller: Controller, settings: ModelBackendConfig) -> None:
-    """Raise `ConfigError` where requests move with their KV in a way that the backend cannot carry out."""
+    """Raise `ConfigError` if requests are to move with their KV in a way that the backend does not support."""
     problems = []
     for name, replicaset in controller.replicasets.items():
         if replicaset.hand_off is None:

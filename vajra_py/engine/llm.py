@@ -1,11 +1,11 @@
-"""Synchronous generation: a list of prompts at once.
+"""Synchronous generation for a list of prompts.
 
     llm = LLM("models/tiny")
     for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
         output.text
 
-The policies that schedule it are those of a system: `config` takes its keys (scheduling, preset, replica, num_replicas, …)
-from a mapping or a YAML file.
+Requests are scheduled by the policies in `config`, which takes the keys of a system (scheduling, preset, replica,
+num_replicas, …) as a mapping or a YAML file.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DEFAULT_SCHEDULING: Mapping[str, Any] = {
     "replica_scheduler": "fixed_chunk",
 }
 DEFAULT_REPLICASET = "default"
-"""The name of a lone replicaset."""
+"""Name of a replicaset that is the only one."""
 CPU_MEMORY_FRACTION = 0.25
-"""Part of a host's free memory for KV blocks; the rest is left for other uses."""
+"""Fraction of a host's free memory for KV blocks; the rest is left for other uses."""
 
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """Return the system of an LLM: `config`, or the system of an experiment, with the model in it and defaults for the rest.
+    """Return the system of an LLM: `config` (a system or an experiment) with `model` and defaults filled in.
 
     Raises `ConfigError`.
     """
@@ -81,9 +81,9 @@ def llm_config(
 
 
 class LLM(EngineClient):
-    """A model that computes the prompts of a list together, scheduled by the policies of its configuration.
+    """A model that computes a list of prompts together, scheduled by the policies of its configuration.
 
-    Not to be used from several threads. `replaced` sets parts of the engine otherwise, for tests and tools.
+    Not thread-safe. `replaced` overrides fields of `EngineServices`, for tests and tools.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LLM(EngineClient):
         self.close()
 
     def close(self) -> None:
-        """Give memory and processes back; may be called twice."""
+        """Release memory and processes; may be called twice."""
         self.refuse()
         if self.engine is not None:
             self.engine.close()
@@ -117,12 +117,16 @@ class LLM(EngineClient):
         n: int = 1,
         facts: StatedFacts | Sequence[StatedFacts] | None = None,
     ) -> list[RequestOutput]:
-        """Return the outputs in the order of the prompts; with `n` above 1, n of each prompt after one another.
+        """Return the outputs in the order of the prompts.
 
-        `params`, and `facts` such as `StatedFacts(adapter="french")`, go for all prompts, or one for each. With `n` above 1 the outputs of a prompt have seeds that follow one
-        another. Raises `ConfigError` for anything wrong with any prompt or its parameters, before the first is computed;
-        `PolicyError` when a policy breaks the contract, after which the LLM is closed. A request that ends otherwise
-        (its replica failed) has the reason in its output.
+        With `n` above 1, the n outputs of each prompt follow one another.
+
+        `params` and `facts` (such as `StatedFacts(adapter="french")`) are one for all prompts, or one for each. With
+        `n` above 1, the outputs of a prompt have consecutive seeds.
+
+        Raises `ConfigError` for any error in any prompt or its parameters before the first prompt is computed, and
+        `PolicyError` if a policy breaks the contract, after which the LLM is closed. If a request fails for another
+        reason, such as a failed replica, its output states the reason.
         """
         return self._run(list(self._made(_listed(prompts), params, n, facts)))
 
@@ -134,7 +138,7 @@ class LLM(EngineClient):
         n: int = 1,
         facts: StatedFacts | None = None,
     ) -> list[RequestOutput]:
-        """Return answers to a conversation, by the model's chat template. Raises like `generate`."""
+        """Return answers to a conversation, formatted by the model's chat template. Raises like `generate`."""
         return self.generate([self._requests.chat(messages)], params, n=n, facts=facts)
 
     def swap_policy(
@@ -145,9 +149,9 @@ class LLM(EngineClient):
         *,
         replicaset: str = DEFAULT_REPLICASET,
     ) -> PolicySwap:
-        """Put another policy in force for all further generation; returns the old and the new one.
+        """Swap a policy for all further generation; return the old and the new policy.
 
-        Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
+        Raises `ConfigError`, or the error that the policy raises when it is tried; the old policy then stays.
         """
         assert self.engine is not None
         assert self.loop is not None
@@ -198,14 +202,14 @@ class LLM(EngineClient):
         self.submit(submissions)
         try:
             self.loop.run()
-        except BaseException:  # an interrupted run cannot be resumed
+        except BaseException:  # requests of an interrupted run cannot be continued
             self.close()
             raise
         return [done[submission.facts.request_id] for submission in submissions]
 
 
 def layer_of(layer: Layer | str) -> Layer:
-    """Return a layer by its name in settings. Raises `ConfigError`."""
+    """Return the layer with this name in settings. Raises `ConfigError`."""
     names = {one.value: one for one in Layer}
     if isinstance(layer, Layer):
         return layer
@@ -215,7 +219,7 @@ def layer_of(layer: Layer | str) -> Layer:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return several prompts: one that is given alone becomes a list of one."""
+    """Return a list of prompts; a single prompt becomes a list of one."""
     given: object = prompts
     if (
         not isinstance(given, Iterable)

@@ -1,9 +1,9 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
-One thread, in turns. A turn reads the clock once, and everything that has become known happens at that tick, in the driver's
-order: at most one step that came back (or one transfer or copy of KV that ended, or one replica that was lost or restarted), then
-arrivals, expiries, aborts and policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
-events at the same ticks decides the same.
+One thread works in turns. A turn reads the clock once, and handles everything that has become known as of that tick, in
+the driver's order: at most one completed step (or one finished transfer or copy of KV, or one replica lost or
+restarted), then arrivals, expiries, aborts and policy changes, then the forming of steps. Ticks of turns strictly
+increase. So a simulator that is given the same events at the same ticks makes the same decisions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | KvMoved | Ad
 
 
 class EngineLoop(Backend[EngineReplica]):
-    """Serves requests on the replicas of a controller. `submit`, `abort` and `stop` may be called from any thread."""
+    """Serve requests on the replicas of a controller. `submit`, `abort` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -80,19 +80,21 @@ class EngineLoop(Backend[EngineReplica]):
         self.controller = controller
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
-        """Called with every request that ended, before its own `on_progress` is."""
+        """Called for every request that ended, before the request's own `on_progress`."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Called with the time that forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
-        """Reason of the last failure of a replica."""
+        """Reason for the last failure of a replica."""
         self.failed: str | None = None
-        """Reason that nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
+        """Reason why no request can be served any more (every replica was lost and given up), which is final; else
+        None."""
         self.on_failed: Callable[[str], None] | None = None
         """Called once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
-        """The call of a policy that has not returned for too long and takes no interruption; empty: there is none."""
+        """Description of a policy call that exceeds its time limit and cannot be interrupted; empty if there is
+        none."""
         self.restarter: Restarter | None = None
-        """Finds workers for replicas that lost theirs; None: they stay lost."""
+        """Restarts workers of replicas that lost theirs; None: lost replicas stay lost."""
         self._replicas = dict(replicas)
         self._clock = clock
         self._options = options = options or LoopOptions()
@@ -110,66 +112,70 @@ class EngineLoop(Backend[EngineReplica]):
         self._transfers = KvTransfers(self.inbox.put)
         self._tier_copies = TierCopies()
         self._suspects: dict[Request, int] = {}
-        """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
+        """Requests computed together with others when a replica was lost, and the number of tokens each has yet to give
+        alone."""
         self._num_suspected: dict[Request, int] = {}
         self._progressed: dict[Request, None] = {}
         """Requests that got a token in this turn."""
         self._deferred: list[SwapPolicy] = []
-        """Policy changes that wait for steps whose plan was dropped."""
+        """Policy changes that wait for workers to finish cancelled steps."""
         self._outages = Outages(controller, self._replicas, options.wait_s)
         self._stops = False
         self._stalled_at = -1
-        """Number of steps after which the server last logged that requests make no progress."""
+        """Number of steps at the last log message that requests make no progress."""
         self._submissions: dict[Request, Submission] = {}
 
     @property
     def now(self) -> int:
-        """The tick of the present turn."""
+        """Tick of the current turn."""
         return self._driver.now
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self._driver.num_steps
 
-    # From any thread
+    # Thread-safe
 
     def submit(self, submission: Submission) -> None:
-        """Take a request in with the next turn."""
+        """Submit a request; it arrives in the next turn."""
         self.inbox.put(submission)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request with the next turn; nothing happens to one that is unknown or has ended."""
+        """Abort a request in the next turn; unknown and ended requests are ignored."""
         self.inbox.put(AbortRequest(request_id))
 
     def swap_policy(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
-        """Put another policy in force with the next turn; nothing changes when it cannot be. See `SwapPolicy`."""
+        """Swap a policy in the next turn; nothing changes if that is not possible. See `SwapPolicy`."""
         self.inbox.put(SwapPolicy(change, done))
 
     def stop(self) -> None:
-        """Let `run` return after the present turn."""
+        """Make `run` return after the current turn."""
         self.inbox.put(Stop())
 
-    # From the loop's own thread
+    # Only from the loop's own thread
 
     def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
-        """Submit a request at a time of the clock; `make` is called then, since the prompt may depend on outputs of other requests."""
+        """Submit a request at a tick of the clock.
+
+        `make` is called at that time, since the prompt may depend on outputs of other requests.
+        """
         self._events.push(tick, Phase.ARRIVAL, Timed(tick, make))
 
     @property
     def num_restarting(self) -> int:
-        """Replicas that failed and are being started again."""
+        """Number of failed replicas that are being restarted."""
         return len(self._outages.restarting)
 
     @property
     def num_lost(self) -> int:
-        """Replicas that failed and have not come back."""
+        """Number of failed replicas that are not up again."""
         return sum(one.is_lost for one in self._replicas.values())
 
     def run(self) -> None:
-        """Serve until nothing is left (or, when serving, until `stop`).
+        """Serve until no request is left (or, as a server, until `stop`).
 
-        Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
+        Raises `PolicyError` if a policy breaks the contract or leaves requests waiting forever.
         """
         try:
             limit_s = self._options.policy_timeout_s
@@ -183,13 +189,13 @@ class EngineLoop(Backend[EngineReplica]):
         self.blocked = what
 
     def alive(self) -> Iterator[tuple[Request, Submission]]:
-        """Requests taken in and not ended."""
+        """Yield the accepted requests that have not ended."""
         yield from list(self._submissions.items())
 
     # Waiting
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; False when there will not be."""
+        """Wait until there is something to do; return False if the loop is finished."""
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), self._outages.next_due())
@@ -211,19 +217,22 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Return whether a replica is restarting that may be needed: for requests to come, for living ones, or because all are lost."""
+        """Return True if the loop has to wait for a restarting replica.
+
+        That is so if requests will arrive, if unfinished requests may need the replica, or if all replicas are lost.
+        """
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
 
     @property
     def _is_loading(self) -> bool:
-        """Return whether an adapter is on its way to a slot."""
+        """Return True if an adapter is being loaded."""
         adapters = (one.replica.adapters for one in self._replicas.values())
         return any(one is not None and one.is_loading() for one in adapters)
 
     @property
     def _awaits_tiers(self) -> bool:
-        """Return whether a copy between memory tiers is under way on which a request may wait."""
+        """Return True if a copy between memory tiers is in flight that a request may wait for."""
         return len(self._tier_copies) > 0 and self.controller.num_alive > 0
 
     @property
@@ -238,7 +247,10 @@ class EngineLoop(Backend[EngineReplica]):
                 return
 
     def _sort(self, message: Message) -> None:
-        """Make a message an event of the next turn; messages of workers are queued, and one is handled per turn."""
+        """Turn a message into an event of the next turn.
+
+        Messages of workers are queued, since a turn handles only one.
+        """
         if isinstance(message, KvExported):
             self._transfers.exported(message)
         elif isinstance(message, WorkerMessage):
@@ -253,7 +265,10 @@ class EngineLoop(Backend[EngineReplica]):
             self._stops = True
 
     def _waits_for_others(self) -> bool:
-        """Return whether requests may still come, with nothing under way. Raises `PolicyError` when some are left and none will come."""
+        """Return True if requests may still arrive although nothing is in flight.
+
+        Raises `PolicyError` if requests are left and none will arrive.
+        """
         if not self._options.serves:
             stall = self.controller.stall(self.now)
             if stall is not None:
@@ -282,7 +297,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Report to those who follow their requests step by step, after the next steps are on their way."""
+        """Call `on_progress` of requests that follow each step, after the next steps have been submitted."""
         progressed, self._progressed = self._progressed, {}
         followed = []
         for request in progressed:
@@ -308,7 +323,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            self._check_failed(why)  # listeners may ask for the failure
+            self._check_failed(why)  # before listeners are notified, since they may read `failed`
             if is_hopeless:
                 self._abandon(message.replica[0], why)
         elif one.is_lost:
@@ -360,7 +375,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._transfers.cancel(transfer)
 
     def on_adapter_load(self, replica: EngineReplica, load: AdapterLoad) -> None:
-        """See `Backend`; its worker's answer is a message."""
+        """See `Backend`; the worker's answer arrives as a message."""
         replica.load_adapter(LoadAdapter(load.number, load.name, load.slot))
 
     def on_tier_copy(self, copy: TierCopy[EngineReplica]) -> None:
@@ -394,13 +409,13 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # it was placed with its KV
+        if request.state is RequestState.ARRIVED:  # else it was placed with its KV
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `Backend`; submitters are notified."""
+        """See `Backend`; the requests' submitters are notified."""
         for request, reason in ended:
             submission = self._submissions.pop(request)
             if self._num_suspected:
@@ -424,7 +439,7 @@ class EngineLoop(Backend[EngineReplica]):
         return plan
 
     def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
-        """See `Backend`: sends the worker what changed; the result comes as a message."""
+        """See `Backend`: sends the worker the changes; the result arrives as a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
         if self._tier_copies.load(replica, step.copies):
             step = replace(step, copies=())
@@ -453,7 +468,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._driver.complete(replica, plan, result)
 
     def cancel(self, replica: EngineReplica) -> int:
-        """See `Backend`: a worker finishes the step that it is in before the replica is free."""
+        """See `Backend`: the replica is free once its worker has finished its current step."""
         if replica.ahead is not None:
             replica.ahead.forget()
         if not replica.is_lost:
@@ -463,7 +478,7 @@ class EngineLoop(Backend[EngineReplica]):
         replica.executor.forget_steps()
         return NEVER if replica.num_stale else self.now
 
-    # Replicas and policies come and go
+    # Lost and restored replicas, policy changes
 
     def _lose(self, one: EngineReplica, detail: str) -> None:
         name, replica_id = one.replica.replicaset, one.replica.replica_id
@@ -476,7 +491,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone is to blame; one of several is suspected, longer each time.
+        # A request that was computed alone caused the failure; if there were several, each is a suspect, for longer
+        # each time.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:
@@ -486,7 +502,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
-        """Count the tokens that suspects gave: after enough of them a request is no suspect any more."""
+        """Count the tokens of suspects; after enough of them, a request is no longer a suspect."""
         for request, _ in result.tokens or ():
             num_left = self._suspects.get(request)
             if num_left == 1:
@@ -511,7 +527,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._events.push(self.now, Phase.FAILURE, Abandonment(self.now, name, detail))
 
     def on_policy_change(self, payload: SwapPolicy) -> None:
-        """See `Backend`; it waits for workers that finish a step whose plan was dropped."""
+        """See `Backend`; the change waits until workers have finished cancelled steps."""
         name = payload.change.replicaset
         if any(one.num_stale for one in self._replicas.values() if one.replica.replicaset == name):
             self._deferred.append(payload)
@@ -529,7 +545,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._deferred = []
 
     def refuse_swaps(self) -> None:
-        """Refuse the swaps that are still waited for, since the loop has ended."""
+        """Refuse the policy changes that are still waiting, since the loop has ended."""
         self._receive()
         for message in (*self._events.remove(Phase.POLICY), *self._deferred):
             message.done(ExecutorError("engine: it ends; the policy stays as it is"))
@@ -541,7 +557,7 @@ class EngineLoop(Backend[EngineReplica]):
 
 
 def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
-    """Requests of a step whose token is no output, since they leave and their target samples it again."""
+    """Return the requests whose token in this step is not output: they leave, and their target replica samples it again."""
     if not replica.hands_off or replica.gives_first_token:
         return ()
     return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk)}

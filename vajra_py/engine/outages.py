@@ -1,6 +1,6 @@
-"""Outages: replicasets whose replicas that are up cannot serve a request to its end, and until when their requests wait.
+"""Outages: replicasets whose up replicas cannot serve requests to their end, and how long the requests wait.
 
-Without pools that is a replicaset without any replica; with pools also one that only computes prompts, or only goes on with them.
+Without pools, this means no replica is up; with pools, also that only prefill replicas or only decode replicas are up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 
 class Outages:
-    """Lost replicas of an engine that are being started again, and replicasets that wait for them."""
+    """Lost replicas of an engine that are being restarted, and replicasets whose requests wait for them."""
 
     def __init__(self, controller: Controller, replicas: Mapping[ReplicaKey, EngineReplica], wait_s: float) -> None:
-        """`wait_s`: time that requests wait, if replicas are being started again."""
+        """`wait_s`: seconds that requests wait if replicas are being restarted."""
         self._controller = controller
         self._replicas = replicas
         self._wait_ticks = to_ticks(wait_s)
@@ -26,38 +26,38 @@ class Outages:
         """Tick until which the requests of a replicaset wait."""
 
     def could_serve(self, replicaset: str) -> bool:
-        """Return True if the replicas that are up or being started again could serve a request to its end."""
+        """Return True if the replicas that are up or being restarted could serve a request to its end."""
         restarting = [replica_id for name, replica_id in self.restarting if name == replicaset]
         return self._controller.replicasets[replicaset].can_serve_with([*self._up(replicaset), *restarting])
 
     def begin(self, replicaset: str, now: int) -> None:
-        """Let requests wait if those replicas that are left cannot serve them."""
+        """Let requests of a replicaset wait if the replicas that are left cannot serve them."""
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)
             self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))
 
     def restored(self, replica: ReplicaKey) -> None:
-        """Let the requests of its replicaset wait no more, if a replica that is up again makes it whole."""
+        """End the outage of a replica's replicaset if the restored replica completes it."""
         self.restarting.discard(replica)
         name = replica[0]
         if self._controller.replicasets[name].can_serve_with(self._up(name)):
             self._ends.pop(name, None)
 
     def given_up(self, replica: ReplicaKey) -> bool:
-        """Note that a replica does not come back; returns True if requests wait for nothing now."""
+        """Record that a replica will not be restarted; return True if requests would now wait in vain."""
         self.restarting.discard(replica)
         return replica[0] in self._ends and not self.could_serve(replica[0])
 
     def end(self, replicaset: str) -> None:
-        """Let requests wait no more."""
+        """End the outage of a replicaset."""
         self._ends.pop(replicaset, None)
 
     def over(self, now: int) -> list[str]:
-        """Return the replicasets whose requests have waited long enough."""
+        """Return the replicasets whose requests have reached the time limit of waiting."""
         return [name for name, tick in self._ends.items() if tick <= now]
 
     def next_due(self) -> int:
-        """Return the tick at which requests have waited long enough; `NEVER` when none wait."""
+        """Return the next tick at which requests reach the time limit of waiting; `NEVER` if none wait."""
         return min(self._ends.values(), default=NEVER)
 
     def _up(self, replicaset: str) -> list[int]:

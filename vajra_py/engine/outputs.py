@@ -1,7 +1,7 @@
-"""Output of a request so far, and whether it stops here.
+"""Output of a request so far, and whether the request ends with it.
 
-One object per request collects tokens, log-probabilities and, where there is a tokenizer, text. It finds the end that a
-controller cannot know in advance: the model's end-of-sequence token, a stop token, a stop string.
+One object per request collects tokens, log-probabilities and, if there is a tokenizer, text. It detects the ends that
+the controller cannot predict: the model's end-of-sequence token, a stop token, a stop string.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from vajra_py.workload import SegmentId
 
 @dataclass(slots=True)
 class OutputBuffer:
-    """The output of one request.
+    """Output of one request.
 
-    Text is made when it is read, or by `detokenize` for many outputs at once.
+    Tokens are decoded when `text` is read, or by `detokenize` for many outputs at once.
 
     Attributes:
-        token_ids: every token, the one that ended it included.
-        logprobs: of each token, for requests that want them.
-        prompt_logprobs: of the prompt's tokens from the second on, for requests that want them.
-        stopped_by: the stop string or token that ended it.
-        is_faulty: whether it failed by itself.
+        sampling: sampling and stop parameters of the request.
+        stop_token_ids: tokens that end the request.
+        stream: incremental decoder; None without a tokenizer.
+        token_ids: all output tokens, including the one that ended the request.
+        logprobs: log-probabilities of each token, for requests with `logprobs`.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on, for requests with
+            `prompt_logprobs`.
+        stopped_by: stop string or token that ended the request; None so far or if it ended otherwise.
+        is_faulty: True if the request failed on its own.
+
     """
 
     sampling: SamplingParams
@@ -45,9 +50,9 @@ class OutputBuffer:
     is_faulty: bool = False
     _text: str = ""
     _search: StopSearch | None = None
-    """Holds back text that may begin a stop string; None: there are none."""
+    """Search for stop strings, which holds back text that may begin one; None if the request has none."""
     _num_read: int = 0
-    """Number of tokens that have become text."""
+    """Number of tokens that have been decoded to text."""
     _is_done: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +61,10 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """Return the text that a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
+        """Return the text that the client may see, complete once the request has ended.
+
+        It excludes the stop string that ended the request, unless the request includes it by its parameters.
+        """
         if self.stream is not None:
             unread = self.unread()
             if unread:
@@ -69,11 +77,11 @@ class OutputBuffer:
 
     @property
     def looks_for_stop_strings(self) -> bool:
-        """Return whether its text may end it, so that each token has to be read at once."""
+        """True if a stop string may end the request, so that each token must be decoded at once."""
         return self.stream is not None and bool(self.sampling.stop)
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
-        """Take a token in; whether it ends the request by itself."""
+        """Append a token; return True if it ends the request."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -83,13 +91,13 @@ class OutputBuffer:
         return False
 
     def unread(self) -> list[int]:
-        """Tokens that are to become text."""
+        """Return the tokens that are not decoded to text yet."""
         is_left_out = isinstance(self.stopped_by, int) and not self.sampling.include_stop_str_in_output
         end = len(self.token_ids) - is_left_out
         return self.token_ids[self._num_read : end]
 
     def read(self, text: str) -> None:
-        """Take in the text of what was `unread`, in which a stop string may end the request (`stopped_by`)."""
+        """Append the text of the `unread` tokens; a stop string in it ends the request (`stopped_by`)."""
         self._num_read = len(self.token_ids)
         if self._search is None:
             self._text += text
@@ -102,12 +110,12 @@ class OutputBuffer:
                 self._text += found
 
     def finish(self) -> None:
-        """End the output: what was held back is text after all."""
+        """End the output and release the text that was held back."""
         self._is_done = True
 
 
 def detokenize(outputs: Iterable[OutputBuffer]) -> None:
-    """Bring the text of outputs up to date, all together."""
+    """Decode the new tokens of several outputs together."""
     pending = [(one, one.stream, unread) for one in outputs if one.stream is not None and (unread := one.unread())]
     texts = push_all([(stream, unread) for _, stream, unread in pending])
     for (one, _, _), text in zip(pending, texts, strict=True):
@@ -115,7 +123,7 @@ def detokenize(outputs: Iterable[OutputBuffer]) -> None:
 
 
 OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]
-"""Called after each step that gave the request a token, and when it has ended (with the reason)."""
+"""Called after each step that gave the request a token, and when the request has ended (with the reason)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -123,18 +131,19 @@ class Submission:
     """One request on its way through the engine.
 
     Attributes:
-        facts: what the client stated.
-        prompt_token_ids: the prompt.
-        seed: of its random stream.
-        output: what comes out.
-        content: segments that identify the prompt in the prefix cache; None: its tokens do.
-        shares: whether its prompt's blocks may be shared at all.
-        salt: only requests with the same one share prefixes; None: as in the settings.
-        num_output_tokens: after how many tokens it ends, where that is known beforehand.
-        sent_at: when its client sent it, in ticks; None: when it is taken in.
-        on_progress: called after each step that gave it a token, and at its end.
-        follows_steps: whether that holds for each step, whose text is then read; False: for the end alone.
-        on_engine_end: called in place of its end when the engine ends first, with the error that ended it; None: it was closed.
+        facts: facts that the client stated.
+        prompt_token_ids: tokens of the prompt.
+        seed: seed of the request's random stream.
+        output: buffer of the output.
+        content: segments that identify the prompt in the prefix cache; None: the tokens identify it.
+        shares: True if the prompt's blocks may be shared with other requests.
+        salt: requests share prefixes only if they have the same salt; None: as set in the settings.
+        num_output_tokens: number of tokens after which the request ends, if that is known beforehand.
+        sent_at: tick when the client sent the request; None: when it is submitted.
+        on_progress: called after each step that gave the request a token, and at its end.
+        follows_steps: True to call `on_progress` after each step, with the text decoded; False: at the end only.
+        on_engine_end: called instead of `on_progress` if the engine ends first, with its error, or None if it was
+            closed.
     """
 
     facts: RequestFacts
@@ -159,13 +168,16 @@ class Submission:
         eos_token_ids: Sequence[int],
         seed: int,
     ) -> Self:
-        """Make the submission of a request that ends by the tokens that its parameters, or its model, name."""
+        """Return the submission of a request that ends with the stop tokens of its parameters and of its model."""
         eos = () if sampling.ignore_eos else eos_token_ids
         stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         return cls(facts, prompt_token_ids, seed, OutputBuffer(sampling, stop_token_ids))
 
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
-        """Return the hashes that identify its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
+        """Return the hashes of the prompt's blocks for the prefix cache.
+
+        With `tenant_salt`, they match within its tenant only.
+        """
         salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         salt = adapter_salt(salt, self.facts.adapter)
         if self.content is not None:
@@ -175,7 +187,7 @@ class Submission:
         return PrivateBlockHashes(self.facts.request_id)
 
     def arrival(self, now: int, arrived_at: float) -> Arrival:
-        """The entry of the input log for its arrival at tick `now`."""
+        """Return the input-log entry for the request's arrival at tick `now`."""
         by_tokens = self.shares and self.content is None
         tokens = tuple(self.prompt_token_ids) if by_tokens else None
         return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens, self.salt)

@@ -1,6 +1,6 @@
 """Validate a request's sampling parameters and prompt.
 
-Numbers are checked in the type that computes with them, float32. Every problem is one line; nothing here loads a tensor
+Numbers are checked as float32, the type they are computed in. Every problem is one line. This module loads no tensor
 library.
 """
 
@@ -16,10 +16,10 @@ from vajra_py.errors import ConfigError, Problem
 
 MAX_LOGPROBS = 100
 MAX_BIASES = 1024
-"""Tokens of `logit_bias`."""
+"""Largest number of tokens in `logit_bias`."""
 MAX_BIAS = 100.0
 SMALLEST = 2.0**-126
-"""Smallest positive number that float32 holds without losing digits; a device may take smaller ones for 0."""
+"""Smallest normal float32; a device may treat smaller numbers as 0."""
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite float32."""
 LARGEST_COUNT = 2**63 - 1
@@ -35,7 +35,7 @@ class _Range:
     or_zero: bool = False
 
     def holds(self, value: object) -> bool:
-        """Return whether it is a number within these limits."""
+        """Return True if the value is a number within these limits."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.or_zero and value == 0)
@@ -53,7 +53,7 @@ _RANGES = (
 
 
 def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: int | None = None) -> None:
-    """Raise `ConfigError` with everything about the parameters that cannot be."""
+    """Raise `ConfigError` with all problems of the parameters."""
     problems = [problem for one in _RANGES for problem in _out_of_range(params, one, where)]
     problems += _wrong_counts(params, where)
     if _is_whole(params.min_tokens) and _is_whole(params.max_tokens) and params.min_tokens > params.max_tokens:
@@ -73,7 +73,7 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
 
 
 def check_backend(params: SamplingParams, kind: str, where: str = "sampling") -> None:
-    """Raise `ConfigError` for what the workers of this kind of backend cannot compute exactly."""
+    """Raise `ConfigError` for parameters that the workers of this kind of backend cannot compute exactly."""
     if kind == "vllm" and any(len(word) > 1 for word in params.bad_words_token_ids):
         message = "has a word of several tokens, which vLLM's workers forget when a request is computed again"
         raise ConfigError(
@@ -89,7 +89,7 @@ def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Pr
 
 
 def _wrong_tokens(params: SamplingParams, where: str, vocab_size: int | None) -> list[Problem]:
-    """Fields that name tokens which the model does not have."""
+    """Return a problem for each field with token ids outside the vocabulary."""
     num_tokens = LARGEST_COUNT if vocab_size is None else vocab_size
     most = "" if vocab_size is None else f" to {vocab_size - 1}"
     named: dict[str, Iterable[object]] = {
@@ -109,7 +109,7 @@ def _wrong_tokens(params: SamplingParams, where: str, vocab_size: int | None) ->
 
 
 def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
-    """Return the problems of the tokens that a request forbids or favours, besides their numbers."""
+    """Return the problems of constraints, apart from token ids out of range."""
     problems = []
     allowed = params.allowed_token_ids
     if allowed is not None and not allowed:
@@ -137,7 +137,7 @@ def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
 
 
 def _shown(value: object) -> str:
-    """A value as an error names it; Python refuses to write out the longest integers."""
+    """Return the value as shown in an error; Python refuses to print very long integers."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
@@ -168,12 +168,12 @@ def _is_whole(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt.
+    """Limits of a prompt, in tokens.
 
     Attributes:
-        vocab_size: tokens of the model.
-        max_model_len: longest sequence.
-        max_request_tokens: most tokens, prompt and output together, of one request here (model and KV memory).
+        vocab_size: number of tokens in the model's vocabulary.
+        max_model_len: length of the longest sequence.
+        max_request_tokens: largest sum of prompt and output tokens of one request, given the model and KV memory.
     """
 
     vocab_size: int
@@ -182,9 +182,9 @@ class PromptLimits:
 
 
 def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "prompt") -> int:
-    """Return the most tokens that may follow the prompt.
+    """Return the largest number of tokens that may follow the prompt.
 
-    Raises `ConfigError` when it is empty, too long for any output, or not of the model's vocabulary.
+    Raises `ConfigError` if the prompt is empty, too long for any output, or contains tokens outside the vocabulary.
     """
     if not len(token_ids):
         raise ConfigError(Problem(where, "is empty", "Allowed: one token or more"))

@@ -1,6 +1,6 @@
 """The bytes of each token of a vocabulary.
 
-A token may be part of a character only, so bytes, and not text, are what tokens are compared and joined by.
+A token may be only part of a character, so tokens are compared and joined as bytes rather than text.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
-"""Character for a blank in vocabularies of SentencePiece."""
+"""Character for a blank in SentencePiece vocabularies."""
 _CACHED_PIECES = 65536
 _SENTENCE_PIECE = [
     {"type": "Replace", "pattern": {"String": _WORD_START}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-"""Decoders of SentencePiece vocabularies; some strip blanks behind these."""
+"""Decoders of SentencePiece vocabularies; some are followed by one that strips blanks."""
 
 
 def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:
-    """A function that gives a token's bytes: None for special tokens, which are no text, and for numbers without a token.
+    """Return a function from a token id to its bytes: None for special tokens and for ids without a token.
 
-    `tokenizer` is one of transformers. `keeps_special`: special tokens are text, as the vocabulary writes them.
+    `tokenizer` is one of transformers. `keeps_special`: special tokens are returned as text, as the vocabulary writes
+    them.
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
@@ -59,10 +60,10 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 
 
 def stripped_blanks(tokenizer: Any) -> int | None:
-    """Return how many leading blanks decoding strips from a text; otherwise it equals its tokens' pieces, joined.
+    """Return how many leading blanks decoding strips, if text otherwise equals its tokens' joined bytes.
 
-    None: tokens are written in some other way. Byte-level vocabularies and those of SentencePiece are recognised by their decoder;
-    bytes that are no character may become more replacement characters there than here.
+    Returns None for tokenizers that decode in another way. Byte-level and SentencePiece vocabularies are recognised by
+    their decoder; for invalid bytes it may produce more replacement characters than joining does.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")
@@ -79,7 +80,7 @@ def stripped_blanks(tokenizer: Any) -> int | None:
 
 
 def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a decoder in order, without what groups them."""
+    """Yield the parts of a decoder in order, without the sequences that group them."""
     if isinstance(decoder, dict):
         if decoder["type"] != "Sequence":
             yield decoder
@@ -88,7 +89,7 @@ def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level(name: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary; tokens that were added to it are written as they are."""
+    """Return the bytes of a token of a byte-level vocabulary; added tokens are encoded as they are written."""
     values = byte_values()
     if all(character in values for character in name):
         return bytes(values[character] for character in name)
@@ -97,7 +98,7 @@ def _byte_level(name: str) -> bytes:
 
 @lru_cache(1)
 def byte_values() -> dict[str, int]:
-    """The byte of each printable character of byte-level vocabularies (GPT-2's table)."""
+    """Return the byte of each printable character in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in set(printable)]
     pairs = [*((value, value) for value in printable), *((256 + k, value) for k, value in enumerate(others))]
@@ -105,7 +106,7 @@ def byte_values() -> dict[str, int]:
 
 
 class CharacterCounter:
-    """Counts the characters of a text whose bytes come piece by piece, invalid ones as replacement characters."""
+    """Count the characters of a text whose bytes arrive in pieces; invalid bytes count as replacement characters."""
 
     __slots__ = ("_decoder", "_num_whole")
 
@@ -114,7 +115,7 @@ class CharacterCounter:
         self._num_whole = 0
 
     def add(self, piece: bytes) -> int:
-        """Take a piece in; the place of the character that its first byte belongs to."""
+        """Add a piece; return the index of the character that its first byte belongs to."""
         place = self._num_whole
         if piece:
             had_part = bool(self._decoder.getstate()[0])

@@ -1,6 +1,7 @@
-"""Replicas computed in processes of their own, one a rank.
+"""Replicas computed in separate processes, one per rank.
 
-The controller sends every rank the same steps through pipes and waits for the answers of all (`rank_answers`). A rank that dies takes the replica with it, and nothing else.
+The controller sends every rank the same steps through pipes and waits for all answers (`rank_answers`). If a rank dies,
+its replica is lost, but nothing else.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _STEPS = ("run", "run_ahead")
 _SENT_APART = True
-"""Stands for a buffer whose descriptor follows its message."""
+"""Placeholder for a buffer whose descriptor follows its message."""
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
-"""Time that processes may take to end by themselves; then, and as long again, to be killed."""
+"""Seconds that processes get to end by themselves, and then again after they are killed."""
 
 
 def serve_steps(
     pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner, logs: WorkerLogs | None = None
 ) -> None:
-    """A worker process: load, then answer what comes through the pipe until it is closed."""
+    """Run a worker process: load the runner, then answer messages from the pipe until it is closed."""
     if logs is not None:
         logs.install()
     set_passive_omp_wait()
@@ -74,7 +75,7 @@ def serve_steps(
         pass
     finally:
         rank.close()
-    # Python's own end takes seconds once a tensor library is loaded; nothing is left that would need it.
+    # A normal exit takes seconds once a tensor library is loaded; nothing that is left needs one.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -82,13 +83,13 @@ def serve_steps(
 
 
 class _Rank:
-    """One rank: does what comes through its pipe, and answers."""
+    """One rank: handles the messages from its pipe, and answers."""
 
     def __init__(self, pipe: Connection, runner: ModelRunner) -> None:
         self._pipe = pipe
         self._runner = runner
         self._answers = threading.Lock()
-        """Held while an answer is sent: copies answer beside steps."""
+        """Lock held while an answer is sent, since copies answer concurrently with steps."""
         self._copier = KvCopier(runner, self._moved)
         self._others: Mapping[str, Callable[..., None]] = {
             "export_kv": self._export,
@@ -96,10 +97,10 @@ class _Rank:
             "move_kv": self._copier.begin,
             "load_adapter": self._load_adapter,
         }
-        """Tasks beside steps, by name."""
+        """Handlers of messages other than steps, by type."""
 
     def work(self) -> None:
-        """Work until nothing more is to come."""
+        """Handle messages until the pipe is closed."""
         while (message := self._pipe.recv()) is not None:
             name, arguments = message
             try:
@@ -115,7 +116,7 @@ class _Rank:
                 self._fail(error)
 
     def close(self) -> None:
-        """Give everything back; a copy that does not end is left to the end of the process."""
+        """Release everything; a copy that does not end is left to the end of the process."""
         with suppress(ExecutorError):
             self._copier.close(_CLOSE_S)
         self._runner.close()
@@ -129,7 +130,7 @@ class _Rank:
             _send(self._pipe, error)
 
     def _export(self, number: int, block_ids: Sequence[int]) -> None:
-        """Copy KV blocks into memory that is shared, and send that after the answer."""
+        """Copy KV blocks into shared memory, and send its descriptor after the answer."""
         runner = cast(KvRunner, self._runner)
         with closing(SharedBuffer.of_size(len(block_ids) * runner.kv_block_bytes)) as buffer:
             runner.export_kv(block_ids, buffer.array())
@@ -138,19 +139,19 @@ class _Rank:
                 buffer.send(self._pipe)
 
     def _import(self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]) -> None:
-        """Copy the memory that comes after the message into KV blocks."""
+        """Copy the shared memory whose descriptor follows the message into KV blocks."""
         with closing(SharedBuffer.receive(self._pipe)) as buffer:
             cast(KvRunner, self._runner).import_kv(block_ids, buffer.array(), copies)
         self._answer(RankCopy(number))
 
     def _load_adapter(self, load: LoadAdapter) -> None:
-        """Copy an adapter into a slot, and return the request."""
+        """Load an adapter, and answer with the same message."""
         cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
         self._answer(load)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Answer that KV blocks were copied between the device and the host memory of this rank, or why not."""
-        with suppress(OSError):  # the reader is gone, which ends the process
+        """Answer that KV blocks were copied between this rank's device and host memory, or why the copy failed."""
+        with suppress(OSError):  # the controller has closed the pipe, which ends this process
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -158,7 +159,7 @@ class _Rank:
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
-    """Return the pipes that take a message now; one whose process reads nothing may be full."""
+    """Return the pipes that accept a message now; a pipe may be full if its process reads nothing."""
     return [pipe for pipe in pipes if not pipe.closed and _takes_more(pipe)]
 
 
@@ -176,7 +177,10 @@ def _send(pipe: Connection, answer: Any) -> None:
 
 
 class ProcessWorker:
-    """The processes of one replica. They load side by side: make all workers, then `wait_loaded` for each."""
+    """The processes of one replica.
+
+    They load concurrently: create all workers first, then call `wait_loaded` for each.
+    """
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class ProcessWorker:
         load: LoadRunner = load_runner,
         context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
-        """`context`: how processes are started; spawned, unless given."""
+        """Start the processes; `context` determines how, by spawning unless given."""
         self._replica = replica
         self._rendezvous: str | None = None
         self._facts: ModelFacts | None = None
@@ -217,7 +221,7 @@ class ProcessWorker:
             self._processes.append(process)
 
     def wait_loaded(self) -> None:
-        """See `Worker`: every rank's."""
+        """See `Worker`: waits for every rank."""
         self._facts = self._answers()[0]
 
     @property
@@ -227,7 +231,7 @@ class ProcessWorker:
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`: the fewest that any rank has room for; on a CPU, ranks share its memory."""
+        """See `Worker`: the smallest number of all ranks; on a CPU, the ranks share its memory."""
         sharing = len(self._pipes) if self.facts.device == "cpu" else 1
         return int(min(self._call("profile_num_blocks", memory_fraction / sharing)))
 
@@ -248,7 +252,10 @@ class ProcessWorker:
                 return  # the process died; the receiver finds that out and reports it
 
     def copy_kv(self, copy: KvTask) -> None:
-        """See `Worker`: each rank copies its part, to and from other replicas through memory that processes share by its descriptor."""
+        """See `Worker`: each rank copies its part.
+
+        Copies between replicas go through memory that the processes share by its descriptor.
+        """
         for rank, pipe in enumerate(self._pipes):
             try:
                 if isinstance(copy, KvExport):
@@ -270,7 +277,7 @@ class ProcessWorker:
                 return  # as with a step
 
     def close(self) -> None:
-        """See `Worker`; a second caller waits for the first."""
+        """See `Worker`; concurrent calls wait for the first."""
         self._closing = True
         with self._closes:
             self._close()
@@ -294,16 +301,16 @@ class ProcessWorker:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with suppress(ValueError):  # starting a process reaps other children, maybe this one
+            with suppress(ValueError):  # starting another process may have reaped this one
                 process.close()
         self._processes = []
         if self._rendezvous is not None:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def discard(self) -> None:
-        """See `Worker`; all ranks are killed, since some may wait for one that is gone."""
+        """See `Worker`; all ranks are killed, since some may wait for one that has died."""
         for process in list(self._processes):
-            with suppress(ValueError):  # the process has been closed meanwhile
+            with suppress(ValueError):  # closed concurrently
                 process.kill()
         self.close()
 
@@ -313,7 +320,7 @@ class ProcessWorker:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        """One answer of each rank; raises the first error among them."""
+        """Return one answer per rank; raise the first error among them."""
         answers: dict[int, Any] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -337,7 +344,7 @@ class ProcessWorker:
         return f"worker process {process.pid}{of} {how}"
 
     def _receive(self) -> None:
-        """Deliver steps as they come back, until a rank is lost or the worker is closed."""
+        """Deliver results as they arrive, until a rank is lost or the worker is closed."""
         assert self._deliver is not None
         pipes = list(self._pipes)
         answers = RankAnswers(self._replica, self._options)

@@ -1,7 +1,8 @@
-"""Synthesize prompt tokens for workloads that give lengths and shared prefixes only.
+"""Synthesize prompt tokens for workloads that state only lengths and shared prefixes.
 
-A segment's tokens depend on its name and the run's seed alone, and a longer piece of it begins like a shorter one, so equal
-segments are equal tokens wherever they occur. The output of an earlier request is what that request really put out.
+A segment's tokens depend only on its name and the run's seed, and a longer segment starts with the tokens of a shorter
+one of the same name. So equal segments are equal tokens wherever they occur. A segment that is the output of an earlier
+request has the tokens that the request generated.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _CACHED_SEGMENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine takes it.
+    """A prompt in the form that the engine takes.
 
     Attributes:
-        token_ids: its tokens.
-        content: segments that identify it in the prefix cache; None: its tokens do.
-        shares: whether anyone else may have the same tokens.
+        token_ids: tokens of the prompt.
+        content: segments that identify the prompt in the prefix cache; None: the tokens identify it.
+        shares: True if other requests may have the same tokens.
     """
 
     token_ids: Sequence[int]
@@ -34,7 +35,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Prompts of one run. `outputs` holds the tokens of requests that have ended."""
+    """Maker of the prompts of one run."""
 
     def __init__(self, seed: int, vocab_size: int, outputs: Mapping[str, Sequence[int]]) -> None:
         self._outputs = outputs
@@ -43,7 +44,7 @@ class PromptMaker:
         self._tokens = lru_cache(maxsize=_CACHED_SEGMENTS)(self._made_up)
 
     def prompt(self, spec: RequestSpec) -> Prompt:
-        """The prompt of a request that arrives now."""
+        """Return the prompt of a request that arrives now."""
         if spec.prompt_token_ids is not None:
             return Prompt(spec.prompt_token_ids, None, shares=True)
         if spec.content is None:
@@ -56,7 +57,7 @@ class PromptMaker:
             if len(known):
                 content.append((name, len(known)))
                 token_ids += known
-            if len(known) < length:  # an output that is shorter than in the workload, or not there yet
+            if len(known) < length:  # the output is shorter than in the workload, or unfinished
                 own = ("prompt", spec.request_id, len(token_ids))
                 content.append((own, length - len(known)))
                 token_ids += self._tokens(own, length - len(known))
@@ -75,6 +76,6 @@ class PromptMaker:
 
 
 def request_seed(run_seed: int, request_id: str) -> int:
-    """The seed of a request's random stream, where its client gives none."""
+    """Return the seed of a request's random stream, used if its client gives none."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, key=str(run_seed).encode()).digest()
     return int.from_bytes(digest, "little") >> 1

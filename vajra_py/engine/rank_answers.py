@@ -1,4 +1,4 @@
-"""Join the answers of a replica's ranks into the results of its steps."""
+"""Merge the answers of a replica's ranks into the results of its steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from vajra_py.engine.worker import (
 
 
 class RankAnswers:
-    """The answers of a replica's ranks, each rank's in the order of the steps.
+    """Answers of a replica's ranks; each rank answers in the order of the steps.
 
-    Of ranks that share layers the first one's counts, since they sample alike; of pipeline stages the last; of KV-parallel
-    groups each, for its own requests.
+    Tensor-parallel ranks sample the same tokens, so only the first one's answers are used; of pipeline stages, those of
+    the last; of KV-parallel groups, each group's answers for the requests that it samples.
     """
 
     def __init__(self, replica: ReplicaKey, options: RunnerOptions) -> None:
@@ -37,12 +37,12 @@ class RankAnswers:
         self._num_answers = [0] * options.num_ranks
         self._num_left = 0
         self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
-        """Parts of copies that are not complete, by (number, is an export) and rank."""
+        """Parts of incomplete copies, by (number, whether it is an export) and rank."""
         self._moved: Counter[int] = Counter()
-        """Ranks that have done their part of each `KvMove` that is not complete."""
+        """Ranks that have finished their part of each incomplete `KvMove`."""
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
-        """Add a rank's answer; yield the replica's answers that this completes, in order of delivery."""
+        """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""
         if isinstance(answer, LoadAdapter):  # there is a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return
@@ -78,7 +78,7 @@ class RankAnswers:
                 yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """Return the output of a step; stages compute one after the other, groups side by side."""
+        """Return the output of a step; the durations of stages add up, and groups compute concurrently."""
         options = self._options
         stages, groups = range(options.pipeline_stages), range(options.kv_groups)
         if len(stages) == len(groups) == 1:

@@ -1,4 +1,4 @@
-"""Settings of an experiment's file that a backend which computes with a model cannot carry out."""
+"""Find settings in an experiment that backends which compute with a model do not support."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from vajra_py.plugins import SCALER
 
 
 def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """The place of a replicaset's sizes in an experiment's file."""
+    """Return the place of a replicaset's replica sizes in an experiment's file."""
     return f"{section_of(replicaset, replicasets)}replica"
 
 
 def section_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """The beginning of the places of a replicaset's settings in an experiment's file."""
+    """Return the prefix of the places of a replicaset's settings in an experiment's file."""
     return "" if len(replicasets) == 1 else f"replicasets.{replicaset}."
 
 
 def replicas_by_place(name: str, replicasets: Mapping[str, ReplicasetConfig]) -> dict[str, ReplicaConfig]:
-    """Return the sizes of a replicaset's replicas by their places: its own, and those of its pools."""
+    """Return the replica sizes of a replicaset by their places in the file: its own, and those of its pools."""
     one = replicasets[name]
     pools = {f"{section_of(name, replicasets)}pools.{pool}.replica": one.pools[pool].replica for pool in one.pools}
     return {where_of(name, replicasets): one.replica, **pools}
 
 
 def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the scalers, which a backend cannot obey whose workers all run from the start."""
+    """Return a problem for each scaler, since all workers of these backends run from the start."""
     problems = []
     for name, one in replicasets.items():
         scaler = one.scheduling.scaling
@@ -41,7 +41,7 @@ def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> 
 
 
 def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the pools, which a backend cannot have whose replicas keep their KV."""
+    """Return a problem for each pool, for a backend whose replicas cannot move KV."""
     problems = []
     for name, one in replicasets.items():
         if one.pools:
@@ -52,9 +52,9 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
 
 
 def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
-    """Return the settings of a replica that no backend carries out that computes with a model.
+    """Return problems with settings of a replica that no backend with a model supports.
 
-    `has_adapters`: its workers compute adapters.
+    `has_adapters`: the backend's workers compute adapters.
     """
     problems = []
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
@@ -74,7 +74,7 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
 
 
 def check_tiers(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return the memory tiers of a replica that the engine does not support: it has one tier, on the host, for each replica."""
+    """Return problems with memory tiers of a replica: the engine supports one tier per replica, in host memory."""
     tiers = replica.memory.tiers
     if tiers is None:
         return []

@@ -1,4 +1,4 @@
-"""State that the engine's loop keeps of each replica, messages that it takes, and its options."""
+"""State that the engine's loop keeps for each replica, messages to the loop, and its options."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from vajra_py.runtime.step.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """A client takes its request back."""
+    """Request to abort a client's request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """No more is wanted: finish the turn and return."""
+    """Request to finish the current turn and return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Resta
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A request that is made and submitted at a time of the clock."""
+    """A submission to create and submit at a tick of the clock."""
 
     tick: int
     make: Callable[[], Submission]
@@ -55,13 +55,14 @@ class Timed:
 
 @dataclass(eq=False, slots=True)
 class StepUnderWay:
-    """A step in flight, which its worker computes whole or in parts.
+    """A step in flight, which its worker computes as a whole or in parts.
 
     Attributes:
-        plan: what was decided.
-        parts: what has not come back: the worker is sent one after the other, with pipeline stages all of them at once.
-        num_entering: how many of these have not left the first pipeline stage.
-        outputs: of the parts that came back.
+        plan: the policy's decision.
+        parts: parts that have not come back. The worker gets them one after the other, or with pipeline stages all at
+            once.
+        num_entering: number of parts that have not left the first pipeline stage.
+        outputs: outputs of the parts that came back.
     """
 
     plan: StepPlan
@@ -72,62 +73,68 @@ class StepUnderWay:
 
 @dataclass(eq=False, slots=True)
 class EngineReplica(BackendReplica):
-    """One replica with what computes for it."""
+    """One replica, with its executor and worker.
+
+    Attributes:
+        executor: translation between plans and messages of the worker.
+        worker: computes the replica's steps.
+        ahead: starts decodes before they are decided; None: no look-ahead.
+        watch: limits the time that the worker takes for a step; None: no limit.
+        under_way: steps in flight, in order: one, or up to the number of pipeline stages.
+        is_lost: True if the worker is lost and not replaced yet.
+        num_stale: number of outstanding answers to cancelled steps.
+        compute_s: total time of its steps on the device, in seconds.
+        busy_ticks: total time from forming steps to processing their results, in ticks.
+        exports: copies that wait until the worker has got all parts of the steps in flight, which may write their KV.
+    """
 
     executor: EngineExecutor
     worker: Worker
     ahead: LookAhead | None = None
-    """Begins steps of its worker before they are decided; None: none is."""
     watch: StepWatch | None = None
-    """Limits how long its worker takes for a step; None: there is no limit."""
     under_way: deque[StepUnderWay] = field(default_factory=deque)
-    """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
     num_stale: int = 0
-    """Number of outstanding answers of steps whose plans were dropped."""
     compute_s: float = 0.0
-    """Time that its steps took on the device, in all."""
     busy_ticks: int = 0
-    """Time from forming them to taking their results in."""
     exports: deque[KvExport] = field(default_factory=deque)
-    """Copies that wait until its worker has got the rest of the step in flight, which may write what they read."""
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
-        """Give its worker a step, or a part of one."""
+        """Submit a step, or a part of one, to the worker."""
         if self.watch is not None:
             self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)
         self.worker.submit(step)
 
     def export_kv(self, copy: KvExport) -> None:
-        """Have its worker copy KV out of its memory, as it is after the steps in flight."""
+        """Copy KV out of the worker's memory, as it is after the steps in flight."""
         self.exports.append(copy)
         self.send_exports()
 
     def send_exports(self) -> None:
-        """Pass on the copies that wait, unless parts of a step are still to be given."""
+        """Submit the waiting copies, unless parts of a step are still to be submitted."""
         if self.num_stages == 1 and any(len(step.parts) > 1 for step in self.under_way):
             return
         while self.exports:
             self._copy_kv(self.exports.popleft())
 
     def import_kv(self, copy: KvImport) -> None:
-        """Have its worker copy KV into blocks that no step in flight uses."""
+        """Copy KV into blocks of the worker that no step in flight uses."""
         self._copy_kv(copy)
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """Have its worker copy an adapter into a slot that no step in flight uses."""
+        """Copy an adapter into a slot of the worker that no step in flight uses."""
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Have its worker copy KV between its device and its host memory: after earlier requests, beside later ones."""
+        """Copy KV between the worker's device and its host memory, after earlier messages and concurrent with later ones."""
         if self.watch is not None:
             self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
         self.worker.copy_kv(copy)
 
     def start_again(self, worker: Worker) -> None:
-        """Compute with another worker, without state."""
+        """Continue with a new worker, which has no state."""
         self.worker, self.is_lost = worker, False
         self.executor.start_again()
         self.exports.clear()
@@ -142,18 +149,18 @@ class EngineReplica(BackendReplica):
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """Rules of one run of the loop."""
+    """Options of one run of the loop."""
 
     serves: bool = False
-    """True: wait for further requests when none is left, until stopped."""
+    """True to wait for further requests when none is left, until stopped."""
     tenant_salt: bool = False
     check_every_steps: int = 0
-    """Number of steps between checks of conservation; 0: never."""
+    """Number of steps between conservation checks; 0: no checks."""
     max_reruns: int | None = None
-    """Number of times that a request is computed again when replicas fail under it; None: requests of a lost replica end."""
+    """Number of times that a request is computed again after replicas fail; None: requests of a lost replica end."""
     wait_s: float = 60.0
     """Seconds that requests wait while none of their replicas is up."""
     isolates_policies: bool = False
-    """True when a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
+    """True if a policy that breaks the contract takes its replicaset out of service instead of ending the run."""
     policy_timeout_s: float | None = 60.0
-    """Seconds after which a policy that has not returned breaks the contract; None: no limit."""
+    """Seconds after which a policy call counts as a breach of the contract; None: no limit."""

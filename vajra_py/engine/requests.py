@@ -1,4 +1,4 @@
-"""Requests of an engine: what clients ask for becomes submissions, and what has ended becomes outputs."""
+"""Requests of an engine: convert clients' input to submissions, and ended requests to outputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import Request, RequestFacts
 
 Prompt: TypeAlias = str | Sequence[int]
-"""Text, or token ids."""
+"""Prompt as text or as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of what happened to a request, in seconds on the engine's clock; None: they did not."""
+    """Times of a request's events, in seconds on the engine's clock; None for events that did not happen.
+
+    Attributes:
+        arrived_at: time of arrival.
+        admitted_at: time when the request was first admitted to a step.
+        first_token_at: time of the first token.
+        ended_at: time of the end.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: number of preemptions.
+    """
 
     arrived_at: float
     admitted_at: float | None
@@ -37,7 +46,7 @@ class RequestMetrics:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token."""
+        """Time to first token (TTFT), in seconds; None if there was no token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @classmethod
@@ -58,16 +67,18 @@ class RequestOutput:
     """Output of one request.
 
     Attributes:
-        request_id: the engine's name for it.
-        prompt_token_ids: its prompt.
-        token_ids: generated tokens, the one that ended it included.
-        text: the same as text, without special tokens and without the stop string that ended it; empty without a tokenizer.
+        request_id: the engine's id of the request.
+        prompt_token_ids: tokens of the prompt.
+        token_ids: generated tokens, including the one that ended the request.
+        text: generated text, without special tokens and the stop string that ended the request; empty without a
+            tokenizer.
         finish_reason: "stop", "length", "aborted", "rejected", "failed" or "expired".
-        detail: why, for the last four.
-        stopped_by: the stop string or token that ended it.
-        logprobs: of each token, when asked for.
-        prompt_logprobs: of each token of the prompt, when asked for; None for the first, which nothing goes before.
-        metrics: when it happened.
+        detail: reason, if the request was aborted, rejected or expired, or if it failed.
+        stopped_by: stop string or token that ended the request; None if it ended otherwise.
+        logprobs: log-probabilities of each token, for requests with `logprobs`; else None.
+        prompt_logprobs: log-probabilities of each prompt token, for requests with `prompt_logprobs`; None for the first
+            token.
+        metrics: times of the request's events.
     """
 
     request_id: str
@@ -100,7 +111,7 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
 
 
 def load_tokenizer(model: str | Path) -> Tokenizer | None:
-    """Load the tokenizer of a model's directory; None when it has none."""
+    """Load the tokenizer of a model's directory; return None if it has none."""
     return HubTokenizer(model) if has_tokenizer(model) else None
 
 
@@ -112,9 +123,9 @@ def new_submission(
     replicaset: str,
     where: str,
 ) -> Submission:
-    """Make the submission of a prompt that was checked, once its parameters are right for the replicaset that takes it.
+    """Return the submission of a checked prompt, after checking its parameters for the replicaset that takes it.
 
-    A request whose prompt is scored shares no blocks, since cached ones have no scores. Raises `ConfigError`.
+    A request with `prompt_logprobs` shares no blocks, since cached tokens have no logits. Raises `ConfigError`.
     """
     model = engine.models[replicaset]
     check_sampling(sampling, where, model.vocab_size)
@@ -126,7 +137,7 @@ def new_submission(
 
 
 class RequestMaker:
-    """Makes submissions of a program's prompts, and finds what is wrong with them before anything is computed."""
+    """Creates submissions from a program's prompts, and reports their errors before anything is computed."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -136,7 +147,7 @@ class RequestMaker:
     def make(
         self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
     ) -> Submission:
-        """Make one submission; `stated` are its facts beside its lengths. Raises `ConfigError`."""
+        """Create one submission; `stated` are its facts other than its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
         check_sampling(params, "sampling", engine.vocab_size)
         if params.bad_words:
@@ -154,7 +165,7 @@ class RequestMaker:
         return submission
 
     def chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """Return the prompt of a conversation. Raises `ConfigError`."""
+        """Return the prompt tokens of a conversation. Raises `ConfigError`."""
         if self._tokenizer is None:
             raise ConfigError(Problem("messages", "need a tokenizer, and the model has none", "Give token ids"))
         return self._tokenizer.encode(self._tokenizer.render_chat(messages), is_rendered=True)
@@ -173,5 +184,5 @@ class RequestMaker:
 
 
 def is_kind_of_token(kind: type) -> bool:
-    """Return whether values of a type may be token ids."""
+    """Return True if values of this type may be token ids."""
     return issubclass(kind, Integral) and not issubclass(kind, bool)

@@ -1,4 +1,4 @@
-"""Latency model and output-length predictor that an engine's policies get."""
+"""Latency model and output-length predictor for the policies of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 
 def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyModel:
-    """Return the latency model that policies ask."""
+    """Return the latency model for policies' predictions."""
     if settings.latency is None:
         return NoPredictions(f"backend.{settings.kind}.latency")
     return build_latency_model(settings.latency.type, settings.latency.parameters, registry)
@@ -24,7 +24,7 @@ def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyMode
 def length_predictor(
     settings: ModelBackendConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
-    """Return the predictor of output lengths that policies ask; `lengths`: the true lengths, for oracles."""
+    """Return the output-length predictor for policies; `lengths`: true output lengths by request, for oracles."""
     inputs = OutputLengthInputs(seeds.child("output_lengths").stream, lengths)
     return build_output_lengths(settings.output_length.type, settings.output_length.parameters, inputs, registry)
 
@@ -32,7 +32,7 @@ def length_predictor(
 def engine_services(
     config: SystemConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
 ) -> EngineServices:
-    """The services of a run; `replaced` are fields of `EngineServices` to set otherwise."""
+    """Return the services of a run; `replaced`: fields of `EngineServices` to override."""
     settings: ModelBackendConfig = config.backend.settings
     seeds = SeedTree(config.seed).child("policies")
     return EngineServices(

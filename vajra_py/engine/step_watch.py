@@ -1,9 +1,10 @@
-"""Detect workers that hang: each step has a time limit, which follows from the times of earlier steps.
+"""Detect workers that hang: each step has a time limit, derived from the times of earlier steps.
 
-One thread looks at all replicas a few times a second. A worker whose step takes too long is treated as one that died: the loop gets
-the same message, and the worker is discarded, which kills its processes. Later answers of it are dropped.
+One thread checks all replicas a few times a second. A worker whose step exceeds its limit is treated like one that
+died: the loop gets the same message, and the worker is discarded, which kills its processes. Its later answers are
+dropped.
 
-This reads the wall clock, so a replay does not repeat it: its decisions reach the loop, and the recording, as any other failure does.
+The limits depend on the wall clock, so a replay does not recompute them: a timeout is recorded like any other failure.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from vajra_py.errors import ExecutorError
 
 _log = logging.getLogger(__name__)
 _FACTOR = 10.0
-"""Factor over the longest step seen that a step may take."""
+"""Limit of a step, as a multiple of the longest step seen."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
-"""Seconds that any step may take: machines stall now and then, and a device's libraries compile on first use."""
+"""Seconds that any step may take: machines stall now and then, and a device's libraries compile kernels on first
+use."""
 _NUM_FIRST = 8
-"""Number of first steps of a worker that count for nothing: they load libraries and fill caches."""
+"""Number of first steps of a worker that are not counted: they load libraries and fill caches."""
 _FIRST_S = 600.0
-"""Time limit of a worker's first steps, seconds."""
+"""Time limit of a worker's first steps, in seconds."""
 _FIRST_AGAIN_S = 60.0
-"""Time limit of first steps if other workers of the replica have computed before, seconds."""
+"""Time limit of first steps if other workers of the replica have computed before, in seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
-"""Factor and minimum of the time limit for loading a worker again, against loading the first ones."""
+"""Time limit for reloading a worker: factor over the time that the first workers took, and minimum in seconds."""
 _PAUSE_S = 0.25
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Times that the steps of a replica took, on all its workers; first steps are left out.
+    """Durations of a replica's steps, over all its workers, without each worker's first steps.
 
     Attributes:
-        fixed_s: a limit that was set; None: it follows from the rest.
-        floor_s: least limit that follows.
-        longest_s: longest step.
-        most_tokens: of the step that computed the most.
+        fixed_s: configured limit in seconds; None: derived from the other attributes.
+        floor_s: smallest derived limit, in seconds.
+        longest_s: duration of the longest step, in seconds.
+        most_tokens: number of tokens of the largest step.
     """
 
     fixed_s: float | None
@@ -69,10 +71,10 @@ class StepTimes:
         self.most_tokens = max(self.most_tokens, num_tokens)
 
     def allowed_s(self, num_tokens: int, num_before: int) -> float:
-        """Return how long a step may take, before which its worker has computed `num_before`.
+        """Return the limit in seconds of a step of `num_tokens` tokens, after `num_before` steps of its worker.
 
-        Steps with more tokens than any so far may take longer in proportion, and (attention grows with the square) up to ten minutes
-        by the square of that.
+        For steps with more tokens than any so far the limit grows in proportion, and up to ten minutes with the square
+        of the ratio, since attention does.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -86,50 +88,51 @@ class StepTimes:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Steps or copies that a worker does one after the other."""
+    """Steps or copies that a worker executes one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
-    """Tokens of each step in flight; 0 for a copy. For a copy beside steps, those of the steps that it waits for."""
+    """Tokens of each step in flight; 0 for a copy. For a copy beside steps, the tokens of the steps that it waits
+    for."""
     numbers: deque[int] = field(default_factory=deque)
-    """Numbers of the copies, where these are beside steps."""
+    """Numbers of the copies, for a lane of copies beside steps."""
     began_at: float = 0.0
-    """Start of the first of them, on the monotonic clock."""
+    """Start of the first step or copy, on the monotonic clock."""
     age_s: float = 0.0
-    """Seconds since then in which this process ran: time in which it was stopped does not count."""
+    """Seconds since then that this process ran; time while it was suspended does not count."""
 
     def add(self, num_tokens: int) -> None:
-        """Note a step or copy that the worker is about to be given."""
+        """Record a step or copy that is about to be submitted to the worker."""
         if not self.num_tokens:
             self.begin(time.monotonic())
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """Start the time limit of the first of them now."""
+        """Start the time limit of the first step or copy now."""
         self.began_at, self.age_s = now, 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Timer:
-    """The work that one worker has been given."""
+    """Time limits of one worker's outstanding work."""
 
     replica: ReplicaKey
     worker: Worker
     deliver: Deliver
     times: StepTimes
     steps: _Lane = field(default_factory=_Lane)
-    """Steps, and copies in turn with them."""
+    """Steps, and copies ordered with them."""
     down: _Lane = field(default_factory=_Lane)
     up: _Lane = field(default_factory=_Lane)
-    """Copies beside steps, by direction."""
+    """Copies beside steps to the device; `down`: to the host."""
     num_done: int = 0
     is_over: bool = False
 
 
 class StepWatch:
-    """Limits how long the workers of an engine take for their steps."""
+    """Limits the time that the workers of an engine take for their steps."""
 
     def __init__(self, fixed_s: float | None) -> None:
-        """`fixed_s`: the limit; None: it follows from the times of earlier steps."""
+        """`fixed_s`: limit in seconds; None: derived from the times of earlier steps."""
         self._fixed_s = fixed_s
         self._times: dict[ReplicaKey, StepTimes] = {}
         self._timers: dict[ReplicaKey, _Timer] = {}
@@ -139,7 +142,7 @@ class StepWatch:
         self._thread.start()
 
     def watched(self, replica: ReplicaKey, worker: Worker, deliver: Deliver) -> Deliver:
-        """Return the function that a new worker of a replica delivers to, in place of `deliver`."""
+        """Watch a new worker of a replica; return the function that it must deliver to instead of `deliver`."""
         times = self._times.get(replica)
         if times is None:
             floor_s = _FLOOR_S.get(worker.facts.device, _DEVICE_FLOOR_S)
@@ -150,16 +153,19 @@ class StepWatch:
         return lambda news: self._deliver(timer, news)
 
     def begin(self, replica: ReplicaKey, step: StepInput | LookaheadStep) -> None:
-        """Note that a step is about to be given to the replica's worker."""
+        """Record that a step is about to be submitted to the replica's worker."""
         wanted = step.step if isinstance(step, LookaheadStep) else step
         self._begin(replica, len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks))
 
     def begin_copy(self, replica: ReplicaKey) -> None:
-        """Note that a copy of KV or of an adapter is about to be sent to the replica's worker, which makes it in turn with its steps."""
+        """Record that a copy ordered with the steps is about to be submitted to the replica's worker.
+
+        It copies KV or an adapter.
+        """
         self._begin(replica, 0)
 
     def begin_move(self, replica: ReplicaKey, move: KvMove) -> None:
-        """Note that a copy of KV is about to be sent to the replica's worker, which makes it beside the steps that it is given later."""
+        """Record that a copy of KV concurrent with later steps is about to be submitted to the replica's worker."""
         with self._gate:
             timer = self._timers.get(replica)
             if timer is not None:
@@ -174,7 +180,7 @@ class StepWatch:
                 timer.steps.add(num_tokens)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._is_closed.set()
         self._thread.join()
 
@@ -196,7 +202,7 @@ class StepWatch:
             num_tokens = lane.num_tokens.popleft()
             if lane.numbers:
                 lane.numbers.popleft()
-            elif num_tokens:  # no copy
+            elif num_tokens:  # not a copy
                 timer.num_done += 1
                 if timer.num_done > _NUM_FIRST:
                     timer.times.note(num_tokens, min(now - lane.began_at, lane.age_s + 2 * _PAUSE_S))
@@ -210,7 +216,7 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # Beside the message, since the loop itself may be waiting for this worker to accept a step.
+                # In a thread: the loop may not read the message, as it may be waiting for this worker to accept a step.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:
@@ -232,14 +238,14 @@ class StepWatch:
 
 
 class LoadLimit:
-    """Limits the time in which a worker loads again: one that takes longer is discarded, and its load fails."""
+    """Limits the time for reloading a worker: one that takes longer is discarded, and its load fails."""
 
     def __init__(self, first_s: float) -> None:
-        """`first_s`: how long the first ones took."""
+        """`first_s`: seconds that loading the first workers took."""
         self.allowed_s = max(_LOADING_FACTOR * first_s, _LOADING_FLOOR_S)
 
     def wait_loaded(self, worker: Worker) -> None:
-        """Wait until a worker is loaded. Raises what loading raised, `ExecutorError` when it took too long."""
+        """Wait until a worker is loaded. Raises the error of loading, or `ExecutorError` if it took too long."""
         is_late = threading.Event()
 
         def give_up() -> None:

@@ -1,8 +1,8 @@
-"""Find stop strings in a text that comes piece by piece, in constant amortised work a character.
+"""Find stop strings in a text that arrives in pieces, in constant amortised time per character.
 
-The automaton is Aho's and Corasick's ("Efficient string matching", 1975): a trie of the stop strings whose nodes know the longest end of
-what was read that begins a stop string, so that no character is compared again, however many stop strings there are and however much text
-they hold back.
+The automaton is Aho's and Corasick's ("Efficient string matching", 1975): a trie of the stop strings in which each node
+links to its longest proper suffix that is also a node. So no character is compared again, whatever the number of stop
+strings and the length of the text held back.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 MAX_STOP_CHARACTERS = 1024
-"""Longest stop string."""
+"""Maximum length of a stop string, in characters."""
 MAX_ALL_STOP_CHARACTERS = 4096
-"""Most characters of all stop strings of a request together."""
+"""Maximum total length of a request's stop strings, in characters."""
 
 
 class StopAutomaton:
-    """Stop strings as a search sees them; nothing of it changes, so that any number of searches share it.
+    """Aho-Corasick automaton of stop strings; immutable, so any number of searches can share it.
 
-    Nodes are numbers, 0 the root. A node stands for a beginning of stop strings.
+    Nodes are numbered, with 0 the root. A node represents a prefix of stop strings.
     """
 
     __slots__ = ("__weakref__", "beginnings", "depths", "edges", "fallbacks", "found", "held_nodes")
@@ -29,13 +29,13 @@ class StopAutomaton:
         self.beginnings = frozenset(stop[0] for stop in stops)
         self.edges: dict[tuple[int, str], int] = {}
         self.depths = [0]
-        """Number of characters of each node."""
+        """Length of the prefix of each node."""
         self.fallbacks = [0]
-        """Longest proper suffix of each node that is a node too."""
+        """Longest proper suffix of each node that is also a node."""
         self.found = [0]
         """Length of the longest stop string that each node ends with; 0: none."""
         self.held_nodes = [0]
-        """For each node, the longest node that it ends with (or itself) that needs more characters to complete a stop string."""
+        """For each node, its longest suffix (or itself) that is an incomplete prefix of a stop string."""
         children: list[list[tuple[str, int]]] = [[]]
         for stop in stops:
             node = 0
@@ -62,7 +62,7 @@ class StopAutomaton:
                 nodes.append(child)
 
     def step(self, node: int, character: str) -> int:
-        """The node after one more character."""
+        """Return the node after one more character."""
         while True:
             following = self.edges.get((node, character))
             if following is not None:
@@ -76,7 +76,7 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Return the automaton of these strings; all requests with the same strings share one while any of them lives."""
+    """Return the automaton of these strings; requests with the same strings share it while one of them exists."""
     found = _automata.get(stops)
     if found is None:
         found = _automata[stops] = StopAutomaton(stops)
@@ -84,7 +84,7 @@ def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopSearch:
-    """A search of one text, which holds back what may begin a stop string."""
+    """Search for stop strings in one text, which holds back text that may begin a stop string."""
 
     __slots__ = ("_automaton", "_has_searched", "_node", "held")
 
@@ -93,13 +93,15 @@ class StopSearch:
         self._node = 0
         self._has_searched = False
         self.held = ""
-        """The end of the text so far, as far as it begins a stop string."""
+        """End of the text so far that may be the beginning of a stop string."""
 
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
-        """Add text; return the text that certainly belongs to no stop string, and the stop string that ends it, if one does.
+        """Add text.
 
-        With `may_stop`, the text ends before the stop string that begins first, the least of those that begin there; a stop string
-        that was complete before that counts while it is held back.
+        Return the text that cannot belong to a stop string, and the stop string that ends the text, or None.
+
+        With `may_stop`, the text ends before the stop string that begins first, and of several that begin there the
+        shortest. A stop string completed earlier counts while its text is held back.
         """
         automaton, node = self._automaton, self._node
         if not node and automaton.beginnings.isdisjoint(text):
@@ -107,7 +109,7 @@ class StopSearch:
         text, num_held = self.held + text, len(self.held)
         if may_stop and not self._has_searched:
             self._has_searched = True
-            node, num_held = 0, 0  # starts over, as the held-back text has not been searched
+            node, num_held = 0, 0  # restart from the held-back text, which has not been searched
         start, end, place = len(text), 0, num_held
         while place < len(text):
             node = automaton.step(node, text[place])

@@ -1,9 +1,9 @@
-"""Restarts of replicas whose worker is lost: another worker is loaded after a pause, while the others serve.
+"""Restarts of replicas whose worker is lost: a new worker is loaded after a pause, while the other replicas serve.
 
-Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and begin anew once a replica was up for
-`settled_s`. However often a replica is lost, it is started again, as long as its starts succeed: it computes a step. Only
-starts that fail in a row are counted, and so many of them give the replica up for good. What comes of it reaches the loop as
-a message, so that nothing changes but between two steps.
+Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and are reset once a replica was up
+for `settled_s`. A replica is restarted any number of times, as long as each start computes a step. Only consecutive
+starts that fail are counted, and too many of them give the replica up for good. The result reaches the loop as a
+message, so the loop's state changes only between two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A replica has a worker again, ready for steps."""
+    """Message that a replica has a worker again, ready for steps."""
 
     replica: ReplicaKey
     worker: Worker
@@ -31,7 +31,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A replica will not come back."""
+    """Message that a replica will not be restarted."""
 
     replica: ReplicaKey
     why: str
@@ -41,26 +41,26 @@ Outcome: TypeAlias = Restarted | GivenUp
 
 
 class Restarter(Protocol):
-    """Finds another worker for a replica that lost its own."""
+    """Provider of a new worker for a replica that lost its own."""
 
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
-        """Handle the loss of this worker, in the replica's step of this number (the first is 1; 0: before it).
+        """Handle the loss of `worker` in step `num_steps` of the replica (the first is 1; 0: before the first).
 
-        Returns whether a replacement is started; the outcome is reported once.
+        Returns True if a replacement is started; its outcome is reported once.
         """
 
     def close(self) -> None:
-        """Stop trying; nothing is reported after this."""
+        """Stop restarting; no outcome is reported after this."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """Limits by which replicas are started again.
+    """Limits of restarts.
 
     Attributes:
-        max_restarts: starts in a row that may fail.
-        backoff_s: pause before the first start, seconds; it doubles from one to the next.
-        settled_s: after a replica was up for so long, pauses begin anew, seconds.
+        max_restarts: number of consecutive starts that may fail.
+        backoff_s: pause before the first start, in seconds; it doubles with each further start.
+        settled_s: seconds that a replica must be up for the pauses to be reset.
     """
 
     max_restarts: int
@@ -77,22 +77,22 @@ MakeRestarter: TypeAlias = Callable[
     ],
     Restarter,
 ]
-"""Made like a `Supervisor`."""
+"""Factory of a `Restarter`, with the arguments of `Supervisor`."""
 
 
 @dataclass(slots=True)
 class _Record:
     num_failed: int = 0
-    """Starts in a row that came to nothing."""
+    """Number of consecutive starts that failed."""
     num_pauses: int = 0
-    """Pauses since it last was up for long."""
+    """Number of pauses since the last reset."""
     up_since: float = 0.0
     num_steps: int = 0
-    """Steps of the replica when it was lost last."""
+    """Number of steps of the replica at its last loss."""
 
 
 class Supervisor:
-    """Loads workers in threads of its own, one for each replica that is down."""
+    """Loads workers in threads, one for each replica that is down."""
 
     def __init__(
         self,
@@ -103,9 +103,10 @@ class Supervisor:
         pause: Callable[[float], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begin` makes a worker that may still be loading; `finish` waits for it and gives it its memory.
+        """`begin` creates a worker that may still be loading; `finish` waits for it and allocates its KV memory.
 
-        `pause` waits for so many seconds and returns whether it was cut short by `close`; `now` is a clock. Both for tests.
+        `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Both are for
+        tests.
         """
         self._limits = limits
         self._begin = begin
@@ -122,7 +123,7 @@ class Supervisor:
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
         record = self._records.setdefault(replica, _Record(up_since=self._now()))
-        if num_steps > record.num_steps + 1:  # the step during which the replica was lost does not count
+        if num_steps > record.num_steps + 1:  # not counting the step in which the replica was lost
             record.num_failed = 0
         if self._now() - record.up_since >= self._limits.settled_s:
             record.num_failed = record.num_pauses = 0
@@ -136,7 +137,7 @@ class Supervisor:
         return comes_back
 
     def close(self) -> None:
-        """See `Restarter`; waits until nothing is being loaded."""
+        """See `Restarter`; waits until no worker is being loaded."""
         with self._gate:
             self._closing.set()
             loading = list(self._loading.values())
@@ -159,7 +160,7 @@ class Supervisor:
             record.num_pauses += 1
             if self._pause(pause_s):
                 return
-            # A replica counts as failed until it computes a step.
+            # The start counts as failed until the replica computes a step.
             record.num_failed += 1
             _log.warning(
                 "replica %s of %s is started again (%d starts in a row have failed, %d may)",
@@ -179,7 +180,7 @@ class Supervisor:
         self._notify(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
-        """A worker that is ready; None when it is not needed any more."""
+        """Return a worker that is ready; None if it is no longer needed."""
         worker = self._begin(replica)
         with self._gate:
             self._loading[replica] = worker

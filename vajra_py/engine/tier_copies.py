@@ -1,10 +1,12 @@
-"""Copies between the device and the host tier of an engine's replicas: which are under way, and the messages to their workers.
+"""Copies between the device and the host tier of an engine's replicas, and the messages to their workers.
 
-A tier lies behind the host blocks for swapping, in the same memory. Workers copy beside their steps, and a step that overwrites blocks
-of a copy under way waits for it (`kv_copier`):
-    - A copy downwards is asked for before the step that overwrites its blocks is.
-    - A copy upwards is asked for with the step of its turn, behind that step's swapping, which may still read its blocks. No step
-      names its blocks before it has ended, and a step that uses them otherwise, since no request waits for it any more, comes later.
+A tier lies behind the host blocks for swapping, in the same memory. Workers copy concurrently with their steps, and a
+step
+that overwrites blocks of a copy in flight waits for it (`kv_copier`):
+    - A copy to the host is submitted before the step that overwrites its blocks.
+    - A copy to the device is submitted together with the step of its turn, after that step's swapping, which may still
+      read its blocks. No step uses its blocks before the copy has ended. If the copy is cancelled, a step that reuses
+      the blocks is submitted later.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 
 
 class TierCopies:
-    """Copies under way, by replica and number."""
+    """Copies in flight, by replica and number."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[ReplicaKey, int], TierCopy[EngineReplica]] = {}
         self._to_load: list[TierCopy[EngineReplica]] = []
-        """Copies upwards that their workers have not been asked for."""
+        """Copies to the device that have not been submitted to their workers."""
 
     def __len__(self) -> int:
-        """Copies under way."""
+        """Return the number of copies in flight."""
         return len(self._under_way)
 
     def begin(self, copy: TierCopy[EngineReplica]) -> None:
-        """Have a copy made: one downwards at once, one upwards with the next `load` or `load_rest`."""
+        """Start a copy: to the host at once, to the device with the next `load` or `load_rest`."""
         self._under_way[_key(copy)] = copy
         if copy.is_upward:
             self._to_load.append(copy)
@@ -43,13 +45,15 @@ class TierCopies:
             copy.replica.move_kv(_move(copy, ()))
 
     def cancel(self, copy: TierCopy[EngineReplica]) -> None:
-        """Forget a copy; one that its worker was sent already is made, and later steps that use its blocks wait for it."""
-        self._under_way.pop(_key(copy), None)  # it may have ended in this turn
+        """Forget a copy. If its worker was already sent it, later steps that use its blocks wait for it."""
+        self._under_way.pop(_key(copy), None)  # absent if it ended in this turn
 
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
-        """Ask for the copies upwards of a replica whose next step is about to be asked for; False if there are none.
+        """Submit the copies to the device of a replica whose next step is about to be submitted.
 
-        `swaps`: the blocks that this step is to move before; its worker moves them with the first copy instead.
+        Return False if there are none.
+
+        `swaps`: blocks that this step is to move first; the worker moves them with the first copy instead.
         """
         if not self._to_load:
             return False
@@ -60,26 +64,26 @@ class TierCopies:
         return bool(mine)
 
     def load_rest(self) -> None:
-        """Ask for the copies upwards that are left, of replicas without a step in this turn."""
+        """Submit the remaining copies to the device, of replicas without a step in this turn."""
         copies, self._to_load = self._to_load, []
         for copy in copies:
             if _key(copy) in self._under_way:
                 copy.replica.move_kv(_move(copy, copy.replica.replica.memory.take_copies()))
 
     def moved(self, news: KvMoved, now: int) -> TierEnd | None:
-        """Return the input for a copy that has ended; None if no request waits for it any more."""
+        """Return the driver's input for a finished copy; None if it was cancelled."""
         copy = self._under_way.pop((news.replica, news.number), None)
         return None if copy is None else TierEnd(now, news.replica[0], news.number)
 
 
 def num_host_blocks(replica: Replica) -> int:
-    """Return the blocks of host memory that a replica's worker has: for swapping, and behind them its tier."""
+    """Return the number of host blocks of a replica's worker: those for swapping, then those of its tier."""
     tiers = replica.memory.tiers
     return replica.limits.host_blocks + (0 if tiers is None else sum(store.num_blocks for store in tiers.stores))
 
 
 def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
-    """Return the tiers of a replicaset whose requests move with their KV: blocks are taken between steps for them."""
+    """Return a problem for each tier in a replicaset whose requests move with their KV, which takes blocks between steps."""
     if replicaset.tiers is None:
         return []
     message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"

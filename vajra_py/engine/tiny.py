@@ -1,8 +1,8 @@
-"""Write a tiny model directory: random weights, a real tokenizer.
+"""Write a tiny model directory with random weights and a real tokenizer.
 
 Invariants:
     - The same family, size and seed give the same weights, tokenizer and chat template.
-    - Every token of the model's vocabulary belongs to the tokenizer, so that whatever is sampled can be decoded.
+    - Every id of the model's vocabulary has a token in the tokenizer, so that any sampled token can be decoded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinySize:
-    """Widths of a small model: layers, hidden size, inner size of the MLP, query and KV heads of `head_dim`."""
+    """Dimensions of a small model: layers, hidden size, inner size of the MLP, query and KV heads, and width of a head."""
 
     num_layers: int
     hidden_size: int
@@ -47,7 +47,7 @@ SIZES = {
     "10m": TinySize(8, 320, 896, 8, 2, 40),
     "30m": TinySize(8, 512, 1728, 8, 2, 64),
 }
-"""Tiny Llamas by their approximate number of parameters."""
+"""Tiny Llamas, by approximate number of parameters."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -60,23 +60,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
-"""Families that can be written, with what each needs besides its size."""
+"""Model families that can be written, with the settings that each needs besides its size."""
 
 
 def write_tiny_model(
     directory: str | Path, family: str = "llama", seed: int = 0, size: str = "1m", max_model_len: int = 2048
 ) -> Path:
-    """Writes a small model of random weights, with its tokenizer, as a Hugging Face directory; returns the directory.
+    """Write a small model of random weights, with its tokenizer, as a Hugging Face directory; return the directory.
 
     Args:
-        directory: made if absent; must be empty otherwise.
+        directory: created if absent; must be empty otherwise.
         family: one of `FAMILIES`.
-        seed: of the weights.
+        seed: seed of the weights.
         size: one of `SIZES`.
-        max_model_len: positions of the model.
+        max_model_len: number of positions of the model.
 
     Raises:
-        ConfigError: unknown family or size, or a directory that holds something.
+        ConfigError: unknown family or size, or a directory that is not empty.
     """
     folder = Path(directory).expanduser()
     _check(folder, family, size)
@@ -99,7 +99,7 @@ def write_tiny_model(
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        # Wide enough that what a token attends to shows in the logits of a model that was never trained.
+        # Wide enough that attention visibly affects the logits of an untrained model.
         "initializer_range": 0.08,
         "tie_word_embeddings": False,
     }
@@ -117,7 +117,7 @@ def write_tiny_model(
 
 
 def train_tokenizer(max_model_len: int = 2048) -> Any:
-    """A byte-level BPE tokenizer of 1024 tokens, trained on the sentences shipped with this package, with a chat template."""
+    """Return a byte-level BPE tokenizer of 1024 tokens with a chat template, trained on this package's sentences."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""Tokenize prompts and detokenize incrementally.
+"""Tokenize prompts, and detokenize outputs incrementally.
 
-A tokenizer may need several tokens for one character, and may write a token differently after another: text is put out
-only once the tokens so far end in a whole character.
+A tokenizer may need several tokens for one character, and may decode a token differently depending on its neighbours,
+so text is emitted only when the tokens so far end in a complete character.
 """
 
 from __future__ import annotations
@@ -24,48 +24,54 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 class ChatEnd(Enum):
-    """End of a conversation's text."""
+    """End of a conversation's rendered text."""
 
     ANSWER = "answer"
-    """Place where the model's answer begins."""
+    """End where the model's answer begins."""
     MESSAGE = "message"
-    """Within the last message, which the model continues."""
+    """End within the last message, which the model continues."""
     NOWHERE = "nowhere"
-    """After the last message."""
+    """End after the last message."""
 
 
 class Tokenizer(Protocol):
-    """Tokenizer, as the engine uses it."""
+    """Tokenizer with the operations that the engine needs."""
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
-        """The text's tokens, with the special tokens that the model expects around it, unless a template wrote them."""
+        """Return the text's tokens.
+
+        They include the special tokens that the model expects around the text, unless it `is_rendered` by a template.
+        """
 
     @property
     def stripped_blanks(self) -> int | None:
-        """Return how many leading blanks a text loses that is else its tokens' pieces, as UTF-8; None: it is not."""
+        """Number of leading blanks that decoding strips; None if it changes the text otherwise.
+
+        Apart from the blanks, the text must equal its tokens' joined bytes as UTF-8.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text, without special tokens."""
+        """Return the tokens' text, without special tokens."""
 
     def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of several sequences of tokens."""
 
     def piece(self, token_id: int) -> bytes | None:
-        """The bytes of a token; None for special tokens and unknown ids."""
+        """Return the bytes of a token; None for special tokens and unknown ids."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
-        """The text of a conversation. Raises `ConfigError`."""
+        """Return the text of a conversation. Raises `ConfigError`."""
 
     @property
     def with_special(self) -> Tokenizer:
-        """Return this tokenizer with special tokens kept in decoded text."""
+        """Return this tokenizer, but with special tokens kept in decoded text."""
 
     def name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty for a number without a token."""
+        """Return the token as the vocabulary writes it; empty for an id without a token."""
 
 
 class HubTokenizer:
-    """The tokenizer of a Hugging Face model directory."""
+    """Tokenizer of a Hugging Face model directory."""
 
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory).expanduser()
@@ -76,7 +82,7 @@ class HubTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # a broken file may raise anything
+        except Exception as error:  # a broken file may raise any error
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
         self._decode_all = _batch_decoder(self._tokenizer, skips_special=True)
@@ -113,7 +119,7 @@ class HubTokenizer:
         return self._tokenizer.convert_ids_to_tokens(token_id) or ""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
-        """See `Tokenizer`. Messages of a developer are the system's where the template has no such role."""
+        """See `Tokenizer`. Role `developer` becomes `system` if the template does not support it."""
         template = getattr(self._tokenizer, "chat_template", None)
         if template is None:
             raise ConfigError(Problem("messages", "the model has no chat template", "Give a prompt instead"))
@@ -122,16 +128,18 @@ class HubTokenizer:
         ends = {"add_generation_prompt": end is ChatEnd.ANSWER, "continue_final_message": end is ChatEnd.MESSAGE}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **ends)
-        except Exception as error:  # templates may raise anything
+        except Exception as error:  # a template may raise any error
             raise ConfigError(Problem("messages", f"do not fit the model's chat template ({error})")) from error
         return str(text)
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return the parameters with `bad_words` as `bad_words_token_ids`. Raises `ConfigError` without a tokenizer.
+    """Return the parameters with `bad_words` converted to `bad_words_token_ids`.
 
-    Each word is forbidden at a text's beginning, and behind a blank where that makes as many tokens, of which the first is
-    another one: vLLM's rule.
+    Raises `ConfigError` without a tokenizer.
+
+    As in vLLM, each word is forbidden at the beginning of a text, and also after a blank if its tokens with the blank
+    have the same number but a different first token.
     """
     if not params.bad_words:
         return params
@@ -147,7 +155,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
 
 def has_plain_decode(tokenizer: Any) -> bool:
-    """Return whether a tokenizer of transformers decodes as most do, by its backend alone."""
+    """Return True if a tokenizer of transformers uses the default decoding of its backend."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -156,9 +164,10 @@ def has_plain_decode(tokenizer: Any) -> bool:
 
 
 def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence[Sequence[int]]], list[str]]:
-    """Return the decoder of sequences of tokens.
+    """Return a function that decodes several token sequences.
 
-    A tokenizer that decodes as most do is called below the library's own layers, which take three times as long as the decoding.
+    Tokenizers with default decoding are called below the library's own layers, which take three times as long as
+    decoding.
     """
     if has_plain_decode(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=skips_special)
@@ -167,28 +176,28 @@ def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Return whether the model's directory comes with a tokenizer."""
+    """Return True if the model's directory contains a tokenizer."""
     folder = Path(directory).expanduser()
     return any((folder / name).exists() for name in _FILES)
 
 
 class TextStream(Protocol):
-    """The text of one output, as its tokens come."""
+    """Incrementally decoded text of one output."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is incomplete."""
+        """Return the text that these tokens complete; empty while a character is incomplete."""
 
     def rest(self) -> str:
-        """Return the text that is left when no token follows: characters that stayed incomplete."""
+        """Return the remaining text at the end of the output: incomplete characters."""
 
 
 def text_stream(tokenizer: Tokenizer) -> TextStream:
-    """A stream for one output of this tokenizer's model."""
+    """Return a stream for one output of this tokenizer's model."""
     return WindowStream(tokenizer) if tokenizer.stripped_blanks is None else PieceStream(tokenizer)
 
 
 class PieceStream:
-    """The text of tokens that are bytes, each independent of its neighbours."""
+    """Text stream for tokens whose bytes do not depend on their neighbours."""
 
     __slots__ = ("_decoder", "_num_stripped", "_piece")
 
@@ -200,12 +209,12 @@ class PieceStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream`."""
         read = b"".join(filter(None, map(self._piece, token_ids)))
-        # A codec's incremental decoder is slow, and is needed only where a character may be incomplete.
+        # A codec's incremental decoder is slow; it is needed only if a character may be incomplete.
         text = read.decode() if read.isascii() and not self._decoder.buffer else self._decoder.decode(read)
         return self._stripped(text) if self._num_stripped else text
 
     def _stripped(self, text: str) -> str:
-        """The text without the blanks that the whole output loses at its beginning."""
+        """Return the text without the blanks that are stripped at the beginning of the output."""
         num_left = len(text) - len(text.lstrip(" "))
         num_cut = min(num_left, self._num_stripped)
         self._num_stripped = self._num_stripped - num_cut if num_left == len(text) else 0
@@ -217,10 +226,10 @@ class PieceStream:
 
 
 class WindowStream:
-    """The text of tokens that may be written differently beside others.
+    """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    Only the last few tokens are decoded again with new ones: from where text was last complete (`_prefix`), as a token may
-    be written differently at the very beginning.
+    Only the last few tokens are decoded again together with new ones, starting at the last complete text (`_prefix`),
+    since the first token of a text may be decoded differently as well.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")
@@ -242,12 +251,12 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Return the tokens to decode once new ones are there: up to the last complete text, and all."""
+        """Return the tokens to decode when new ones arrive: those up to the last complete text, and all."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 
     def completed(self, before: str, now: str) -> str:
-        """The text that is new, of the two windows decoded."""
+        """Return the new text, given the decoded text of the two windows."""
         if len(now) <= len(before) or now.endswith(_INCOMPLETE):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)
@@ -255,12 +264,12 @@ class WindowStream:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return its decoder."""
+        """Tokenizer that decodes the stream."""
         return self._tokenizer
 
 
 def push_all(pushes: Sequence[tuple[TextStream, Sequence[int]]]) -> list[str]:
-    """Return the results of `push` for each (stream, tokens), with one call of each tokenizer for all of its streams."""
+    """Return the result of `push` for each (stream, tokens), with one decoding call per tokenizer for all of its streams."""
     windows: dict[Tokenizer, list[tuple[int, WindowStream, Sequence[int]]]] = {}
     texts = [""] * len(pushes)
     for place, (stream, token_ids) in enumerate(pushes):

@@ -1,10 +1,11 @@
-"""Places where a replica computes: the controller's thread, a thread of its own, or one process a rank.
+"""Workers, which compute a replica: in the controller's thread, in a separate thread, or in one process per rank.
 
 Invariants:
-    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
-      stages it gets the next one when it has delivered `LeftFirstStage`.
-    - Copies of KV may be asked for at any time; a worker works in order, but makes a `KvMove` beside what follows.
-    - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
+    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With
+      pipeline stages it gets the next step when it has delivered `LeftFirstStage`.
+    - Copies of KV may be submitted at any time; a worker handles them in order, but runs a `KvMove` concurrently with
+      later work.
+    - After a `Finished` with an error the worker is not used again; a process that dies delivers one at any time.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _log = logging.getLogger(__name__)
 _DISCARD_S = 5.0
 
 ReplicaKey: TypeAlias = tuple[str, int]
-"""(replicaset, replica)."""
+"""Key of a replica: (replicaset, replica id)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step came back, or its worker is lost: one of `output` and `error` is given."""
+    """Message that a step is complete, or that its worker is lost: either `output` or `error` is set."""
 
     replica: ReplicaKey
     output: StepOutput | None
@@ -54,14 +55,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class LeftFirstStage:
-    """A step has left the first of several pipeline stages, so that the next one may enter it; its `Finished` is to come."""
+    """Message that a step has left the first of several pipeline stages, so that the next may enter.
+
+    Its `Finished` follows.
+    """
 
     replica: ReplicaKey
 
 
 @dataclass(frozen=True, slots=True)
 class KvExported:
-    """A worker has copied KV blocks out of its memory."""
+    """Message that a worker has copied KV blocks out of its memory into the buffers of `content`."""
 
     replica: ReplicaKey
     number: int
@@ -70,7 +74,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """A worker has copied KV into its blocks, unless the KV `is_lost` with its source, whose loss is reported too."""
+    """Message that a worker has copied KV into its blocks, unless the KV `is_lost` with its source (also reported lost)."""
 
     replica: ReplicaKey
     number: int
@@ -79,7 +83,7 @@ class KvImported:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """A worker has copied an adapter into its slot."""
+    """Message that a worker has copied an adapter into its slot."""
 
     replica: ReplicaKey
     number: int
@@ -87,7 +91,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """A worker has copied KV blocks between its device and its host memory, beside its steps."""
+    """Message that a worker has copied KV blocks between its device and its host memory."""
 
     replica: ReplicaKey
     number: int
@@ -99,42 +103,47 @@ Deliver: TypeAlias = Callable[[WorkerNews], None]
 
 
 class Worker(Protocol):
-    """Computes the steps of one replica."""
+    """Computes the steps of one replica and delivers messages about them."""
 
     @property
     def facts(self) -> ModelFacts:
         """Facts of the loaded model."""
 
     def wait_loaded(self) -> None:
-        """Wait until its weights are there. Raises what loading raised, `ExecutorError` when a process died."""
+        """Wait until the weights are loaded. Raises the error of loading, or `ExecutorError` if a process died."""
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `ModelRunner.profile_num_blocks`."""
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
-        """Make KV memory and be ready for steps. Raises `ExecutorError`."""
+        """Allocate KV memory and accept steps from now on. Raises `ExecutorError`."""
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
         """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
 
     def copy_kv(self, copy: KvTask) -> None:
-        """Copy KV blocks after the steps submitted before; `KvExported`, `KvImported` or `KvMoved` is delivered. Needs a `KvRunner`.
+        """Copy KV blocks after the submitted steps; `KvExported`, `KvImported` or `KvMoved` is delivered.
 
-        Steps that are submitted later do not wait for a `KvMove`, unless they overwrite its blocks.
+        Needs a `KvRunner`.
+
+        Steps submitted later do not wait for a `KvMove`, unless they overwrite its blocks.
         """
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """Copy an adapter into a slot after the steps submitted before; `AdapterLoaded` is delivered. Needs an `AdapterRunner`."""
+        """Copy an adapter into a slot after the submitted steps; `AdapterLoaded` is delivered.
+
+        Needs an `AdapterRunner`.
+        """
 
     def close(self) -> None:
-        """Give everything back; may be called twice."""
+        """Release memory and processes; may be called twice."""
 
     def discard(self) -> None:
-        """Close a worker that is lost or not needed any more, without waiting for its work. From any thread."""
+        """Close a worker that is lost or no longer needed, without waiting for its work. Thread-safe."""
 
 
 def close_all(workers: Iterable[Worker]) -> None:
-    """Close workers side by side: processes take their time to end."""
+    """Close workers concurrently, since processes take time to end."""
     threads = [threading.Thread(target=worker.close, name="vajra-close") for worker in workers]
     for thread in threads:
         thread.start()
@@ -143,16 +152,18 @@ def close_all(workers: Iterable[Worker]) -> None:
 
 
 def set_passive_omp_wait() -> None:
-    """Let idle OpenMP threads sleep instead of spinning: with other work on the cores they would slow it many times over.
+    """Make idle OpenMP threads sleep instead of spinning.
 
-    Has an effect on what is loaded later, so it is called before a tensor library is.
+    Spinning threads slow other work on the same cores many times over.
+
+    Only affects libraries that are loaded later, so it must be called before a tensor library is.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
-    """The options with one of the machine's devices in place of `cuda`: they are taken in turn."""
+    """Return the options with one of the machine's devices instead of `cuda`: replicas take them in turn."""
     if options.device != "cuda":
         return options
     import torch
@@ -162,7 +173,7 @@ def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
 
 
 def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutput:
-    """A step on a runner of this process."""
+    """Run a step on a runner in this process."""
     if isinstance(step, StepInput):
         return runner.run(step)
     return cast(LookaheadRunner, runner).run_ahead(step)
@@ -177,13 +188,13 @@ def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) ->
 
 
 def described(error: BaseException) -> str:
-    """An error on one line."""
+    """Return an error's message on one line."""
     text = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
 
 class InlineWorker:
-    """Computes in the submitting thread: nothing is handed over, and nothing else happens meanwhile but copies of a `KvMove`."""
+    """Worker that computes in the submitting thread; only copies of a `KvMove` run concurrently."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         self._replica = replica
@@ -197,7 +208,7 @@ class InlineWorker:
         return self._runner.facts
 
     def wait_loaded(self) -> None:
-        """See `Worker`; they were there when it was made."""
+        """See `Worker`; the runner was loaded before."""
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `Worker`."""
@@ -217,7 +228,7 @@ class InlineWorker:
         try:
             self._copier.wait_before(step)
             return _run_step(self._runner, step), None
-        except Exception as error:  # any error ends this worker's requests alone
+        except Exception as error:  # any error ends only this worker's requests
             _log.warning("a step failed", exc_info=True)
             return None, described(error)
 
@@ -229,13 +240,13 @@ class InlineWorker:
                 self._copier.begin(copy)
                 return
             done = _copied(self._replica, cast(KvRunner, self._runner), copy)
-        except Exception as error:  # as with a step
+        except Exception as error:  # any error, as for a step
             _log.warning("a copy of KV failed", exc_info=True)
             done = Finished(self._replica, None, described(error))
         self._deliver(done)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Deliver the end of a copy, in the thread of copies."""
+        """Deliver the end of a copy; called in the copying thread."""
         assert self._deliver is not None
         self._deliver(self._end_of(move, error))
 
@@ -247,25 +258,25 @@ class InlineWorker:
         assert self._deliver is not None
         try:
             cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
-        except Exception as error:  # as with a step
+        except Exception as error:  # any error, as for a step
             _log.warning("loading an adapter failed", exc_info=True)
             self._deliver(Finished(self._replica, None, described(error)))
             return
         self._deliver(AdapterLoaded(self._replica, load.number))
 
     def close(self) -> None:
-        """See `Worker`; copies that have not begun are dropped."""
+        """See `Worker`; copies that have not started are dropped."""
         self._copier.close()
         self._runner.close()
 
     def discard(self) -> None:
-        """See `Worker`; the step under way is let finish. Raises `ExecutorError` when a copy does not end soon."""
+        """See `Worker`; the step in flight continues to its end. Raises `ExecutorError` if a copy does not end soon."""
         self._copier.close(_DISCARD_S)
         self._runner.close()
 
 
 class ThreadWorker(InlineWorker):
-    """Computes in a thread of its own, so that several replicas of one process do so at once."""
+    """Worker that computes in its own thread, so that replicas in one process compute concurrently."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
@@ -306,7 +317,7 @@ class ThreadWorker(InlineWorker):
         super().close()
 
     def discard(self) -> None:
-        """See `Worker`; a thread cannot be killed. Raises `ExecutorError` when it does not come back from its step soon."""
+        """See `Worker`; a thread cannot be killed. Raises `ExecutorError` if its step does not end soon."""
         if self._thread.is_alive():
             self._steps.put(None)
             self._thread.join(_DISCARD_S)
@@ -318,19 +329,19 @@ class ThreadWorker(InlineWorker):
 def load_in_process(
     replica: ReplicaKey, options: RunnerOptions, ordinal: int, threaded: bool, load: LoadRunner = load_runner
 ) -> Worker:
-    """A worker of this process. Raises what loading the model raises."""
+    """Load a runner and return a worker in this process. Raises the errors of loading the model."""
     set_passive_omp_wait()
     runner = load(placed(options, ordinal))
     return ThreadWorker(replica, runner) if threaded else InlineWorker(replica, runner)
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Return why a replica's requests ended."""
+    """Return the message for requests that ended because their replica was lost."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 
 def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
-    """Return the facts of the model that all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
+    """Return the model facts that all workers of a replicaset share. Raises `ExecutorError` if they differ."""
     first = loaded[0]
     for facts in loaded[1:]:
         if facts.num_parameters != first.num_parameters or facts.eos_token_ids != first.eos_token_ids:

@@ -1,4 +1,4 @@
-"""Log lines of worker processes: as their parent writes its own."""
+"""Log lines of worker processes, written in the format of their parent process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PACKAGES = ("vajra_py", "vajra_kernels")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLogs:
-    """Writer of a process's lines to standard error.
+    """Logging configuration for a worker process, which writes to standard error.
 
     Attributes:
-        formatter: of each line.
-        levels: least level, by logger; empty: the root's.
+        formatter: formatter of each line.
+        levels: threshold by logger name; the empty name is the root logger.
     """
 
     formatter: logging.Formatter
@@ -25,7 +25,7 @@ class WorkerLogs:
 
     @classmethod
     def of_this_process(cls) -> Self | None:
-        """Return the configuration of this process; None where nothing is configured, or it cannot be sent to another process."""
+        """Return the configuration of this process; None if none is set, or if it cannot be sent to another process."""
         handlers = reversed(logging.getLogger().handlers)  # the latest handler has the level in force
         formatter = next((one.formatter for one in handlers if one.formatter is not None), None)
         if formatter is None:
@@ -33,12 +33,12 @@ class WorkerLogs:
         made = cls(formatter, {name: logging.getLogger(name).level for name in ("", *_PACKAGES)})
         try:
             pickle.dumps(made)
-        except Exception:  # a program's own formatter may hold anything
+        except Exception:  # a program's own formatter may contain objects that cannot be pickled
             return None
         return made
 
     def install(self) -> None:
-        """Let this process write its lines so."""
+        """Configure logging of this process."""
         handler = logging.StreamHandler()
         handler.setFormatter(self.formatter)
         logging.getLogger().addHandler(handler)

@@ -48,11 +48,11 @@ if TYPE_CHECKING:  # needs the extra `serve`
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _TURNS = 8
-"""Turns of the event loop after which all earlier events on connections have had their effect."""
+"""Number of event-loop turns after which earlier events on connections have been handled."""
 
 
 class Service:
-    """State that the paths share: the session, the options, and the number of requests under way."""
+    """State shared by all paths: the session, the options, and the number of requests in progress."""
 
     def __init__(self, session: EngineSession, options: ServeOptions, tracing: Tracing | None = None) -> None:
         self.session = session
@@ -87,7 +87,7 @@ class Service:
 
     @property
     def names(self) -> Sequence[str]:
-        """The models that requests may name."""
+        """Names of the models that requests may use."""
         return self.catalogue.names
 
     def make_app(self) -> FastAPI:
@@ -106,13 +106,13 @@ class Service:
 
     @property
     def is_saturated(self) -> bool:
-        """Return whether no further request may generate now."""
+        """True if no further generation request is accepted now."""
         return self.num_generating >= self.options.max_concurrent
 
     async def enter(self) -> None:
-        """Count one more generating request. Raises `ApiError` when there are too many, or no replica is ready."""
+        """Count a generation request. Raises `ApiError` if there are too many, or if no replica is ready."""
         for _ in range(_TURNS):
-            if self.is_saturated:  # clients that have left give their places back first
+            if self.is_saturated:  # let requests of disconnected clients finish first
                 await asyncio.sleep(0)
         retry = self.options.retry_after_s
         if not self.session.is_ready:
@@ -123,11 +123,11 @@ class Service:
         self.num_generating += 1
 
     def leave(self) -> None:
-        """Count one generating request less."""
+        """Count the end of a generation request."""
         self.num_generating -= 1
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
-        """Answer a request for outputs."""
+        """Answer a generation request."""
         headers = with_tenant(read_headers(request.headers), request.scope.get(TENANT))
         for name in unknown_fields(body):
             wrong = self._unknown_fields.check(name, type(body).model_fields)
@@ -145,7 +145,7 @@ class Service:
     async def _generation(
         self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None
     ) -> Generation:
-        """Prepare a request up to its submission to the engine. Raises `ApiError`."""
+        """Prepare a request for submission to the engine. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
         await self.enter()
@@ -172,19 +172,19 @@ class Service:
 
     @property
     def num_errors(self) -> int:
-        """Answers that were refused for load (429) or failed (5xx), and streams that ended with an error."""
+        """Number of answers refused for load (429) or failed (5xx), and of streams that ended with an error."""
         refused = sum(count for status, count in self.statuses.items() if status == 429 or status >= 500)
         return refused + self.num_broken_streams
 
     def totals(self) -> dict[str, float] | None:
-        """The numbers that the dashboard keeps a history of; None while the engine is being loaded."""
+        """Values that the dashboard's history records; None while the engine is being loaded."""
         if self.stats is None or self.controller is None:
             return None
         return {**totals(self.controller, self.stats), "errors": self.num_errors, "replicas_up": self.num_replicas_up}
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application. Its session is started and closed with it."""
+    """Return the application, which starts and closes its session."""
     session = service.session
 
     @asynccontextmanager

@@ -1,8 +1,8 @@
 """Life cycle of the server process.
 
-SIGTERM or SIGINT: nothing new is taken (503), what runs may finish within the grace time, the rest is answered 503, then the
-process ends. A second signal ends the wait. Whatever hangs (a worker, a driver, a policy, a log that is not read), the process is gone
-`END_S` after the grace time: a thread sees to it.
+On SIGTERM or SIGINT the server stops accepting requests (503). Running requests may finish within the grace time, the
+rest is answered 503, then the process ends. A second signal ends the wait. Even if a worker, driver, policy or log
+hangs, a thread ends the process `END_S` after the grace time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""Time that connections get, at the very end, to take what was written to them; more where grace time is left."""
+"""Seconds at the very end for connections to transmit written data; more if grace time is left."""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
-"""Seconds that the rest may take after the grace time or a second signal; then the process is ended from outside the event loop."""
+"""Seconds for the rest of a shutdown after the grace time or a second signal, before the process is ended forcibly."""
 EXIT_STUCK = 5
 """Exit code of a process whose engine or event loop did not stop."""
 _LOG_S = 0.5
@@ -50,7 +50,7 @@ _GUARD_PAUSE_S = 0.25
 
 
 class ServedSession(Protocol):
-    """Session that answers a server's requests: an engine's, or a router's."""
+    """Session behind a server: an engine's, or a router's."""
 
     state: SessionState
     error: BaseException | None
@@ -59,41 +59,41 @@ class ServedSession(Protocol):
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a recording is being ended."""
+        """True while a recording is being completed."""
 
     async def ended(self) -> None:
-        """Wait until nothing will be served any more."""
+        """Wait until the session can serve no more requests."""
 
     def end_if_out_of_service(self) -> None:
-        """End with an error when policies took everything out of service."""
+        """End with an error if policies took every replicaset out of service."""
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Stop accepting requests."""
 
     async def close(self, stop_s: float = STOP_S) -> None:
-        """End everything that is left."""
+        """End all remaining requests and close the session."""
 
 
 class Served(Protocol):
-    """An application with its session, for `serve`."""
+    """An application with its session, as run by `serve`."""
 
     options: ServeOptions
     statuses: Counter[int]
 
     @property
     def session(self) -> ServedSession:
-        """Session that answers its requests."""
+        """Session that answers the application's requests."""
 
     @property
     def num_generating(self) -> int:
-        """Requests that are being answered."""
+        """Number of generation requests in progress."""
 
     def make_app(self) -> ASGIApp:
         """Return the application, which starts and closes the session."""
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, except that a signal first lets the session drain."""
+    """uvicorn server in which a signal first drains the session."""
 
     def __init__(self, service: Served) -> None:
         self.connections = Connections(service.options)
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self.on_listening: Callable[[], None] | None = None
         self.guard: Guard | None = None
-        """Ends the process when it does not end by itself; None: there is no limit."""
+        """Ends the process if it does not end by itself; None: no limit."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; called between two bytecodes of the main thread."""
@@ -118,10 +118,12 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals while the server runs, and ignore them from then on: its end decides how the process ends.
+        """Handle signals while the server runs, and ignore them afterwards.
 
-        uvicorn restores the handlers of before and raises again what came: a signal between that and the end of the process
-        would then be what ended it.
+        So the exit code reflects how the server ended.
+
+        uvicorn restores the earlier handlers and raises the received signals again; a signal between that and the end
+        of the process would end it instead.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -135,14 +137,14 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(signal_number, signal.SIG_IGN)
 
     def begin_drain(self) -> None:
-        """Stop taking requests, and exit when those that run are done; in the event loop's thread."""
+        """Stop accepting requests, and exit when running ones are done; called in the event loop's thread."""
         if self._drain is None:
-            if self.guard is not None:  # perhaps no client has sent a signal
+            if self.guard is not None:  # also limits a drain that was not started by a signal
                 self.guard.end_within(self._service.options.grace_s + END_S)
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn, except for who accepts connections; a task watches over the session from here on."""
+        """See uvicorn, but connections are accepted by `Listener`; also start the task that watches the session."""
         await super().startup([])
         config, state = self.config, self.server_state
         make = partial(self.connections.make, config, state, self.lifespan.state)
@@ -153,14 +155,17 @@ class DrainingServer(uvicorn.Server):
             self.on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: close connections that take too long, and end when nothing can be served any more."""
+        """Close connections that exceed a time limit, and end if no request can be served any more.
+
+        Called ten times a second.
+        """
         self.connections.end_late(asyncio.get_running_loop().time())
         if not self._service.options.admin:
             self._service.session.end_if_out_of_service()
         return await super().on_tick(counter)
 
     async def _until_engine_ends(self) -> None:
-        """End the server when the engine fails, so that a supervisor can start it again."""
+        """End the server if the engine fails, so that a process supervisor can restart it."""
         await self._service.session.ended()
         if self._service.session.state is SessionState.FAILED:
             self.begin_drain()
@@ -184,10 +189,10 @@ class DrainingServer(uvicorn.Server):
 
 
 class Guard(threading.Thread):
-    """Ends the process from a thread of its own, which waits for nothing that may hang."""
+    """Ends the process from a separate thread that never waits for anything that may hang."""
 
     def __init__(self, is_writing: Callable[[], bool]) -> None:
-        """`is_writing`: whether a recording is being ended, which gets `RECORD_S` more."""
+        """`is_writing` returns True while a recording is being completed, which gets `RECORD_S` more."""
         super().__init__(name="vajra-guard", daemon=True)
         self._is_writing = is_writing
         self._deadline = float("inf")
@@ -203,11 +208,11 @@ class Guard(threading.Thread):
         self._is_over = True
 
     def end_within(self, seconds: float) -> None:
-        """End the process after `seconds` unless it has ended by then; an earlier deadline stays."""
+        """End the process after `seconds` unless it has ended by then; an earlier deadline is kept."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:
-        """Wait until then; it is not woken, so that a signal's handler has no lock to take."""
+        """Poll for the deadline; polling avoids locks, which a signal handler must not take."""
         while not self._is_over:
             late_s = time.monotonic() - self._deadline
             if late_s > (RECORD_S if self._is_writing() else 0.0):
@@ -216,7 +221,7 @@ class Guard(threading.Thread):
 
 
 def end_process(code: int, why: str) -> NoReturn:
-    """End the process and its workers at once, without anything that may hang."""
+    """End the process and its workers at once, without any operation that may hang."""
     for child in multiprocessing.active_children():
         child.kill()
     log = threading.Thread(target=lambda: _log.warning("%s (exit code %d)", why, code), daemon=True)
@@ -226,7 +231,7 @@ def end_process(code: int, why: str) -> NoReturn:
 
 
 def _address(bound: socket.socket, options: ServeOptions) -> str:
-    """Return where clients find the server."""
+    """Return the address under which clients reach the server."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = bound.getsockname()[:2]
@@ -258,7 +263,7 @@ def _config(service: Served) -> uvicorn.Config:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound, so that the port is known before anything heavy is loaded. Raises `ConfigError`."""
+    """Return a bound socket, so that the port is known before a model is loaded. Raises `ConfigError`."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
@@ -278,7 +283,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A bound Unix socket; one without a listener is replaced. Raises `ConfigError`."""
+    """Return a bound Unix socket, replacing a socket file without a listener. Raises `ConfigError`."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
@@ -296,7 +301,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _unlink(path: Path, made: os.stat_result | None) -> None:
-    """Remove a Unix socket, unless another server's is there by now."""
+    """Remove a Unix socket's file, unless another server has created its own there."""
     with suppress(OSError):
         found = path.stat()
         if made is not None and (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
@@ -304,9 +309,9 @@ def _unlink(path: Path, made: os.stat_result | None) -> None:
 
 
 def serve(service: Served, on_listening: Callable[[str], None]) -> None:
-    """Listen and answer until a signal comes. Raises what ended the engine, if anything did.
+    """Listen and answer until a signal arrives. Raises the error that ended the engine, if there is one.
 
-    Does not return when something hangs that cannot be stopped: the process is ended.
+    Does not return if something hangs that cannot be stopped: the process is ended instead.
     """
     options = service.options
     options.check()

@@ -32,21 +32,23 @@ class HostBatch:
     """One step's batch on the host.
 
     Attributes:
-        slots: of every sequence: decodes, then chunks of one token, then longer ones.
-        num_decodes: number of them that continue from their last sampled token.
-        token_ids: of the chunks, one after another.
-        query_lens: of every sequence.
-        kv_lens: of every sequence, this step's tokens included; of the part held here, with KV parallelism.
-        positions: of every token.
-        write_slots: KV slot of every token (block * block_size + offset); of sequences whose newest part is here.
-        table: int32 [sequences, blocks of the longest].
-        sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks); with drafts in
-            that of their rows.
-        num_drafts: by sequence, its last tokens that are drafts, which are sampled from too; only of sequences that have any.
-        followers: by sequence, the tokens to score by the logits of its first tokens; only of sequences that have any.
-        num_newest: number of sequences with their newest part here: all, without KV parallelism.
+        slots: slot of every sequence, in this order: decodes, chunks of one token, longer chunks.
+        num_decodes: number of sequences that continue from their last sampled token.
+        token_ids: tokens of all chunks, concatenated.
+        query_lens: number of tokens to compute, for every sequence.
+        kv_lens: KV length of every sequence including this step's tokens; with KV parallelism, of the part held by this
+            rank.
+        positions: position of every token.
+        write_slots: KV slot (block * block_size + offset) of every token whose K and V are written on this rank.
+        table: block tables, int32 [sequences, blocks of the longest].
+        sampled: indices of the sequences to sample from, in the step's order (decodes, then chunks); with drafts, in
+            the order of their rows.
+        num_drafts: by sequence index, number of its last tokens that are drafts; tokens are sampled from these rows
+            too.
+        followers: by sequence index, the tokens to score with the logits of its first tokens.
+        num_newest: number of sequences whose newest tokens are held by this rank: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
-        max_kv_len: the longest sequence, all parts together.
+        max_kv_len: KV length of the longest sequence, summed over its parts.
     """
 
     slots: Ints
@@ -66,7 +68,7 @@ class HostBatch:
 
     @property
     def sampled_slots(self) -> Ints:
-        """The slot of each sampled row."""
+        """Slot of each sampled row."""
         if self.is_all_decodes:
             return self.slots
         slots = self.slots[self.sampled]
@@ -80,17 +82,17 @@ class HostBatch:
 
     @property
     def draft_offsets(self) -> Ints | None:
-        """Number of drafts of its sequence before each sampled row; None without drafts."""
+        """For each sampled row, the number of drafts of its sequence that precede it; None without drafts."""
         return np.repeat(self._rows_each, self._rows_each) - 1 - self._rows_behind if self.num_drafts else None
 
     @property
     def _rows_each(self) -> Ints:
-        """Sampled rows of each sampled sequence."""
+        """Number of sampled rows of each sampled sequence."""
         return np.array([1 + self.num_drafts.get(one, 0) for one in self.sampled.tolist()], np.int64)
 
     @property
     def _rows_behind(self) -> Ints:
-        """Sampled rows of its sequence behind each sampled row."""
+        """For each sampled row, the number of later sampled rows of its sequence."""
         return np.concatenate([np.arange(count - 1, -1, -1) for count in self._rows_each.tolist()])
 
     @property
@@ -101,14 +103,14 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """One step's tensors.
+    """One step's tensors on the device, for T tokens and R sampled rows.
 
     Attributes:
-        token_ids: int64 [T].
-        positions: int64 [T].
-        rows: int64 [R], rows of the flattened batch that are sampled.
-        slots: int64 [R], the slot of each of them.
-        metadata: of the step's attention.
+        token_ids: token of each row, int64 [T].
+        positions: position of each row, int64 [T].
+        rows: indices of the sampled rows in the flattened batch, int64 [R].
+        slots: slot of each sampled row, int64 [R].
+        metadata: inputs of the step's attention.
     """
 
     token_ids: torch.Tensor
@@ -147,11 +149,11 @@ class BatchState:
         self.max_model_len = max_model_len
         self.tables: npt.NDArray[np.int32] = np.zeros((max_requests, -(-max_model_len // block_size)), np.int32)
         self.num_computed: Ints = np.zeros(max_requests, np.int64)
-        # One extra entry, which padding rows of a graph read and write.
+        # The extra entry is read and written by the padding rows of a graph.
         self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
 
     def update_tables(self, updates: Sequence[TableUpdate], num_blocks: int) -> None:
-        """Apply changed block tables."""
+        """Apply changed block tables. Raises `ExecutorError` for a slot, length or block id out of range."""
         width = self.tables.shape[1]
         for update in updates:
             end = update.start + len(update.block_ids)
@@ -169,14 +171,14 @@ class BatchState:
                 )
 
     def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
-        """Undo decodes of these slots; `last_tokens` is a copy from before them."""
+        """Undo one decode of each of these slots; `last_tokens` is a copy made before the decodes."""
         undone = np.array(slots, np.int64)
         self.num_computed[undone] -= 1
         places = to_device(undone, self._device)
         self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
-        """Return the step's batch, and advance the progress of its requests as if it were computed."""
+        """Return the step's batch on the host, and advance the progress of its requests as if it were already computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
@@ -194,7 +196,7 @@ class BatchState:
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         num_drafts = {num_decodes + place: one.num_drafts for place, one in enumerate(chunks) if one.num_drafts}
-        if not num_drafts:  # a forward pass of which all rows are sampled wants them in order
+        if not num_drafts:  # with drafts all rows may be sampled: the forward pass then expects them in row order
             sampled.sort()
         positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first
         if self._groups is not None:
@@ -231,7 +233,7 @@ class BatchState:
         )
 
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Sort key of chunks: those whose newest part is here first, then single tokens before longer ones."""
+        """Return the sort key of a chunk: newest tokens on this rank first, then single tokens before longer chunks."""
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
 
@@ -242,7 +244,10 @@ class BatchState:
             raise ExecutorError(f"step: slots are not distinct ones of 0 to {self._limits[0] - 1} ({slots}).")
 
     def _checked_longest(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> int:
-        """Length of the longest sequence. Raises if one is too long or has no tokens."""
+        """Return the KV length of the longest sequence.
+
+        Raises `ExecutorError` if a sequence is too long or has no tokens.
+        """
         longest, found = self._limits[1], int(kv_lens.max())
         if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or found > longest:
             worst = int(np.argmax(kv_lens)) if found > longest else int(np.argmin(query_lens))
@@ -253,7 +258,7 @@ class BatchState:
         return found
 
     def tensors(self, batch: HostBatch) -> BatchInputs:
-        """The batch on the device."""
+        """Copy the batch to the device."""
         if batch.is_all_decodes:
             longs = [batch.slots, batch.positions, batch.write_slots, batch.sampled]
             sampled_slots, positions, write_slots, rows = all_to_device(longs, self._device)
@@ -302,7 +307,7 @@ class BatchState:
         )
 
     def _split(self, batch: HostBatch, write_slots: torch.Tensor) -> SplitMetadata:
-        """Metadata of a batch with sequences that other groups compute too."""
+        """Return the attention metadata of a batch with sequences that other groups compute too."""
         assert self._groups is not None
         count, newest = len(batch.slots), batch.num_newest
         ends = np.cumsum(batch.query_lens)

@@ -1,13 +1,13 @@
 """Messages between the controller, which decides, and a worker, which computes.
 
-The worker keeps state (block tables, sampling parameters, last sampled token and progress of each row),
+The worker keeps state (block tables, sampling parameters, last sampled token and progress of each slot),
 so a step carries changes only: a request in steady decode costs one small integer.
 
 Invariants:
-    - Everything here is plain data without tensors: it can be pickled to another process and recorded.
+    - All messages are plain data without tensors: they can be pickled to another process and recorded.
     - A `slot` is a small integer that names a request inside the worker, in [0, `RunnerOptions.max_requests`), from the step
       that lists it in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the same step.
-    - Within a step the worker acts in this order: `freed`, `new`, `tables`, `copies` (in their own order), compute, sample.
+    - Within a step the worker acts in this order: `freed`, `new`, `tables`, `copies` (in list order), compute, sample.
     - A sampled token depends on the request alone (its tokens, its parameters, its seed), not on what else was in the batch,
       up to the last bits of the logits.
 """
@@ -24,9 +24,9 @@ import numpy.typing as npt
 from vajra_py.runtime.kv import BlockCopy
 
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
-"""Error of a row without finite logits."""
+"""Fault of a row without finite logits."""
 NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
-"""Error of a row whose constraints leave no token."""
+"""Fault of a row whose constraints leave no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,32 @@ class SamplingParams:
     The order is vLLM's: allowed tokens, bad words, biases; then transformers': penalties, temperature, top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: largest number of output tokens. Applied by the controller.
+        max_tokens: largest number of output tokens. Enforced by the controller.
         temperature: logits are divided by it; 0 takes the largest logit (greedy).
-        top_k: only the k largest logits, or all (None).
-        top_p: the fewest tokens, largest first, whose probabilities reach this; in (0, 1].
-        min_p: only tokens with at least this fraction of the largest probability; in [0, 1].
+        top_k: sample from the k largest logits only; None: from all.
+        top_p: sample from the smallest set of most likely tokens whose probabilities add up to this; in (0, 1].
+        min_p: sample only tokens with at least this fraction of the largest probability; in [0, 1].
         presence_penalty: subtracted from the logit of every token in the output.
-        frequency_penalty: the same, times the token's count.
-        repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
-        seed: of the request's own random stream; None lets the controller draw one.
-        logprobs: number of most likely tokens to report with each token (0: the token alone), or None for no log-probabilities.
-        prompt_logprobs: the same for the prompt's tokens from the second on; its request uses no cached prefix, since
-            cached tokens have no logits.
-        stop: strings that end the request. Applied by the controller.
+        frequency_penalty: subtracted from a token's logit once for each time it is in the output.
+        repetition_penalty: positive logits of tokens in the prompt or output are divided by it, negative ones
+            multiplied.
+        seed: seed of the request's own random stream; None: the controller draws one.
+        logprobs: number of most likely tokens to report with each token (0: the sampled token only); None: no
+            log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens from the second on. The request then uses no cached prefix,
+            since cached tokens have no logits.
+        stop: strings that end the request. Enforced by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
-        min_tokens: no token that would end the request is sampled before this many output tokens.
-        ignore_eos: the model's own end-of-sequence tokens do not end the request.
-        allowed_token_ids: only these tokens; None: all.
+        min_tokens: number of output tokens before which no token that ends the request is sampled.
+        ignore_eos: True if the model's own end-of-sequence tokens do not end the request.
+        allowed_token_ids: the only tokens that may be sampled; None: all.
         logit_bias: (token, value added to its logit), each token once.
-        bad_words: strings that the output must not contain. They become `bad_words_token_ids` where there is a tokenizer
-            (`vajra_py.engine.tokenizer.with_bad_words`), before a request is submitted.
-        bad_words_token_ids: token sequences that the output never completes, even after a prompt that ends with their start.
-        include_stop_str_in_output: the stop string, or the text of the token, that ends the request is part of its text.
-            Applied by the controller.
+        bad_words: strings that the output must not contain. `vajra_py.engine.tokenizer.with_bad_words` converts them to
+            `bad_words_token_ids` before the request is submitted.
+        bad_words_token_ids: token sequences that the output never completes. The end of the prompt does not count as
+            their beginning.
+        include_stop_str_in_output: True if the request's text includes the stop string, or the text of the stop token,
+            that ended it. Enforced by the controller.
     """
 
     max_tokens: int = 16
@@ -88,14 +91,16 @@ class NewRow:
     """Assignment of a slot to a request.
 
     Attributes:
-        slot: its name from now on.
-        sampling: its sampling parameters.
-        seed: of its random stream: `sampling.seed`, or one that the controller drew.
-        prompt_token_ids: its prompt; read only when `needs_prompt(sampling)`, may be empty otherwise.
-        output_token_ids: its output so far (of a request that lost its slot and got another); read only when
+        slot: slot of the request from now on.
+        sampling: the request's sampling parameters.
+        seed: seed of its random stream: `sampling.seed`, or a seed that the controller drew.
+        prompt_token_ids: the request's prompt; read only if `needs_prompt(sampling)`, may be empty otherwise.
+        output_token_ids: output so far, for a request that lost its slot and got another; read only if
             `needs_outputs(sampling)`.
-        num_output_tokens: their number; always read (`min_tokens`, the place in the random stream).
-        adapter: its LoRA adapter, which is in a slot whenever a step computes it; empty: the base model.
+        num_output_tokens: number of output tokens so far; always read (for `min_tokens` and the position in the random
+            stream).
+        adapter: name of the LoRA adapter, which must be loaded in each step that computes the request; empty: the base
+            model.
     """
 
     slot: int
@@ -109,7 +114,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """A slot's block table in a KV-parallel group changed: from entry `start` on it is `block_ids` (entries before stay)."""
+    """A change of a slot's block table in one KV-parallel group: `block_ids` replace its entries from index `start` on."""
 
     slot: int
     start: int
@@ -119,21 +124,21 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to compute whose ids the worker does not have: part of a prompt, or tokens to recompute.
+    """Tokens whose ids the worker does not have: part of a prompt, or tokens to recompute after a preemption.
 
     Attributes:
-        slot: of their request.
-        token_ids: one or more.
-        num_computed: position of the first of them: tokens of this request that are in KV memory already.
-        samples: True if a token is sampled from the last token's logits (the chunk reaches the last known token).
-        followers: the tokens to score that follow the chunk's first ones: the k-th gets its
-            log-probability from the logits of the k-th token. For requests with `prompt_logprobs`.
-        groups: with KV parallelism, the groups that compute it: each holds `kv_group_tokens` earlier tokens of the
-            request, the last one those behind them, this chunk's included.
-        num_drafts: number of the last tokens that are drafts: a token is sampled from the logits of each of them too, and of the
-            token before them. For requests whose sampling depends neither on their output nor on penalties.
-        num_outputs: output tokens of the request so far, where drafts may have been rejected since the last step; None: as many
-            as were sampled.
+        slot: slot of the request.
+        token_ids: the tokens, at least one.
+        num_computed: position of the first token: number of tokens of the request that are in KV memory already.
+        samples: True if a token is sampled from the last token's logits, since the chunk reaches the last known token.
+        followers: tokens to score, for requests with `prompt_logprobs`: the k-th gets its log-probability from the
+            logits of the chunk's k-th token.
+        groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
+            tokens of the request each; the last one holds the tokens after those, including this chunk's.
+        num_drafts: number of the last tokens that are drafts. A token is sampled from the logits of each draft and of
+            the token before the first. For requests whose sampling depends neither on their output nor on penalties.
+        num_outputs: number of output tokens of the request so far, if drafts may have been rejected since its last
+            step; None: as many as were sampled.
     """
 
     slot: int
@@ -147,7 +152,7 @@ class Chunk:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that are sampled from it."""
+        """Number of tokens that are sampled from the chunk."""
         return 1 + self.num_drafts if self.samples else 0
 
 
@@ -156,10 +161,10 @@ class StepInput:
     """One step's batch, as changes to the worker's state.
 
     Attributes:
-        chunks: rows whose tokens are given.
-        decodes: slots in steady decode: compute the last sampled token at the next position, and sample.
-        new: slots taken.
-        freed: slots released, before `new`.
+        chunks: rows whose tokens the step supplies.
+        decodes: slots in steady decode: compute the last sampled token at the next position, and sample the next one.
+        new: slots that are assigned to requests.
+        freed: slots that are released, before `new`.
         tables: block tables that grew or changed.
         copies: KV blocks to move between device and host before computing, in this order.
     """
@@ -173,10 +178,14 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot, in order with steps: earlier ones may use the slot's old content, later ones its new content.
+    """Copy of an adapter into a slot.
+
+    Ordered with steps: earlier steps use the slot's old content, later ones its new content.
 
     Attributes:
-        number: of the load among those of its replica.
+        number: sequence number of the load among those of its replica.
+        name: name of the adapter.
+        slot: adapter slot to load it into.
     """
 
     number: int
@@ -189,10 +198,10 @@ class LookaheadDecodes:
     """Decodes to start before the scheduler has decided which of them are needed.
 
     Attributes:
-        decodes: slots of requests without log-probabilities and whose sampling does not depend on their outputs
-            (`needs_outputs`).
-        growing: those whose next token starts a new block: it is written to a spare one, until the step with the row
-            supplies the block id; at most `RunnerOptions.spare_blocks`.
+        decodes: slots of the requests, whose sampling must not depend on their outputs (`needs_outputs`) and which have
+            no log-probabilities.
+        growing: slots whose next token starts a new KV block. It is written to a spare block until the step with this
+            row supplies the block id; at most `RunnerOptions.spare_blocks`.
     """
 
     decodes: Sequence[int]
@@ -201,13 +210,13 @@ class LookaheadDecodes:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadStep:
-    """A step, and decodes that will probably follow, to start before this one's tokens are available.
+    """A step, with the decodes that will probably follow it and that may start before its tokens are available.
 
     Attributes:
-        step: to compute now.
-        begun: those of its decodes that the previous `ahead` has started; its other rows are dropped, and the rest of
-            this step is computed after them.
-        ahead: decodes to start after it, or None.
+        step: step to compute now.
+        begun: slots of the step's decodes that the previous `ahead` started. Other rows started then are dropped, and
+            the rest of this step is computed after the started ones.
+        ahead: decodes to start after the step, or None.
     """
 
     step: StepInput
@@ -220,9 +229,9 @@ class TokenLogprobs:
     """Natural log-probabilities under the model's own distribution (before penalties, temperature and truncation).
 
     Attributes:
-        logprob: of the sampled token.
+        logprob: log-probability of the token.
         rank: number of more likely tokens, plus 1.
-        top: (token id, log-probability) of the most likely ones, best first.
+        top: (token id, log-probability) of the most likely tokens, best first.
     """
 
     logprob: float
@@ -235,13 +244,15 @@ class StepOutput:
     """Output of a step.
 
     Attributes:
-        slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order. In a step with drafts chunks
-            have any order, and one with drafts is there once for each token, in order.
-        token_ids: their tokens.
-        duration_s: from the step's start on the device to its sampled tokens on the host.
-        logprobs: by slot, for the requests with `logprobs`.
-        prompt_logprobs: by slot, of the `followers` of its chunk, and perhaps of those of earlier ones before them.
-        faults: by slot, the reason that a row could not be computed or sampled. Its token id and KV are invalid; the other
+        slots: slots of the sampled rows: the step's `decodes` in order, then its sampling `chunks` in order. In a step
+            with drafts, chunks are in any order, and the slot of a chunk with drafts is repeated for each sampled
+            token, in order.
+        token_ids: sampled token of each entry of `slots`.
+        duration_s: seconds from the step's start on the device until its sampled tokens are on the host.
+        logprobs: log-probabilities of the sampled token by slot, for requests with `logprobs`.
+        prompt_logprobs: by slot, log-probabilities of the `followers` of its chunk, possibly preceded by those of
+            earlier chunks.
+        faults: by slot, the reason why a row could not be computed or sampled. Its token id and KV are invalid; other
             rows are not affected.
     """
 
@@ -254,7 +265,7 @@ class StepOutput:
 
 
 class AdapterSource(NamedTuple):
-    """A LoRA adapter: its name, and the folder that `peft` wrote."""
+    """A LoRA adapter: its name, and its folder in the format of `peft`."""
 
     name: str
     folder: str
@@ -266,28 +277,29 @@ class RunnerOptions:
 
     Attributes:
         model: directory of a Hugging Face model.
-        random_weights: make weights from the directory's config.json and `seed` instead of reading them.
-        seed: of random weights.
+        random_weights: True to generate weights from the directory's config.json and `seed` instead of reading them.
+        seed: seed of random weights.
         device: "cpu", "cuda" or "cuda:N".
         dtype: "auto" (the checkpoint's; float32 on the CPU), "float32", "float16" or "bfloat16".
-        block_size: tokens of a KV block.
-        max_model_len: longest sequence, or None for the model's own.
-        max_requests: slots.
-        max_step_tokens: largest number of tokens of one step (for the memory profile and buffers).
-        max_drafts: most drafts of a row in a step (for the memory profile).
-        max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
-        spare_blocks: additional KV blocks, for decodes that are started ahead.
-        num_threads: threads of CPU computation, or None to leave them as they are.
-        tensor_parallel_size: ranks that share every layer.
-        pipeline_stages: parts that the layers are divided into, one after another.
-        kv_groups: KV-parallel groups, each of which holds the whole model and KV blocks of its own.
-        kv_group_tokens: tokens of one request that one group holds; read with several groups.
-        rank: this rank among the replica's, which are counted by group, in it by stage, in it by tensor-parallel rank.
-        rendezvous: address at which ranks meet (`tcp://host:port` or `file:///path`), with more than one.
-        self_check: compare with transformers' own attention while loading.
-        fused: use this package's own (faster) forward pass for model types that it supports, else transformers'.
-        adapters: LoRA adapters that requests may have; their weights are kept in host memory.
-        max_loras: slots for adapters, each as large as the largest needs.
+        block_size: tokens per KV block.
+        max_model_len: length of the longest sequence in tokens; None: the model's own limit.
+        max_requests: number of slots.
+        max_step_tokens: largest number of tokens in one step (for the memory profile and buffers).
+        max_drafts: largest number of drafts per row in a step (for the memory profile).
+        max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: no graphs.
+        spare_blocks: number of additional KV blocks, for decodes that are started ahead.
+        num_threads: number of threads for CPU computation; None: leave torch's setting unchanged.
+        tensor_parallel_size: number of ranks that share every layer.
+        pipeline_stages: number of pipeline stages that the layers are divided into.
+        kv_groups: number of KV-parallel groups; each holds the whole model and its own KV blocks.
+        kv_group_tokens: tokens of one request that one group holds; read only with several groups.
+        rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
+        rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
+            rank.
+        self_check: True to compare the model with transformers' own attention while loading.
+        fused: True to use this package's own, faster forward pass for the model types it supports.
+        adapters: LoRA adapters that requests may use; their weights are kept in host memory.
+        max_loras: number of adapter slots, each large enough for the largest adapter.
     """
 
     model: str
@@ -316,26 +328,26 @@ class RunnerOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute one replica."""
+        """Number of processes that compute one replica."""
         return self.tensor_parallel_size * self.pipeline_stages * self.kv_groups
 
     @property
     def tensor_rank(self) -> int:
-        """Place of this rank among those that share its layers."""
+        """Index of this rank among the ranks that share its layers."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def stage(self) -> int:
-        """Pipeline stage of this rank."""
+        """Index of this rank's pipeline stage."""
         return self.rank // self.tensor_parallel_size % self.pipeline_stages
 
     @property
     def kv_group(self) -> int:
-        """KV-parallel group of this rank."""
+        """Index of this rank's KV-parallel group."""
         return self.rank // (self.tensor_parallel_size * self.pipeline_stages)
 
     def rank_of(self, kv_group: int, stage: int, tensor_rank: int) -> int:
-        """The rank at this place."""
+        """Return the rank with these indices."""
         return (kv_group * self.pipeline_stages + stage) * self.tensor_parallel_size + tensor_rank
 
 
@@ -345,18 +357,18 @@ class ModelFacts:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        num_parameters: of the whole model.
-        weight_bytes: on this rank.
-        num_layers: attention layers.
-        num_query_heads: on this rank, of the first layer.
-        num_kv_heads: likewise.
-        head_dim: of keys, likewise.
-        kv_bytes_per_token: K and V of all layers, on this rank.
-        block_size: tokens of a KV block.
-        max_model_len: longest sequence.
-        vocab_size: rows of the output layer.
+        num_parameters: number of parameters of the whole model.
+        weight_bytes: bytes of weights on this rank.
+        num_layers: number of attention layers.
+        num_query_heads: query heads of the first layer on this rank.
+        num_kv_heads: KV heads of the first layer on this rank.
+        head_dim: width of a key head of the first layer.
+        kv_bytes_per_token: bytes of K and V of one token, over all layers on this rank.
+        block_size: tokens per KV block.
+        max_model_len: length of the longest sequence in tokens.
+        vocab_size: number of rows of the output layer.
         eos_token_ids: the model's own end-of-sequence tokens.
-        dtype: name of the computing type.
+        dtype: name of the dtype of the computation.
         device: name of the device.
         forward: "fused" (this package's forward pass) or "transformers".
     """
@@ -379,10 +391,13 @@ class ModelFacts:
 
 
 class PendingStep(Protocol):
-    """A submitted step; on a CPU it is complete already."""
+    """A submitted step; on a CPU it is complete on submission."""
 
     def result(self) -> StepOutput:
         """Wait for the step and return its output. Called once, in the order of submission."""
+
+
+"""Wait for the step and return its output. Must be called once, in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,34 +412,34 @@ class DoneStep:
 
 
 class ModelRunner(Protocol):
-    """One device's model. Not thread-safe."""
+    """A model on one device. Not thread-safe."""
 
     @property
     def facts(self) -> ModelFacts:
         """Facts of the loaded model."""
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """Number of KV blocks that fit beside a step of `max_step_tokens`.
+        """Return the number of KV blocks that fit beside a step of `max_step_tokens`.
 
-        `memory_fraction` in (0, 1] is the share of the device's (on a CPU: of the free) memory that weights, a step's
-        buffers and KV memory take together.
+        `memory_fraction` in (0, 1] is the share of the device's memory (on a CPU: of the free memory) for weights, a
+        step's buffers and KV memory together.
 
         Raises:
-            ConfigError: not one sequence of `max_model_len` fits.
+            ConfigError: not even one sequence of `max_model_len` fits.
         """
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate KV memory, and host memory to swap to. Called once, before the first step.
+        """Allocate KV memory and host memory for swapped-out blocks. Called once, before the first step.
 
         Raises:
-            ExecutorError: it does not fit.
+            ExecutorError: the memory does not fit.
         """
 
     def submit(self, step: StepInput) -> PendingStep:
-        """Start a step. On a GPU the next one may be submitted before the result of this one is taken.
+        """Start a step. On a GPU the next step may be submitted before this step's result is read.
 
         Raises:
-            ExecutorError: the device failed or ran out of memory, or the step contradicts earlier ones.
+            ExecutorError: the device failed or ran out of memory, or the step is inconsistent with earlier ones.
         """
 
     def run(self, step: StepInput) -> StepOutput:
@@ -438,44 +453,53 @@ class LookaheadRunner(ModelRunner, Protocol):
     """A runner that can start a step before the scheduler has decided on it."""
 
     def run_ahead(self, work: LookaheadStep) -> StepOutput:
-        """Return the output of `work.step`; `work.ahead` is submitted after it if a device computes asynchronously. Raises like `submit`.
+        """Return the output of `work.step`.
 
-        A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`.
+        If the device computes asynchronously, `work.ahead` is submitted right after it.
+
+        A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`. Raises like
+        `submit`.
         """
 
     def begin_ahead(self) -> None:
-        """Compute the decodes to start ahead that were not submitted; for a caller that is idle after delivering the output.
+        """Compute the decodes to start ahead that are not submitted yet.
 
-        Raises like `submit`. Without this call they are computed with the step that has them as `begun`.
+        Called when the caller is idle after delivering the output.
+
+        Without this call they are computed with the step that lists them in `begun`. Raises like `submit`.
         """
 
 
 class KvRunner(ModelRunner, Protocol):
-    """A runner whose KV can be copied to and from another one of the same model."""
+    """A runner whose KV can be copied to and from another runner of the same model."""
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one KV block on this rank, over all its layers."""
+        """Bytes of one KV block on this rank, over all layers."""
 
     def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy KV blocks into a buffer of `kv_block_bytes` each, after all steps submitted before. Raises `ExecutorError`."""
+        """Copy KV blocks into a buffer of `kv_block_bytes` each, after all submitted steps. Raises `ExecutorError`."""
 
     def import_kv(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
     ) -> None:
-        """Copy the buffer that another runner's `export_kv` has filled into KV blocks, before all later steps.
+        """Copy a buffer that another runner's `export_kv` filled into KV blocks, before all later steps.
 
-        `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
+        `copies` are made first: KV blocks to move between device and host. Raises `ExecutorError`.
         """
 
     def mark(self) -> object:
-        """Return a mark on the device behind everything submitted so far; None where nothing is under way when a call returns."""
+        """Return a mark on the device after everything submitted so far.
+
+        The mark is None if calls return only when their work is complete.
+        """
 
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
-        """Copy KV blocks between device and host, in this order. Raises `ExecutorError`.
+        """Copy KV blocks between device and host, in order. Raises `ExecutorError`.
 
-        `after`: a mark. With it, any thread may call: the copies are made after what is before the mark and beside steps submitted
-        since, which use other blocks, and are complete on return. Copies of one direction are made by one thread at a time.
+        With a mark in `after`, any thread may call: the copies start after the work before the mark, overlap steps
+        submitted since, which must use other blocks, and are complete on return. Only one thread at a time may copy in
+        each direction.
         """
 
 
@@ -483,4 +507,7 @@ class AdapterRunner(ModelRunner, Protocol):
     """A runner with slots for LoRA adapters."""
 
     def load_adapter(self, name: str, slot: int) -> None:
-        """Copy an adapter's weights into a slot, after all steps submitted before; none of them uses the slot's old content. Raises `ExecutorError`."""
+        """Copy an adapter's weights into a slot, after all submitted steps, none of which uses the slot.
+
+        Raises `ExecutorError`.
+        """

@@ -1,8 +1,8 @@
-"""Asynchronous transfers of small host arrays to the device and of results back, and marks between what is asynchronous.
+"""Asynchronous transfers of small host arrays to the device and of results back, and marks in the device's stream.
 
 Invariants:
-    - Host memory of a copy to or from a GPU is pinned, and comes from torch's own pool, which reuses it only when
-      the copy has completed.
+    - Host memory of a copy to or from a GPU is pinned and comes from torch's own pool, which reuses it only when the
+    copy is complete.
     - On the CPU nothing is copied.
 """
 
@@ -17,13 +17,13 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy the array to the device; on the CPU the tensor shares its memory."""
+    """Copy the array to the device; on the CPU the returned tensor shares its memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy flat arrays of one dtype to the device, in one transfer."""
+    """Copy flat arrays of one dtype to the device in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     joined = to_device(np.concatenate(arrays), device)
@@ -31,7 +31,10 @@ def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the tensor to the host, complete once the device's stream has reached the copy; on the CPU the tensor itself."""
+    """Copy the tensor to the host; the copy is complete once the device's stream has reached it.
+
+    On the CPU, return the tensor.
+    """
     if tensor.device.type == "cpu":
         return tensor
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -20,7 +20,7 @@ from vajra_py.serve.http.errors import ApiError, bad_request, of_validation
 from vajra_py.serve.session.session import EngineSession, Unavailable
 
 MAX_BYTES = 2**20
-"""Most bytes of a body; a policy and its parameters take a few hundred."""
+"""Largest body in bytes; a policy and its parameters take a few hundred."""
 
 
 class PolicyInForce(BaseModel):
@@ -56,7 +56,7 @@ class PoliciesAnswer(BaseModel):
 
 
 def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
-    """Add the paths."""
+    """Add the `/admin/policy` paths to the application."""
 
     @app.get(
         "/admin/policy", response_model=PoliciesAnswer, responses=answers.errors(401, 503), tags=["administration"]
@@ -102,7 +102,10 @@ def _in_force(session: EngineSession) -> dict[str, Any]:
 
 
 async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
-    """Swap the policy. Raises `ApiError`: 400 for a wrong request, 409 where requests being served rule it out."""
+    """Swap the policy.
+
+    Raises `ApiError`: 400 for a wrong request, 409 if requests in progress do not allow the swap.
+    """
     engine, layer = session.engine, Layer(body.layer)
     if engine is None:
         raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
@@ -116,7 +119,7 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
     except VajraError as error:
         raise _refused(error, body.layer) from None
     config = engine.maker.services.registry.policy(layer, body.policy).spec.config
-    try:  # a number as text is a client's mistake, though files of settings may have it
+    try:  # strict: settings files may contain numbers as text, but requests may not
         config.model_validate_json(json.dumps(body.params), strict=True)
     except ValidationError as error:
         named = error.errors(include_url=False, include_input=False)
@@ -130,7 +133,7 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
 
 
 def _refused(error: VajraError, layer: str) -> ApiError:
-    """Return the error, at the place where the client wrote it."""
+    """Return the client's error, located by the field that the client sent."""
     if not isinstance(error, ConfigError):
         return bad_request(_one_line(error), "policy", "refused")
     problems = [
@@ -140,7 +143,7 @@ def _refused(error: VajraError, layer: str) -> ApiError:
 
 
 _MOST_SHOWN = 8
-"""Most problems reported for one request."""
+"""Maximum number of problems reported for one request."""
 
 
 def _one_line(error: VajraError) -> str:

@@ -1,6 +1,7 @@
 """Format outputs as OpenAI responses, whole or in chunks.
 
-Pieces of one output joined give the content of the whole answer: text, tokens, log-probabilities, finish reason, usage.
+The chunks of one output, joined, have the content of the whole answer: text, tokens, log-probabilities, finish reason,
+usage.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _GAP = "\0"
 
 
 def encoded(value: Any) -> bytes:
-    """JSON without blanks."""
+    """Return the value as JSON without blanks."""
     return _JSON.encode(value).encode("utf-8", "replace")
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event."""
+    """Return the value as a server-sent event."""
     return b"data: " + encoded(value) + b"\n\n"
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
-    """Return the client's error for an end; None when the output is complete."""
+    """Return the client's error for the end of an output; None if the output is complete."""
     if end.reason in _FINISHED:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):
@@ -63,9 +64,9 @@ DEGRADED_HEADER = "x-vajra-degraded"
 
 
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
-    """Return the header with the limits under which a request was let in instead of those that it asked for; nothing where nothing was taken.
+    """Return the header with the reduced limits under which a request was admitted; empty if nothing was reduced.
 
-    Of several outputs that differ, each with its number in front.
+    If several outputs have different limits, each is preceded by its index.
     """
     found = [one.degraded for one in streams]
     if not any(found):
@@ -76,7 +77,7 @@ def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
 
 
 def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
-    """Tokens that a request took; a prompt with several outputs counts once."""
+    """Return the token counts of a request; a prompt with several outputs counts once."""
     prompt_tokens = sum(stream.num_prompt_tokens for stream in streams[::num_per_prompt])
     output_tokens = sum(stream.num_tokens for stream in streams)
     firsts = [stream.end.metrics for stream in streams[::num_per_prompt] if stream.end is not None]
@@ -91,7 +92,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Sent:
-    """Part of an output that was sent, with the bytes around the text of a text-only chunk."""
+    """Part of an output that was sent, and the bytes around the text of a text-only chunk."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -101,12 +102,16 @@ class _Sent:
 
 @dataclass(slots=True)
 class Answer:
-    """One HTTP request's answer.
+    """Answer to one HTTP request.
 
     Attributes:
-        name: its id.
-        created: seconds since 1970.
-        model: the model's name, as given by the client.
+        name: id of the answer.
+        created: time of creation, in seconds since 1970.
+        model: name of the model, as given by the client.
+        body: body of the request.
+        response: outputs of the request.
+        tokenizer: tokenizer of the model; None if it has none.
+        echoes: texts of the prompts, if answers begin with them.
     """
 
     name: str
@@ -116,7 +121,6 @@ class Answer:
     response: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
-    """Texts of the prompts, where answers begin with them."""
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
     @property
@@ -128,7 +132,7 @@ class Answer:
         return isinstance(self.body, ChatBody)
 
     def whole(self) -> dict[str, Any]:
-        """The answer of a request that has ended without an error."""
+        """Return the answer to a request that has ended without an error."""
         choices = [self._choice(stream) for stream in self.response.outputs]
         kind = "chat.completion" if self._is_chat else "text_completion"
         answer = {**self._head(kind), "choices": choices, "usage": usage(self.response.outputs, self.body.n)}
@@ -137,7 +141,7 @@ class Answer:
         return answer
 
     def events(self, changed: Collection[OutputStream]) -> list[bytes]:
-        """Return the news of these outputs as server-sent events."""
+        """Return what is new in these outputs as server-sent events."""
         found: list[bytes] = []
         for stream in changed:
             sent = self._sent.get(stream.index)
@@ -159,7 +163,7 @@ class Answer:
         return found
 
     def last_event(self) -> bytes:
-        """Return the event after the last output: usage, where it was asked for."""
+        """Return the event after the last output, with the usage if the client requested it."""
         options = self.body.stream_options
         return b"" if options is None or not options.include_usage else self._event(None)
 
@@ -167,7 +171,7 @@ class Answer:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
     def _begun(self, stream: OutputStream) -> _Sent:
-        """Return the state of an output of which nothing was sent yet."""
+        """Return the initial state of an output of which nothing was sent."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
         if body.num_logprobs is not None or body.return_token_ids or counts:
@@ -176,7 +180,7 @@ class Answer:
         return _Sent(frame=(before, after))
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
-        """Return one piece as an event."""
+        """Return one chunk as an event."""
         body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         body["choices"] = [] if choice is None else [choice]
         options = self.body.stream_options
@@ -191,13 +195,13 @@ class Answer:
         return {"index": stream.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _echo_choice(self, stream: OutputStream, sent: _Sent) -> dict[str, Any]:
-        """The prompt, as the first piece of an output that begins with it."""
+        """Return the prompt, as the first chunk of an output that begins with it."""
         choice = self._text_choice(stream.index, self._echo(stream))
         choice["logprobs"] = self._prompt_logprobs(stream, sent)
         return choice
 
     def _echo(self, stream: OutputStream) -> str:
-        """The text that the output begins with."""
+        """Return the prompt's text if the output begins with it; else an empty text."""
         return self.echoes[stream.index // self.body.n] if self.echoes else ""
 
     def _choice(self, stream: OutputStream) -> dict[str, Any]:
@@ -217,14 +221,17 @@ class Answer:
         return self._ended(choice, stream, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a piece that brings text only."""
+        """Return a chunk that contains only text."""
         if self._is_chat:
             delta = {"content": text} if text else {}
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _piece(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
-        """Return an output's next piece; None when none of it can be shown (half a character, or a possible stop string)."""
+        """Return an output's next chunk.
+
+        None if nothing can be sent yet (half a character, or a possible stop string).
+        """
         text = stream.text[sent.num_characters :]
         is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
         if not is_shown or (stream.end is None and sent.num_tokens == stream.num_tokens):
@@ -268,7 +275,7 @@ class Answer:
         return self._writer.columns(token_ids, logprobs, sent.offsets, self.body.num_logprobs)
 
     def _ranked_prompt(self, stream: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
-        """Return the prompt's log-probabilities in vLLM's form, with `prompt_logprobs` of the likeliest tokens."""
+        """Return the prompt's log-probabilities in vLLM's format, with the `prompt_logprobs` likeliest tokens."""
         most, scored = self.body.prompt_logprobs, stream.submission.output.prompt_logprobs
         logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
         return self._writer.ranked(stream.submission.prompt_token_ids, logprobs)

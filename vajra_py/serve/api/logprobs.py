@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI writes them: as columns for completions, as entries for chats."""
+"""Log-probabilities in OpenAI's formats: columns for completions, entries for chats."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class TextOffsets:
-    """Places where the tokens of an output begin in its text.
+    """Offsets of an output's tokens in its text.
 
     Attributes:
-        start: characters before the output.
+        start: number of characters before the output.
     """
 
     start: int = 0
@@ -27,7 +27,7 @@ class TextOffsets:
     _is_begun: bool = False
 
     def add(self, tokenizer: Tokenizer | None, token_id: int) -> int:
-        """The place of the next token."""
+        """Return the offset of the next token."""
         piece = None if tokenizer is None else tokenizer.piece(token_id)
         if tokenizer is not None and piece is not None and not self._is_begun:
             self._is_begun = True
@@ -39,11 +39,11 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True)
 class LogprobWriter:
-    """Writes the log-probabilities of one model's tokens."""
+    """Formatter of log-probabilities for one model's tokens."""
 
     tokenizer: Tokenizer | None
     names_ids: bool = False
-    """True when tokens are named by their ids."""
+    """True if tokens are written by their ids."""
 
     def columns(
         self,
@@ -52,7 +52,10 @@ class LogprobWriter:
         offsets: TextOffsets,
         num_top: int,
     ) -> dict[str, Any]:
-        """Return log-probabilities in the format of completions, with the `num_top` likeliest; null for a prompt's first token."""
+        """Return log-probabilities in the format of completions, with the `num_top` likeliest tokens.
+
+        The value is null for a prompt's first token.
+        """
         tops = [self._top(token_id, one, num_top) for token_id, one in zip(token_ids, logprobs, strict=True)]
         return {
             "text_offset": [offsets.add(self.tokenizer, token_id) for token_id in token_ids],
@@ -64,7 +67,7 @@ class LogprobWriter:
     def ranked(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Return a prompt's log-probabilities in vLLM's form: by token id, the prompt's own first."""
+        """Return a prompt's log-probabilities in vLLM's format: by token id, with the prompt's own token first."""
         return [
             None if one is None else self._ranked(token_id, one)
             for token_id, one in zip(token_ids, logprobs, strict=True)
@@ -79,7 +82,7 @@ class LogprobWriter:
         }
 
     def entries(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Return log-probabilities as chats have them."""
+        """Return log-probabilities in the format of chats."""
         content = [
             {**self._entry(token_id, one.logprob), "top_logprobs": [self._entry(*top) for top in one.top]}
             for token_id, one in zip(token_ids, logprobs, strict=True)
@@ -102,7 +105,10 @@ class LogprobWriter:
         }
 
     def _text(self, token_id: int) -> str:
-        """A token as text: its bytes where these are whole characters, else the bytes in hexadecimal, else its number."""
+        """Return a token as text: its bytes if they are complete characters, else in hexadecimal.
+
+        Or its id if it has no bytes.
+        """
         piece = None if self.tokenizer is None or self.names_ids else self.tokenizer.piece(token_id)
         if piece is None:
             return f"token_id:{token_id}"

@@ -15,12 +15,12 @@ from vajra_py.serve.api.schema_tokens import DetokenizeBody, TokenizeBody
 from vajra_py.serve.http.auth import BROWSER_PATHS
 
 NAMING = (CompletionBody, ChatBody)
-"""Bodies that name a model."""
+"""Types of bodies with a `model` field."""
 BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
-    """The document: no 422 (wrong input is 400 here), the models' names, and the key where one is asked for."""
+    """Return the document without 422 (wrong input gives 400 here), with the models' names and key requirements."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -50,7 +50,7 @@ def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[
 
 
 def _body_schemas() -> dict[str, Any]:
-    """Return the schemas of the bodies that FastAPI does not read, and of their parts."""
+    """Return the schemas, and their parts, of the bodies that FastAPI does not read."""
     whole = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")[
         1
     ]

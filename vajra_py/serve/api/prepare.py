@@ -1,4 +1,4 @@
-"""Turn HTTP requests into engine submissions or clear refusals."""
+"""Turn HTTP requests into engine submissions, or refuse them with an error for the client."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from vajra_py.serve.session.session import EngineSession
 
 _log = logging.getLogger(__name__)
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Odd, so that the seeds of one request's outputs differ; 2^64 over the golden ratio."""
+"""Odd multiplier, so that the seeds of one request's outputs differ; 2^64 divided by the golden ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Request of one HTTP client to the engine, prompts still as they came."""
+    """A client's HTTP request for outputs, with prompts that are not tokenized yet."""
 
     body: GenerationBody
     headers: SchedulingHeaders
@@ -45,22 +45,28 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A response whose outputs may be handed to the engine, and what turns their tokens into text."""
+    """A response whose outputs can be submitted to the engine, and the tokenizer for their text.
+
+    Attributes:
+        response: outputs to submit.
+        tokenizer: tokenizer of the model; None if it has none.
+        echoes: texts of the prompts, if answers begin with them.
+    """
 
     response: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
-    """The prompts' texts, where answers begin with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Replicasets that an HTTP request may go to, before its prompts' lengths are known.
+    """Replicasets that an HTTP request may go to, before the lengths of its prompts are known.
 
     Attributes:
-        facts: policies' view of it, without names and lengths.
-        candidates: replicasets whose conditions it meets but for those on length; all have one model where there are such.
-        tokenizer: of that model.
+        facts: facts of the request for policies, without id and lengths.
+        candidates: replicasets whose conditions it meets, apart from conditions on length; all of one model if there
+            are such conditions.
+        tokenizer: tokenizer of that model; None if it has none.
     """
 
     facts: RequestFacts
@@ -69,7 +75,7 @@ class _Route:
 
 
 class Preparer:
-    """Makes requests of one session ready."""
+    """Prepares the requests of one session."""
 
     def __init__(self, session: EngineSession, catalogue: Catalogue, tokenizing: Tokenizing) -> None:
         self._session = session
@@ -79,11 +85,11 @@ class Preparer:
         self._numbers = count()
 
     def new_id(self, prefix: str) -> str:
-        """A name for an HTTP request that no other request of any server has."""
+        """Return an id for an HTTP request that is unique among all servers."""
         return f"{prefix}-{uuid4().hex}"
 
     async def completion(self, wanted: Wanted, name: str) -> PreparedRequest:
-        """Every output of a `/v1/completions` request. Raises `ApiError`."""
+        """Prepare every output of a `/v1/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, CompletionBody)
         given = body.prompts()
@@ -100,7 +106,7 @@ class Preparer:
         return self._prepared(wanted, prompts, route, name, echoes)
 
     async def chat(self, wanted: Wanted, name: str) -> PreparedRequest:
-        """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
+        """Prepare every output of a `/v1/chat/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, ChatBody)
         _check_choices(body.n, wanted.max_choices)
@@ -129,7 +135,7 @@ class Preparer:
         return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
-        """Most tokens of a request, prompt and output, wherever it may run."""
+        """Return the largest number of tokens of a request, prompt and output, on any of its candidate replicasets."""
         behind = self._catalogue.behind(wanted.body.model)
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
 
@@ -170,7 +176,7 @@ class Preparer:
         return PreparedRequest(response, tokenizer, echoes)
 
     def _bad_words(self, body: GenerationBody, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-        """The sequences of tokens that the body's `bad_words` are. Raises `ApiError`."""
+        """Return the token sequences of the body's `bad_words`. Raises `ApiError`."""
         sampling = SamplingParams(bad_words=tuple(dict.fromkeys(body.bad_words or ())))
         if not sampling.bad_words:
             return ()
@@ -181,10 +187,11 @@ class Preparer:
             raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
-        """Refuse a request that even empty queues could not hold.
+        """Refuse a request that would not fit even into empty queues.
 
-        `Replicaset.refusal` applies the same bounds to each output beside what waits then, and its client may try again (status
-        429); that the outputs of one HTTP request never fit together is not known there, and trying again would fail (status 400).
+        `Replicaset.refusal` applies the same bounds to each output, given the queue at that time, with status 429,
+        since a retry may succeed. It cannot detect that the outputs of one HTTP request never fit together; a retry
+        would fail, so the status is 400.
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
@@ -196,7 +203,7 @@ class Preparer:
             raise bad_request(message, "prompt", "too_many_tokens")
 
     def _checked(self, wanted: Wanted, prompt: list[int], route: _Route) -> tuple[str, RequestFacts]:
-        """Return the replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
+        """Return the replicaset of a prompt's outputs, and their common facts. Raises `ApiError`."""
         replicaset = self._catalogue.by_length(route.candidates, len(prompt))
         if replicaset is None:
             raise _no_replicaset()
@@ -207,7 +214,7 @@ class Preparer:
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
     ) -> Submission:
         engine = self._session.engine
-        assert engine is not None  # nothing is let in before it is loaded
+        assert engine is not None  # requests are accepted only after it is loaded
         try:
             submission = new_submission(engine, facts, prompt, sampling, replicaset, "request")
         except ConfigError as error:
@@ -218,7 +225,7 @@ class Preparer:
 
 
 def _run_seed(config: SystemConfig) -> int:
-    """Return the seed that outputs of requests without one follow from: the experiment's seed if it names one, else a new number."""
+    """Return the seed for outputs of requests without one: the experiment's seed if it states one, else a random number."""
     if "seed" in config.model_fields_set:
         return config.seed
     drawn = secrets.randbits(32)
@@ -227,12 +234,15 @@ def _run_seed(config: SystemConfig) -> int:
 
 
 def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
-    """The seed of the `index`-th output of a request."""
+    """Return the seed of the `index`-th output of a request."""
     return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
 
 
 def _salt(tenant: str, cache_salt: str) -> str:
-    """Return the salt of a tenant's blocks; longer than any tenant's name, and no client's secret itself."""
+    """Return the salt of a tenant's blocks.
+
+    It is longer than any tenant's name, and does not reveal the client's salt.
+    """
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 
 
@@ -259,7 +269,7 @@ def _check_choices(num_choices: int, most: int) -> None:
 
 
 def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
-    """Most output tokens, checked against what fits. Raises `ApiError`."""
+    """Return the largest number of output tokens, checked against the limits. Raises `ApiError`."""
     try:
         room = check_prompt(prompt, limits)
     except ConfigError as error:
@@ -268,7 +278,7 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
         raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
     wanted = body.wanted_tokens()
     if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
-        wanted = 1  # the engine ends a request by a token, which is not shown
+        wanted = 1  # the engine generates at least one token, which is not sent
     if wanted == 0:
         raise bad_request("max_tokens: is 0. Allowed: 1 or more; 0 with echo, for the prompt alone", "max_tokens")
     if wanted is None:
@@ -283,7 +293,7 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
 
 
 def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> RequestFacts:
-    """Return what policies see of the request; the same fields as a simulated one has."""
+    """Return the facts of the request for policies; a simulated request has the same fields."""
     body, headers = wanted.body, wanted.headers
     metadata: Mapping[str, str] = {**(body.metadata or {}), "model": body.model}
     return RequestFacts(
@@ -295,6 +305,6 @@ def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> Re
 
 
 def unknown_model(name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model that is not served here."""
+    """Return the error for a model that this server does not have."""
     message = f"the model {name!r} does not exist here. Served: {', '.join(known)}"
     return ApiError(404, message, code="model_not_found", param="model")

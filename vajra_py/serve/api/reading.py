@@ -1,6 +1,7 @@
-"""Read a request for outputs: its JSON body, within bounds, and its gateway's headers.
+"""Read a generation request: its JSON body, within bounds, and its scheduling headers.
 
-FastAPI would take longer for this than for everything else about a request, so its OpenAPI document is given the bodies explicitly.
+FastAPI would take longer for this than for everything else about a request, so bodies are added to its OpenAPI document
+explicitly.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ _NOTHING = SchedulingHeaders()
 
 
 SMALL_BODY = 2**16
-"""Bytes up to which a body is read at once, which takes a few milliseconds for any content."""
+"""Largest body in bytes that is read on the event loop, which takes a few milliseconds for any content."""
 _MOST_FIELDS = 256
-"""Most fields of a body, known or not."""
+"""Maximum number of fields in a body, known or unknown."""
 
 
 class BodyReader:
-    """Reads bodies: small ones at once, large ones one after the other in a thread of their own, and few at a time."""
+    """Reads bodies: small ones at once, large ones one after the other in a separate thread, within a memory limit."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._limits = JsonLimits(options.max_body_values, options.max_body_containers)
         self._most_bytes = options.max_buffered_bytes
         self._retry_after_s = options.retry_after_s
         self._num_bytes = 0
-        """Bytes of large bodies in memory."""
+        """Total bytes of large bodies in memory."""
         self._thread = ThreadPoolExecutor(1, "vajra-bodies")
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading bodies."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
-        """Read the body, of at most `max_bytes` bytes if that is less than the general limit. Raises `ApiError`."""
+        """Read a body of at most `max_bytes` bytes (None: the server's limit). Raises `ApiError`."""
         return (await self.read_with_bytes(request, kind, max_bytes))[1]
 
     async def read_with_bytes(
         self, request: Request, kind: type[B], max_bytes: int | None = None
     ) -> tuple[bytearray, B]:
-        """Read the body as `read` does; returns it as it came, too."""
+        """Read the body as `read` does; also return its bytes."""
         media_type = request.headers.get("content-type", "")
         if not _is_json(media_type):
             raise not_json(media_type)
@@ -85,7 +86,7 @@ class BodyReader:
 
 
 def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> B:
-    """Return the contents of a body; its structure is checked first where there are limits. Raises `ApiError`."""
+    """Parse a body; with `limits`, its structure is checked first. Raises `ApiError`."""
     if limits is not None:
         check_structure(body, limits)
     try:
@@ -103,7 +104,7 @@ def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> 
 
 
 def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
-    """Return whether a small body has enough brackets to be nested too deeply, so that its structure has to be looked at."""
+    """Return True if a small body has enough brackets to be nested too deeply, so that its structure must be checked."""
     return body.count(b"[") + body.count(b"{") > limits.max_depth
 
 
@@ -113,10 +114,10 @@ def _is_json(media_type: str) -> bool:
 
 
 def read_headers(headers: Headers) -> SchedulingHeaders:
-    """Return the headers' values; the first one of a repeated header. Raises `ApiError`."""
+    """Return the values of the scheduling headers; of a repeated header, the first. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
-        field = _FIELDS.get(name.replace("_", "-"))  # `session_id` is a header of some clients
+        field = _FIELDS.get(name.replace("_", "-"))  # some clients send `session_id` instead of `session-id`
         if field is not None:
             given.setdefault(field, value)
     if not given:
@@ -129,9 +130,9 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 
 
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
-    """Return the headers of a request whose API key belongs to this tenant; None: to no tenant.
+    """Return the headers of a request whose API key belongs to `tenant`; None: the key belongs to no tenant.
 
-    Such a key is its tenant, whatever `user` is. Raises `ApiError` where a header names another one.
+    The tenant of the key overrides the body's `user`. Raises `ApiError` if a header names another tenant.
     """
     if tenant is None:
         return headers
@@ -143,7 +144,7 @@ def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHea
 
 
 def documented_body(body: type[BaseModel]) -> dict[str, Any]:
-    """The body of an operation of the OpenAPI document, whose components have its schema."""
+    """Return the request body of an OpenAPI operation; its schema is in the document's components."""
     reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
     return {"requestBody": {"required": True, "content": {"application/json": reference}}}
 

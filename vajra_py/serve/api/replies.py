@@ -1,8 +1,10 @@
-"""Send responses while the client listens; abort when it goes away.
+"""Send responses to clients, and abort generation when a client disconnects.
 
 Invariants:
-    - Whatever ends a generation (answer complete, client gone, server failing), no output of it goes on being computed.
-    - A stream that has begun ends with `[DONE]`, after an error too; what fails before the first token has a status.
+    - Whatever ends a generation (answer complete, client disconnected, server failure), all its outputs stop being
+      computed.
+    - A started stream ends with `[DONE]`, even after an error; a failure before the first token has an HTTP error
+      status.
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request that generates, from submission to the last byte."""
+    """One HTTP generation request, from submission to the last byte.
+
+    Attributes:
+        session: session that computes the outputs.
+        answer: formats the outputs.
+        retry_after_s: seconds after which a client may retry, sent with errors that a retry may resolve.
+        on_broken_stream: called when a started stream ends with an error.
+        release: called once, when the request is finished.
+    """
 
     session: EngineSession
     answer: Answer
     retry_after_s: float
     on_broken_stream: Callable[[], None]
-    """Called when a stream that has begun ends with an error."""
     release: Callable[[], None]
-    """Called once, when nothing of it is left."""
 
     async def respond(self, request: Request) -> Response:
-        """Submit and answer. Raises `ApiError` for what fails before anything was sent."""
+        """Submit the outputs and return the response. Raises `ApiError` for failures before anything was sent."""
         request.scope[ANSWER_ID] = self.answer.name
         response, client = self.answer.response, _Client(request.receive)
         handed_on = False
@@ -72,19 +80,19 @@ class Generation:
                 raise error
 
     def finish(self) -> None:
-        """Abort outputs that still run, since their client has left."""
+        """Abort unfinished outputs, since their client has disconnected."""
         self.session.abort(self.answer.response.outputs)
         self.release()
 
 
 class _Client:
-    """The client that waits for the answer."""
+    """The client of a request, whose disconnection is watched."""
 
     def __init__(self, receive: Receive) -> None:
         self._left = asyncio.ensure_future(_left(receive))
 
     async def leaves_before(self, event: asyncio.Future[None]) -> bool:
-        """Wait for the event or until the client leaves; True if it left. Raises what the event raises."""
+        """Wait for the event or for disconnection; return True if the client disconnected. Raises the event's error."""
         if not event.done():
             await asyncio.wait({event, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if not event.done():
@@ -94,21 +102,21 @@ class _Client:
         return False
 
     def let_go(self) -> None:
-        """Stop waiting for the client to leave."""
+        """Stop watching for disconnection."""
         self._left.cancel()
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class _Nothing(Response):
-    """Response for a client that has gone."""
+    """Response for a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send nothing that anyone could read."""
+        """Send nothing, since the connection is closed."""
         await send({"type": "http.response.start", "status": 499, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -126,7 +134,7 @@ class _Stream(Response):
         self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send pieces as they come, until the last one or until the client has gone."""
+        """Send events as they arrive, until the last one or until the client disconnects."""
         writer = _Writer(self._generation, scope.get(DIRECT_SEND, send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -138,26 +146,26 @@ class _Stream(Response):
 
 
 class _Writer:
-    """Writes a stream's events in the very callback that brings its news.
+    """Writes a stream's events directly in the callback that announces changed outputs.
 
-    While a client does not take what was sent, news wait on its streams, and go together in one piece when it has.
+    While a client does not read what was sent, changes accumulate in its outputs, and are sent as one chunk afterwards.
     """
 
     def __init__(self, generation: Generation, send: Send) -> None:
         self._generation = generation
         self._send = send
         self._sending: asyncio.Task[None] | None = None
-        """Task that waits for a slow client."""
+        """Task that waits for a slow client; None if there is none."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write all events so far and each later one as it comes; done when the last one was sent."""
+        """Write all events so far and each later one as it arrives; the future is done when the last one was sent."""
         self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
 
     def stop(self) -> None:
-        """Write nothing more."""
+        """Stop writing."""
         self._generation.answer.response.on_change = None
         if self._sending is not None:
             self._sending.cancel()
@@ -172,7 +180,7 @@ class _Writer:
                 return
             body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
             self._sending = begin(self._send(body))
-        except Exception as error:  # an error of one stream must not reach the others of this callback
+        except Exception as error:  # an error in one stream must not affect the other streams of this callback
             self._end(error)
             return
         if self._sending is not None:
@@ -181,7 +189,7 @@ class _Writer:
             self._end(None)
 
     def _sent(self, task: asyncio.Task[None], is_last: bool) -> None:
-        """Go on after a slow client has taken the earlier data."""
+        """Continue after a slow client has read the earlier data."""
         if task.cancelled():
             return
         self._sending = None
@@ -200,7 +208,7 @@ class _Writer:
             self._ended.set_exception(error)
 
     def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
-        """Events about these outputs, and whether nothing follows."""
+        """Return new events of these outputs, and True if they are the last."""
         answer = self._generation.answer
         events = answer.events(changed)
         ends = [stream.end for stream in changed if stream.end is not None]
@@ -217,5 +225,5 @@ class _Writer:
 
 
 def now_s() -> int:
-    """Seconds since 1970, as OpenAI dates answers."""
+    """Return the time in seconds since 1970, as in OpenAI's answers."""
     return int(time.time())

@@ -1,10 +1,11 @@
 """Request bodies and headers, and their translation to sampling parameters and request facts.
 
 Invariants:
-    - `null` means absent, in every optional field.
-    - Fields of other servers' APIs that this server cannot honour are refused by name, unless they ask for nothing
-      (`vajra_py.serve.http.unsupported`); unknown fields are kept apart (`unknown_fields`) and have no effect.
-    - A list that is wrong gives one error, however long it is.
+    - `null` in an optional field means that the field is absent.
+    - Fields of other servers' APIs that this server does not support are refused by name, unless their value requests
+      nothing (`vajra_py.serve.http.unsupported`); unknown fields are stored separately (`unknown_fields`) and have no
+      effect.
+    - A list with errors gives one error, however long the list is.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """
 
@@ -51,7 +52,7 @@ _MAX_METADATA = 16
 
 
 def _few_entries() -> BeforeValidator:
-    """Return a validator of a mapping's size that runs before its entries are checked, so that errors stay few."""
+    """Return a validator of a mapping's size, which runs before its entries are validated to limit the errors."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MAX_METADATA:
@@ -62,7 +63,7 @@ def _few_entries() -> BeforeValidator:
 
 
 def _biases(given: Any) -> Any:
-    """Validate a mapping of token ids, as text, to biases; stops at the first error."""
+    """Validate a mapping of token ids, as text, to biases; stop at the first error."""
     if not isinstance(given, dict):
         return given
     if len(given) > MAX_BIASES:
@@ -81,13 +82,13 @@ OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), null_is(False, bool)]
 
 
 class Body(BaseModel):
-    """Base of every body: unknown fields are kept apart, NaN and infinity are refused."""
+    """Base of all bodies: unknown fields are stored separately, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class EndpointBody(Body):
-    """Base of bodies in which fields for unsupported features of other servers are refused."""
+    """Base of bodies that refuse fields for unsupported features of other servers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +99,7 @@ class EndpointBody(Body):
 
 
 class StreamOptions(Body):
-    """Contents of a stream besides its text."""
+    """Contents of a stream other than the outputs."""
 
     include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
     continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
@@ -198,30 +199,30 @@ class GenerationBody(_StatingBody):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings of the request."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens to report with each token, or None for no log-probabilities."""
+        """Number of most likely tokens to report with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return `num_logprobs` for the prompt's tokens."""
+        """Same as `num_logprobs`, for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Return whether special tokens are put around the prompt; by default where no template writes them."""
+        """True if special tokens are put around the prompt; by default, unless a template writes them."""
         return self.add_special_tokens is not False
 
     def wanted_tokens(self) -> int | None:
-        """Most output tokens stated by the client; None: as many as fit."""
+        """Maximum number of output tokens stated by the client; None: as many as fit."""
         return self.max_tokens
 
     def sampling(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """Return how tokens are chosen."""
+        """Return the sampling parameters for the engine."""
         top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
         return SamplingParams(
             max_tokens=max_tokens,
@@ -247,9 +248,9 @@ class GenerationBody(_StatingBody):
 
 
 def _form_of(prompt: Any) -> str:
-    """Return the form of a prompt by its first element, so that only that form's errors are reported.
+    """Return the form of a prompt, determined by its first element, so that only errors of that form are reported.
 
-    The names have brackets, which distinguish them from fields in an error's location.
+    The names have brackets, which distinguish them from field names in an error's location.
     """
     if not isinstance(prompt, list):
         return "<text>"
@@ -303,14 +304,14 @@ class CompletionBody(GenerationBody):
         return max(asked, default=None)
 
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt."""
+        """All prompts of the request."""
         prompt: Any = self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return list(prompt) if several else [prompt]
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text", "refusal"]
     text: Annotated[Text, null_is("", Text)] = Field("", description="With the type `text`.")
@@ -325,12 +326,12 @@ class TextPart(Body):
 
     @property
     def plain(self) -> str:
-        """Return its text."""
+        """Text of the part."""
         return self.text if self.type == "text" else self.refusal
 
 
 class ChatMessage(Body):
-    """One message of a conversation, such as this server's own answers are; the chat template decides which roles exist."""
+    """One message of a conversation; the chat template determines the allowed roles."""
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
@@ -345,7 +346,7 @@ class ChatMessage(Body):
         return given
 
     def plain(self) -> dict[str, str]:
-        """The message as chat templates take it, with its parts joined by line breaks."""
+        """Message in the form that chat templates take, with its parts joined by line breaks."""
         given = self.content if self.content is not None else self.refusal or ""
         content = given if isinstance(given, str) else "\n".join(part.plain for part in given)
         named = {} if self.name is None else {"name": self.name}
@@ -384,7 +385,7 @@ class ChatBody(GenerationBody):
 
     @property
     def ends(self) -> ChatEnd:
-        """Return where the conversation's text ends."""
+        """End of the conversation's rendered text."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
     @model_validator(mode="after")
@@ -411,7 +412,10 @@ _COMPLETION_ONLY = frozenset(("prompt",))
 
 
 def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
-    """Return the end of a conversation with these values of `add_generation_prompt` and `continue_final_message`. Raises `ValueError`."""
+    """Return the end of a conversation for these values of `add_generation_prompt` and `continue_final_message`.
+
+    Raises `ValueError` if both are set.
+    """
     if continues and begins_answer:
         raise WrongField("continue_final_message", "does not go with add_generation_prompt")
     if continues:
@@ -420,7 +424,7 @@ def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
 
 
 def unknown_fields(body: GenerationBody) -> Iterator[str]:
-    """Names of the body's fields that this server does not know and that have a value."""
+    """Yield the names of the body's unknown fields that have a value."""
     parts: list[Body] = [body] if body.stream_options is None else [body, body.stream_options]
     if isinstance(body, ChatBody):
         parts.extend(body.messages)
@@ -431,6 +435,9 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
 
 
 class SchedulingHeaders(_StatingHeaders):
-    """Facts that gateways state in headers; a header overrides the body's field. Of two spellings the first counts."""
+    """Facts that gateways state in headers; a header overrides the body's field.
+
+    Of two spellings, the first has priority.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -13,7 +13,7 @@ _Name = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 
 
 def _params(given: Any) -> Any:
-    """Few parameters, whose names are short and whose integers a policy can count with."""
+    """Check the number of parameters, the length of their names, and the size of their integers."""
     if not isinstance(given, dict):
         return given
     if len(given) > _MOST_PARAMS:
@@ -36,7 +36,7 @@ def _is_large(value: Any) -> bool:
 
 
 class PolicyBody(BaseModel):
-    """Policy to put in force, and its layer."""
+    """Policy to swap in, and its layer."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -186,7 +186,7 @@ class VersionAnswer(BaseModel):
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers of a path that are no success."""
+    """Return the error responses of a path, for OpenAPI."""
     return {status: {"model": ErrorAnswer, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 

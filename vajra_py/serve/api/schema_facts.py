@@ -1,4 +1,4 @@
-"""Fields of bodies and headers in which clients state the facts of `vajra_py.contract.facts`, by the facts' kinds."""
+"""Fields of bodies and headers for the facts of `vajra_py.contract.facts` that clients state, by kind of fact."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
 _MAX_NAMES = 64
 _PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
 _SIGNED_NUMBER = re.compile(rf"[+-]?{_PLAIN_NUMBER.pattern}")
+"""Return a validator for a number written as text in a header; it is stricter than Python's conversion."""
 
 
 def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
@@ -28,7 +29,7 @@ def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
 
 
 def null_is(value: Any, kind: Any) -> BeforeValidator:
-    """Accept `null` in a field of this kind as if the field were absent."""
+    """Accept `null` in a field of this type as if the field were absent."""
     return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
 
 
@@ -37,7 +38,7 @@ def _split(given: Any) -> Any:
 
 
 def _flag(given: Any) -> Any:
-    """`true`, `false`, `1` and `0` of a header; the rest is for pydantic to refuse."""
+    """Convert `true`, `false`, `1` and `0` in a header; leave other values to pydantic, which refuses them."""
     written = given.strip().lower() if isinstance(given, str) else given
     return (
         {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given
@@ -45,7 +46,7 @@ def _flag(given: Any) -> Any:
 
 
 Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), _written_as(_PLAIN_NUMBER)]
-"""A microsecond or more."""
+"""A duration of at least a microsecond, in milliseconds."""
 _INT32 = Field(ge=-(2**31), le=2**31 - 1)
 _Whole: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
 _IN_BODY: Mapping[FactKind, Any] = {
@@ -67,7 +68,7 @@ _IN_HEADERS: Mapping[FactKind, Any] = {
 
 
 def header_field(header: str) -> str:
-    """The field that keeps a header."""
+    """Return the name of the field for a header."""
     return header.replace("-", "_")
 
 
@@ -76,7 +77,7 @@ TENANT_HEADER = next(fact.headers[0] for fact in FACTS if fact.name == "tenant")
 
 
 def body_fields() -> dict[str, Any]:
-    """Type and field of every fact in a body."""
+    """Return the type and field of every fact in a body."""
     return {fact.body: _body_field(fact) for fact in FACTS}
 
 
@@ -93,14 +94,14 @@ def _bounded(fact: Fact, kind: Any) -> Any:
 
 
 def header_fields() -> dict[str, Any]:
-    """Type and default of every header."""
+    """Return the type and default of every header."""
     return {
         name: (_bounded(fact, _IN_HEADERS[fact.kind]) | None, None) for fact, names in _HEADERS_OF for name in names
     }
 
 
 def stated_in(headers: BaseModel, body: BaseModel) -> dict[str, Any]:
-    """The facts that a request states, by name; a header goes before the body's field."""
+    """Return the facts that a request states, by name; a header overrides the body's field."""
     stated: dict[str, Any] = {}
     named, in_body = headers.model_fields_set, body.model_fields_set
     for fact, names in _HEADERS_OF:

@@ -35,12 +35,12 @@ class TokenizeBody(EndpointBody):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Return whether special tokens are put around the text."""
+        """True if special tokens are put around the text."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     @property
     def ends(self) -> ChatEnd:
-        """Return where the conversation's text ends."""
+        """End of the conversation's rendered text."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
 

@@ -1,4 +1,4 @@
-"""Tokenize prompts off the event loop, in turns, and refuse what cannot fit before all of it is tokenized."""
+"""Tokenize prompts off the event loop, in fair turns, and refuse prompts that cannot fit before they are fully tokenized."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from vajra_py.engine.tokenizer import ChatEnd, Tokenizer
 from vajra_py.serve.http.errors import ApiError, bad_request
 
 SHORT_TEXT = 2_000
-"""Characters up to which a text is tokenized at once: it takes less time than handing it to another thread and back."""
+"""Largest text, in characters, that is tokenized on the event loop: faster than a round trip to another thread."""
 _PIECE = 16_384
-"""Characters counted in a turn."""
+"""Number of characters tokenized per turn."""
 _SLACK = 16
-"""Tokens of a piece that the whole text may not have: special tokens, and words that the cut divides."""
+"""Extra tokens a piece may have compared with its share of the whole text: special tokens, and words divided by the
+cut."""
 
 
 class Tokenizing:
-    """One thread that takes the pieces of all waiting prompts in turn."""
+    """One thread that tokenizes the pieces of all waiting prompts in turn."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vajra-tokenize")
 
     def close(self) -> None:
-        """Stop, and cancel all waiting work."""
+        """Stop the thread and cancel all waiting work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(
         self, tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str, is_rendered: bool
     ) -> list[int]:
-        """The tokens of a text that has to have fewer than `max_tokens`. Raises `ApiError` once it is clear that it has more.
+        """Return the tokens of a text that must have fewer than `max_tokens`.
 
-        Special tokens are put around it unless it is rendered.
-        A text that is longer than most texts of so many tokens is first counted piece by piece, and the others' pieces get
-        their turns between.
+        Raises `ApiError` as soon as it has too many.
+
+        Special tokens are put around the text unless it `is_rendered`. A text that is unusually long for `max_tokens`
+        tokens is first counted piece by piece, taking turns with the pieces of other texts.
         """
         if len(text) <= SHORT_TEXT:
             return tokenizer.encode(text, is_rendered=is_rendered)
@@ -49,13 +51,13 @@ class Tokenizing:
         return await loop.run_in_executor(self._thread, lambda: tokenizer.encode(text, is_rendered=is_rendered))
 
     async def render(self, tokenizer: Tokenizer, messages: list[dict[str, str]], end: ChatEnd) -> str:
-        """The text of a conversation. Raises `ConfigError`."""
+        """Return the rendered text of a conversation. Raises `ConfigError`."""
         if sum(len(message["content"]) for message in messages) <= SHORT_TEXT:
             return tokenizer.render_chat(messages, end)
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.render_chat, messages, end)
 
     async def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         if len(token_ids) <= SHORT_TEXT:
             return tokenizer.decode(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.decode, token_ids)

@@ -19,13 +19,13 @@ from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
 
 MOST_TOKENS = 2**17
-"""Most tokens of a text, where no model's limit is higher."""
+"""Maximum number of tokens of a text, unless a model's limit is higher."""
 _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """Parts of a service that the paths need."""
+    """Parts of a service that `/tokenize` and `/detokenize` use."""
 
     session: EngineSession
     catalogue: Catalogue
@@ -33,7 +33,7 @@ class TokenPaths:
     tokenizing: Tokenizing
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the paths."""
+        """Add the paths to the application."""
 
         @app.post(
             "/tokenize",
@@ -87,7 +87,7 @@ class TokenPaths:
         return JSONResponse({"prompt": await self.tokenizing.text(tokenizer.with_special, body.tokens)})
 
     def _model(self, name: str | None) -> tuple[str, Tokenizer]:
-        """A replicaset of the model, and its tokenizer. Raises `ApiError`."""
+        """Return a replicaset that serves the model, and its tokenizer. Raises `ApiError`."""
         if self.session.engine is None:
             raise ApiError(503, self.session.why_unavailable(), code="unavailable", retry_after_s=1)
         names = self.catalogue.names

@@ -1,12 +1,12 @@
 """OpenTelemetry spans of served requests.
 
-One span for each HTTP request that asks for outputs, and in it, for each output, one for waiting, one for its prompt and one
-for its decodes. A `traceparent` header makes it part of its client's trace. Names are those of the GenAI semantic
-conventions; what these have no name for begins with `vajra.`. Nothing that a user wrote is in a span.
+Each HTTP generation request has one span, and in it, for each output, one for waiting, one for prefill and one for
+decoding. A `traceparent` header makes them part of the client's trace. Names follow the GenAI semantic conventions;
+names that these lack begin with `vajra.`. Spans contain no text written by users.
 
 Invariants:
-    - Imported only where tracing is on: it needs the extra `otel`.
-    - Spans of the engine's doings are made after the fact, from the times that the request has anyway.
+    - This module is imported only if tracing is on: it needs the extra `otel`.
+    - Spans for work in the engine are created afterwards, from the times that every request records.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SAMPLING = {
 
 
 class Tracing:
-    """Makes the spans of one server."""
+    """Creates the spans of one server."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("vajra_py.serve", __version__)
         self.zero_ns: Callable[[], int] = time.time_ns
-        """Start of the engine's clock, nanoseconds since 1970."""
+        """Start of the engine's clock, in nanoseconds since 1970."""
 
     def begin(self, headers: Mapping[str, str], body: GenerationBody) -> RequestTrace:
         """Begin the span of a request."""
@@ -73,7 +73,7 @@ class Tracing:
         return RequestTrace(span, self._outputs)
 
     def close(self) -> None:
-        """Send the remaining spans."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
     def _outputs(self, parent: Span, streams: Sequence[OutputStream]) -> None:
@@ -100,12 +100,12 @@ class RequestTrace:
         self._outputs = outputs
 
     def fail(self, error: BaseException) -> None:
-        """End the span of a request that was refused before the engine had it."""
+        """End the span of a request that was refused before its submission to the engine."""
         self._error(error.code or str(error.status) if isinstance(error, ApiError) else type(error).__name__)
         self._span.end()
 
     def end(self, name: str, streams: Sequence[OutputStream], num_per_prompt: int) -> None:
-        """End the span; an output without an end was aborted by its client."""
+        """End the span; an output without an end was aborted because its client disconnected."""
         span = self._span
         if not span.is_recording():
             span.end()
@@ -143,7 +143,7 @@ class RequestTrace:
 
 
 def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
-    """Return (phase, start, end) of an output, as far as it got."""
+    """Return (phase, start, end) of the phases that an output has completed, in seconds on the engine's clock."""
     marks = [metrics.arrived_at, metrics.admitted_at, metrics.first_token_at]
     ended = metrics.ended_at
     found = []
@@ -155,7 +155,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
-    """Return the facts that policies see of a request, without those not stated."""
+    """Return the stated facts of a request for policies."""
     given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
     return {name: value for name, value in given.items() if value not in (None, "", ()) and value is not False}
 
@@ -165,7 +165,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None) -> Tracing:
-    """Spans to an OTLP endpoint, or to that of the variables `OTEL_*`. Raises `ConfigError`."""
+    """Return tracing to this OTLP endpoint, or to that of the variables `OTEL_*`. Raises `ConfigError`."""
     own = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "vajra"}
     provider = TracerProvider(resource=Resource.create(own))
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

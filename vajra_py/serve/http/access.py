@@ -1,6 +1,6 @@
-"""Request ids, the access log, and HEAD: common to all paths.
+"""Request ids, access log, and HEAD requests, for all paths.
 
-Pure ASGI. Only the first message of an answer is looked at, so that the pieces of a stream pass unseen.
+This is pure ASGI middleware. It reads only the first message of an answer, so the chunks of a stream pass through.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vajra_py.serve.http.logs import FIELDS, cut
 
 _log = logging.getLogger(__name__)
 DIRECT_SEND = "vajra.send"
-"""Key in a request's scope for the protocol's own `send`, without those that the layers add."""
+"""Key in a request's scope for the `send` of the protocol, without the wrappers of the middleware."""
 ANSWER_ID = "vajra.answer_id"
-"""Key in a request's scope under which a handler may leave the id of its answer for the access log."""
+"""Key in a request's scope where a handler may store the id of its answer for the access log."""
 _HEADER = b"x-request-id"
 _ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/ready"})
-"""Paths of health probes; their answers do not count in the server's figures."""
+"""Paths of health probes; their answers are not counted in the server's statistics."""
 _OFTEN = PROBES | {"/metrics", "/dashboard/data"}
-"""Paths that are polled: successes there are logged at debug level."""
+"""Paths that are polled; their successes are logged at debug level."""
 
 
 class AccessLog:
-    """Layer around the application."""
+    """Middleware that logs each request."""
 
     def __init__(self, app: ASGIApp, statuses: Counter[int], enabled: bool = True) -> None:
         self._app = app
@@ -37,13 +37,13 @@ class AccessLog:
         self._enabled = enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with an id in its answer and a line in the log when it has ended."""
+        """Pass the request on, with an id in its answer, and log a line when it has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
         request_id = _request_id(scope)
-        # The protocol below goes by its own scope, and sends no body in answer to HEAD.
+        # The protocol uses its own scope, and so sends no body in answer to HEAD.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         inner[DIRECT_SEND] = send
         status = 0
@@ -61,9 +61,7 @@ class AccessLog:
             status = status or 500
             raise
         finally:
-            if (
-                route_path(scope) not in PROBES
-            ):  # while a model is loaded they get 503 all the time, which is no failure
+            if route_path(scope) not in PROBES:  # probes get 503 while a model is loading, which is no failure
                 self._statuses[status] += 1
             if self._enabled:
                 self._write(scope, inner.get(ANSWER_ID, ""), status, request_id.decode(), time.perf_counter() - started)
@@ -101,7 +99,7 @@ class AccessLog:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's, where it sent one that fits into a header and a log line, else a new one."""
+    """Return the client's request id if it is valid in a header and a log line, else a new id."""
     for name, value in scope["headers"]:
         if name == _HEADER and _ALLOWED.fullmatch(value):
             given: bytes = value
@@ -110,6 +108,6 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def route_path(scope: Scope) -> str:
-    """The path below the prefix under which a proxy shows the server."""
+    """Return the path without the prefix (`root_path`) that a proxy adds."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -1,6 +1,6 @@
-"""Authentication, body-size and Host middleware, and what browsers may do.
+"""Middleware for authentication, body size, the Host header, and cross-origin requests of browsers.
 
-Pure ASGI, so that nothing buffers an answer's stream.
+This is pure ASGI middleware, so that it does not buffer streams.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vajra_py.serve.http.errors import ApiError, bad_request
 from vajra_py.serve.http.options import ServeOptions
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
-"""Paths that probes ask for; they need no key by default."""
+"""Paths of probes; they need no key by default."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
-"""Paths where the key may be a password, for which a browser prompts its user."""
+"""Paths that also accept the key as a password, which browsers prompt for."""
 TENANT = "vajra.tenant"
-"""Key in a request's scope for the tenant of its API key; absent or None: the tenant that the client names."""
+"""Key in a request's scope for the tenant of its API key; absent or None: the client may name its tenant."""
 HAS_KEY = "vajra.has_key"
-"""Key in a request's scope for a flag: True if it carried an API key, or if the server requires none."""
+"""Key in a request's scope for a flag: True if the request has a valid API key, or if the server requires none."""
 _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 
@@ -45,18 +45,18 @@ def _given_key(header: str, basic: bool) -> bytes:
 
 
 def open_paths(options: ServeOptions) -> frozenset[str]:
-    """Paths that need no key."""
+    """Return the paths that need no key."""
     health = frozenset[str]() if options.guard_health else HEALTH_PATHS
     return health if options.guard_metrics else health | {"/metrics"}
 
 
 def is_admin_path(path: str) -> bool:
-    """Return whether a path is for administrators, who may have a key of their own."""
+    """Return True if a path is for administrators, who may have their own key."""
     return path.startswith("/admin/")
 
 
 class _Keys:
-    """Keys and the tenants that they stand for. How long looking one up takes depends on no key, only on hashes of them."""
+    """API keys and their tenants. Lookup uses hashes, so its time does not depend on the keys."""
 
     def __init__(self, keys: Mapping[str, str | None]) -> None:
         self._secret = secrets.token_bytes(32)
@@ -69,13 +69,13 @@ class _Keys:
         return hashlib.blake2b(key, key=self._secret).digest()
 
     def find(self, given: bytes) -> tuple[bool, str | None]:
-        """Return whether a key is one of them, and its tenant."""
+        """Return True if the key is valid, and its tenant."""
         digest = self._digest(given)
         return digest in self._tenants, self._tenants.get(digest)
 
 
 class AuthMiddleware:
-    """Key and size of every HTTP request."""
+    """Middleware that checks the API key and the body size of every HTTP request."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app = app
@@ -86,7 +86,7 @@ class AuthMiddleware:
         self._max_bytes = options.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 401 or 413."""
+        """Pass the request on, or answer 401 or 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -129,9 +129,10 @@ class AuthMiddleware:
 
 
 class HostMiddleware:
-    """The `Host` of every HTTP request: HTTP/1.1 wants one, and the server may be called by some names only.
+    """Middleware that checks the `Host` header, which HTTP/1.1 requires, against the names allowed for this server.
 
-    A page of another site, whose name its owner lets point to this server, names itself there: `allowed_hosts` keeps it out.
+    `allowed_hosts` protects against DNS rebinding: a page of another site whose name resolves to this server sends that
+    name.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
@@ -139,7 +140,7 @@ class HostMiddleware:
         self._allowed = [host.lower() for host in options.allowed_hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 400."""
+        """Pass the request on, or answer 400."""
         error = self._wrong(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
@@ -167,7 +168,7 @@ def _is_called(name: str, pattern: str) -> bool:
 
 
 class BrowserMiddleware(CORSMiddleware):
-    """Permissions of pages of other origins, by the rules of browsers (CORS); refusals have this server's errors."""
+    """CORS middleware, which gives pages of other origins access; its refusals have this server's error format."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""Bounds on the structure of a JSON body, checked before anything is built from it.
+"""Limits on the structure of a JSON body, checked before it is parsed.
 
-A parser builds an object for every value, so a body of a few megabytes can become a hundred times as much memory and hold the
-interpreter for seconds. The scan reads the bytes once, a piece at a time, and builds nothing.
+A parser creates an object for every value, so a body of a few megabytes can take a hundred times as much memory and
+block the interpreter for seconds. The scan reads the bytes once, in pieces, and creates no objects per value.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 from vajra_py.serve.http.errors import ApiError
 
 _PIECE = 2**17
-"""Bytes scanned between two points where other threads get their turn; about half a millisecond."""
+"""Bytes scanned before other threads get a turn; about half a millisecond."""
 _QUOTE, _COMMA = b'",'
 _OPENING, _CLOSING = b"[{", b"]}"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits of a body's structure.
+    """Limits on a body's structure.
 
     Attributes:
-        max_values: values: numbers, strings, arrays, objects and so on.
-        max_containers: arrays and objects among them.
-        max_depth: arrays and objects inside one another.
+        max_values: number of values: numbers, strings, arrays, objects and so on.
+        max_containers: number of arrays and objects.
+        max_depth: nesting depth of arrays and objects.
     """
 
     max_values: int
@@ -34,9 +34,9 @@ class JsonLimits:
 
 
 def check_structure(body: bytes | bytearray, limits: JsonLimits) -> None:
-    """Raise `ApiError` when the body has more values, arrays and objects, or levels than allowed.
+    """Raise `ApiError` if the body has more values, arrays and objects, or levels of nesting than allowed.
 
-    What lies in strings does not count. A body that is not JSON passes or fails; the parser finds out.
+    Contents of strings do not count. A body that is not JSON may pass; the parser then refuses it.
     """
     num_values, num_containers, depth = 1, 0, 0
     in_string, escaped = False, False

@@ -1,6 +1,6 @@
-"""HTTP connections with limits: how many, how large a request's head is, and how long each part of an exchange may take.
+"""HTTP connections with limits on their number, on the head of a request, and on the time of each phase.
 
-The limits hold before the key is checked, since a connection can be held open without one.
+The limits apply before the API key is checked, since a connection can be held open without one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from vajra_py.serve.http.options import ServeOptions
 
 _log = logging.getLogger(__name__)
 _OTHER_DESCRIPTORS = 256
-"""File descriptors that are not connections: listeners, workers, logs, recordings."""
+"""Number of file descriptors reserved for other uses than connections: listeners, workers, logs, recordings."""
 _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
-"""Bytes that are parsed between two looks at the limits."""
+"""Bytes parsed between two checks of the limits."""
 _MOST_QUEUED = 8
-"""Requests behind one that is being answered, above which nothing more of a connection is parsed."""
+"""Number of pipelined requests behind the current one, above which no more data of a connection is parsed."""
 _MOST_AHEAD = 2**17
-"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so its end is not seen."""
+"""Unparsed bytes kept while a request is answered; above that the connection is not read, so its end is not
+detected."""
 _CHUNK_BYTES = 24
-"""Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
+"""Bytes that frame a chunk, without extensions: the digits of its length, and two line ends."""
 _LINGER_S = 5.0
-"""Time that a client may go on sending an unwanted body, so that it can read the answer before the connection is closed, and
-that it may wait for an answer behind more than is read of it."""
+"""Seconds that a client may keep sending an unwanted body, so that it can read the answer before the connection is
+closed; also the time it may wait for an answer while unread data exceeds the limit."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -47,20 +48,20 @@ class Connections:
         self.options = options
         self.max_connections = min(options.max_connections, most_connections(options.max_connections))
         self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
-        """One address never has all connections."""
+        """Largest number of connections of one address; below the total, so that no address can take all."""
         self.per_client: Counter[str] = Counter()
-        """Accepted sockets by address, those included whose TLS handshake is under way."""
+        """Accepted sockets by address, including those in a TLS handshake."""
         self.num_open = 0
         """Open connections of all addresses."""
         self.alive: set[Connection] = set()
         self.num_refused = 0
         self.num_late = 0
         self._logged_at: dict[object, float] = {}
-        """Time of the last log line for each kind of trouble, on the monotonic clock."""
+        """Time of the last log line for each kind of problem, on the monotonic clock."""
         self._num_unlogged: Counter[object] = Counter()
 
     def enter(self, host: str) -> str | None:
-        """Count an accepted socket of an address ("": a Unix socket); returns the reason to refuse it, if any."""
+        """Count an accepted socket of an address ("": a Unix socket); return the reason to refuse it, or None."""
         self.num_open += 1
         self.per_client[host] += 1
         if self.num_open > self.max_connections:
@@ -70,7 +71,7 @@ class Connections:
         return None
 
     def leave(self, host: str) -> None:
-        """Count one socket less."""
+        """Count the end of a socket."""
         self.num_open -= 1
         self.per_client[host] -= 1
         if not self.per_client[host]:
@@ -84,16 +85,16 @@ class Connections:
         host: str = "",
         refusal: str | None = None,
     ) -> Connection:
-        """A protocol for a socket that has entered; with a `refusal` it answers 503 and closes."""
+        """Return the protocol of a socket that was counted by `enter`; with a `refusal` it answers 503 and closes."""
         return Connection(self, host, refusal, config, server_state, app_state)
 
     def note_refusal(self, client: str, status: int, message: str) -> None:
-        """Count and log a refusal: no request line follows, and a flood of them writes one line a second for each status."""
+        """Count and log a refused connection, which has no access-log line; at most one line per second and status."""
         self.num_refused += 1
         self.note(status, f"a connection of {client or 'a Unix socket'} is refused with {status}: {message}")
 
     def note(self, kind: object, message: str) -> None:
-        """Log trouble with connections: one line a second for each kind, however much there is."""
+        """Log a problem with connections; at most one line per second and kind."""
         now = time.monotonic()
         if now - self._logged_at.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
             self._num_unlogged[kind] += 1
@@ -103,13 +104,13 @@ class Connections:
         _log.warning("%s%s", message, f" ({more} more since the last such line)" if more else "")
 
     def end_late(self, now: float) -> None:
-        """Close the connections that have taken longer than they may."""
+        """Close the connections that have exceeded a time limit."""
         for connection in list(self.alive):
             connection.check(now)
 
 
 def most_connections(wanted: int) -> int:
-    """Return how many connections the process has file descriptors for, after it has raised its own limit where it may."""
+    """Return how many connections the process has file descriptors for, after raising its limit if permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -126,17 +127,17 @@ def most_connections(wanted: int) -> int:
 
 
 class Phase(Enum):
-    """Phase of a connection: the bytes that it waits for from its client."""
+    """Phase of a connection: the data that it expects from its client."""
 
     HEAD = "the head of a request"
     BODY = "the body of a request"
     NOTHING = "nothing"
     END = "the end"
-    """Its last answer is sent; what still comes is an unwanted body."""
+    """The last answer was sent; all further data is an unwanted body."""
 
 
 class _UntilClosed(int):
-    """The length of a body that ends with its connection, for uvicorn, which counts down to 0."""
+    """Length of a body that ends with its connection, for uvicorn, which counts down to 0."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -151,7 +152,10 @@ class _UntilClosed(int):
 
 
 class _HeldHead:
-    """Transport of an answer whose head is sent with the first piece of its body, if that comes in the same turn of the event loop."""
+    """Transport that delays an answer's head, to send it together with the first part of the body.
+
+    If the body does not follow in the same turn of the event loop, the head is sent alone.
+    """
 
     __slots__ = ("_cycle", "_head", "_transport")
 
@@ -164,14 +168,14 @@ class _HeldHead:
         loop.call_soon(self._send)
 
     def write(self, data: bytes) -> None:
-        """Keep the head, or send it with what follows."""
+        """Keep the head, or send it with the following data."""
         is_first = not self._head
         self._head += data
         if not is_first:
             self._send()
 
     def close(self) -> None:
-        """Close the connection, once everything is sent."""
+        """Close the connection once everything is sent."""
         self._send()
         self._transport.close()
 
@@ -186,10 +190,11 @@ class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits.
 
     Invariants:
-        - A client that leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
-          connection is being read or not.
-        - What is kept of what a client has sent ahead is bounded: `_MOST_AHEAD` and one read's bytes. Who has sent more, and whose answer
-          takes its time, is taken to have left: the end of a connection does not come through while more is under way than is read.
+        - When a client disconnects, all requests of the connection end, both the current and the pipelined ones,
+          whether or not the connection is being read.
+        - Data that a client sends ahead is kept only up to a bound: `_MOST_AHEAD` plus the bytes of one read. Above it,
+          a client whose answer takes long counts as disconnected, since the end of an unread connection is not
+          detected.
     """
 
     def __init__(self, all_connections: Connections, host: str, refusal: str | None, *args: Any) -> None:
@@ -200,24 +205,24 @@ class Connection(HttpToolsProtocol):
         self._refusal = refusal
         self._phase = Phase.HEAD
         self._since = self.loop.time()
-        """Start of the phase."""
+        """Start of the phase, on the monotonic clock."""
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
-        """Bytes received around a body: extensions of chunks, trailers."""
+        """Bytes received around a body: chunk extensions and trailers."""
         self._num_unwanted_bytes = 0
         """Bytes received after the last answer."""
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or was last."""
+        """Current request, or the last one."""
         self._running_since = 0.0
         self._is_refused = False
         self.was_made = False
-        """True when it has been connected, and so will be lost."""
+        """True once `connection_made` was called, so that `connection_lost` will be."""
         self._unsent = 0
         self._unsent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let the client in, or answer 503 where there are too many."""
+        """Accept the client, or answer 503 if there are too many connections."""
         super().connection_made(transport)
         self.was_made = True
         self._all.alive.add(self)
@@ -225,14 +230,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and end its requests."""
+        """Remove the connection, and end its requests."""
         self._all.alive.discard(self)
         self._all.leave(self._host)
         self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received bytes, as far as they are wanted now."""
+        """Parse received bytes, as far as the limits allow now."""
         if self._phase is Phase.END:
             self._num_unwanted_bytes += len(data)
             if self._num_unwanted_bytes > self._limits.max_body_bytes:
@@ -243,7 +248,7 @@ class Connection(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse the received bytes, up to a few requests behind the one that is being answered."""
+        """Parse received bytes, up to a few requests behind the current one."""
         left = self._unparsed
         while left and len(self.pipeline) < _MOST_QUEUED and not self._is_refused and not self.transport.is_closing():
             if self._phase is Phase.NOTHING and not self._is_answering:
@@ -261,7 +266,7 @@ class Connection(HttpToolsProtocol):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Read ahead while a request is answered, so that the end of the connection is seen; stop when too much is unread."""
+        """Read ahead while a request is answered, to detect the end of the connection; stop if too much is unparsed."""
         if len(self._unparsed) + sum(len(queued.body) for queued, _ in self.pipeline) > _MOST_AHEAD:
             self.flow.pause_reading()
         else:
@@ -275,12 +280,12 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP with the same error format as other mistakes."""
+        """Answer malformed HTTP in the server's error format."""
         error = ApiError(400, "the request is not HTTP that this server reads", code="not_http")
         self._write_error(error)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the request to upgrade to another protocol, as HTTP allows."""
+        """Ignore a request to upgrade to another protocol, as HTTP allows."""
 
     def on_message_begin(self) -> None:
         """Begin a request."""
@@ -291,7 +296,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; trailers are left out."""
+        """Store a header; trailers are ignored."""
         if self._phase is not Phase.BODY and not self._is_refused:
             super().on_header(name, value)
 
@@ -305,7 +310,7 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks: the answer ends with the connection
+        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunked encoding: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()
 
@@ -314,13 +319,13 @@ class Connection(HttpToolsProtocol):
         self._num_framing_bytes -= _CHUNK_BYTES
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Store a part of the body."""
         self._num_framing_bytes -= len(body)
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; from here on the client is not timed."""
+        """Handle a complete request; the client is not timed from here on."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
@@ -331,18 +336,21 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     async def _send(self, cycle: RequestResponseCycle, message: Any) -> None:
-        """Send a part of an answer; one that comes before the request's body is the last of its connection."""
+        """Send a part of an answer.
+
+        An answer sent before the request's body is complete is the last of its connection.
+        """
         if message["type"] == "http.response.start":
             cycle.transport = cast(asyncio.Transport, _HeldHead(cycle, self.transport, self.loop))
         if cycle.more_body and not cycle.disconnected:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body", False):
-                cycle.keep_alive = True  # closing is left to `on_response_complete`
+                cycle.keep_alive = True  # `on_response_complete` closes the connection
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:
-        """Begin the next request after an answer was sent, or end the connection."""
+        """Start the next request after an answer was sent, or end the connection."""
         if self._running is not None and self._running.more_body and not self.transport.is_closing():
             self._enter(Phase.END)
             self._unparsed.clear()
@@ -353,7 +361,7 @@ class Connection(HttpToolsProtocol):
             self._parse()
 
     def check(self, now: float) -> None:
-        """Close the connection when its client has left unseen, or takes too long to send, or to take what was sent to it."""
+        """Close the connection if its client has disconnected, or takes too long to send or to read data."""
         limits = self._limits
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent or not self._unsent:
@@ -371,7 +379,7 @@ class Connection(HttpToolsProtocol):
             if now - self._since > min(_LINGER_S, limits.body_timeout_s):
                 self.transport.abort()
         elif self.flow.read_paused or self._unparsed:
-            self._since = now  # the server does not read: no fault of the client
+            self._since = now  # the server has paused reading, so the client is not late
         elif now - self._since > (
             allowed := limits.header_timeout_s if self._phase is Phase.HEAD else limits.body_timeout_s
         ):
@@ -382,13 +390,16 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self, now: float) -> bool:
-        """Return whether the client has closed its end, as the socket shows without reading, or is taken to have after a time."""
+        """Return True if the client has closed its end, or counts as disconnected after a time limit.
+
+        The end is detected without reading from the socket.
+        """
         if self.pipeline and now - self._running_since > _LINGER_S:
             return True
         poll = select.poll()
         try:
             poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
-        except ValueError:  # closed here
+        except ValueError:  # the socket was closed by this process
             return True
         return bool(poll.poll(0))
 
@@ -397,7 +408,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
 
     def _disconnect(self) -> None:
-        """Let every request of the connection know that its client has left."""
+        """Notify every request of the connection that its client has disconnected."""
         for cycle in (self._running, *(queued for queued, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -414,7 +425,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(431, f"the head of the request is larger than {self._limits.max_header_bytes} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, where nothing is being answered, and close."""
+        """Answer with an error, unless another answer is in progress, and close."""
         self._is_refused = True
         self._all.note_refusal(self._host, status, message)
         has_begun = self._is_answering and self._running is not None and self._running.response_started
@@ -426,7 +437,7 @@ class Connection(HttpToolsProtocol):
         self._write_error(ApiError(status, message, code=codes[status], retry_after_s=1 if status == 503 else None))
 
     def _write_error(self, error: ApiError) -> None:
-        """Answer with an error, past the application, and close."""
+        """Answer with an error without using the application, and close."""
         response = error.response()
         head = [STATUS_LINE[error.status], b"connection: close\r\n"]
         head += [name + b": " + value + b"\r\n" for name, value in response.raw_headers]

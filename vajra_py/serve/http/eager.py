@@ -1,4 +1,4 @@
-"""Run coroutines eagerly, so that a task is made only for those that have to wait."""
+"""Run coroutines eagerly, so that a task is created only for those that have to wait."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
-    """Run it until it is done (None), or until it first waits, and return the task that continues it.
+    """Run `work` until it is done and return None, or until it first waits and return the task that continues it.
 
-    Raises what it raises before it waits. Tasks with `eager_start` would do the same, but need Python 3.12, and are made for
-    what never waits too.
+    Raises errors that occur before it waits. `asyncio.eager_task_factory` would do the same, but needs Python 3.12, and
+    creates tasks even for coroutines that never wait.
     """
     steps = work.__await__()
     try:

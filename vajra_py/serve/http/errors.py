@@ -2,7 +2,8 @@
 
 Invariants:
     - Every answer that is not a success has the body `{"error": {"message", "type", "param", "code"}}`.
-    - What a client cannot mend by trying again at once is marked: `x-should-retry: false`, which the openai client reads.
+    - Errors that an immediate retry cannot resolve have the header `x-should-retry: false`, which the openai client
+      reads.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MOST_SHOWN = 8
 
 
 class ApiError(Exception):
-    """An answer that is not a success: status, text, which parameter, a stable code, and when to try again."""
+    """An error response: status, message, parameter, stable code, and seconds after which to retry."""
 
     def __init__(
         self,
@@ -58,12 +59,12 @@ class ApiError(Exception):
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI writes it."""
+        """Return the body in OpenAI's format."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers beside the body."""
+        """Return the headers other than those of the body."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -74,7 +75,7 @@ class ApiError(Exception):
         return headers
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """Return the whole response."""
         return JSONResponse(self.body(), self.status, self.headers())
 
 
@@ -96,9 +97,9 @@ def of_config_error(error: ConfigError) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return pydantic's findings as one 400: the first problem's parameter, every problem's text.
+    """Return pydantic's errors as one 400 with the parameter of the first problem and the text of all.
 
-    A value that fits none of several forms is one problem: what each form would want is joined by "or".
+    A value that fits none of several forms is one problem; the expectations of the forms are joined by "or".
     """
     for error in errors:
         cause = error.get("ctx", {}).get("error")
@@ -107,7 +108,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             return bad_request(str(cause), param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
     named: set[str] = set()
-    """Parameters that are named in the text of their own error."""
+    """Parameters that the text of their own error names."""
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")
         cause = error.get("ctx", {}).get("error")
@@ -127,7 +128,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _param(place: Sequence[Any]) -> str:
-    """The path of a parameter as the client wrote it: without pydantic's names for the forms of a union."""
+    """Return the path of a parameter as the client wrote it, without pydantic's names for the members of a union."""
     parts = [str(part) for part in place]
     if parts and parts[0] in _PREFIXES:
         parts = parts[1:]
@@ -143,7 +144,7 @@ def _no_such_path(path: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Give every failure of the application OpenAI's shape."""
+    """Return all errors of the application in OpenAI's format."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

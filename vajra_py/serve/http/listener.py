@@ -1,4 +1,7 @@
-"""Accept connections: a socket counts from when it is accepted, before its TLS handshake, which has a limit of its own."""
+"""Accept connections.
+
+A socket counts from its acceptance on, before its TLS handshake, which has its own time limit.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from vajra_py.serve.http.connections import Connection, Connections
 
 _log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
-"""Sockets accepted in one turn of the event loop."""
+"""Largest number of sockets accepted in one turn of the event loop."""
 _PAUSE_S = 0.5
-"""Seconds without accepting after the system had no room for another socket."""
+"""Seconds without accepting after the system ran out of resources for sockets."""
 _SHUTDOWN_S = 5.0
-"""Time that a client may take to answer the end of a TLS connection."""
+"""Seconds that a client may take to answer the end of a TLS connection."""
 _PASSING = (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM)
-"""Errors of the client's connection, after which the next one may be accepted at once."""
+"""Errors of a client's connection, after which the next one may be accepted at once."""
 
 
 class Listener:
-    """Accepts the connections of one socket; has what uvicorn needs of an `asyncio.Server`."""
+    """Accepts the connections of one socket; implements the part of `asyncio.Server` that uvicorn uses."""
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class Listener:
         make: Callable[[str, str | None], Connection],
         context: ssl.SSLContext | None,
     ) -> None:
-        """`make` makes the protocol of a socket of an address, and of one that is refused."""
+        """`make` returns the protocol of a socket, given its address and the reason if it is refused."""
         self.sockets = (bound,)
         self._bound = bound
         self._connections = connections
@@ -52,7 +55,7 @@ class Listener:
             self._loop.add_reader(self._bound.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Stop accepting."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._bound.fileno())
@@ -60,7 +63,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until no handshake is under way."""
+        """Wait until no handshake is in progress."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -82,7 +85,7 @@ class Listener:
     def _let_in(self, accepted: socket.socket, host: str) -> None:
         accepted.setblocking(False)
         refusal = self._connections.enter(host)
-        if refusal is not None and self._tls:  # an answer would need the handshake
+        if refusal is not None and self._tls:  # sending an answer would require the handshake
             self._connections.note_refusal(host, 503, refusal)
             self._connections.leave(host)
             accepted.close()

@@ -1,4 +1,4 @@
-"""Log lines of a server: time and level on each, as text or as JSON."""
+"""Log lines of a server, each with time and level, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 _PASS_EVERY_S = 1.0
 _MOST_KINDS = 64
 FIELDS = "fields"
-"""Attribute of a log record for facts that JSON lines show apart; its message shows them too."""
+"""Attribute of a log record for facts that JSON lines show as separate fields; the message contains them too."""
 _PACKAGES = ("vajra_py", "vajra_policies", "vajra_kernels")
 
 
 _MOST_CHARACTERS = 4000
-"""Most characters of a message; text from clients is cut long before."""
+"""Maximum number of characters of a message; text from clients is truncated to far less."""
 
 
 def escaped(text: str) -> str:
-    """The text with everything escaped that does not print, so that a line stays one line and moves no cursor."""
+    """Return the text with unprintable characters escaped, so that a line stays one line and moves no cursor."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def cut(text: str, most: int = 200) -> str:
-    """The text, or its first characters and how many it had."""
+    """Return the text, or its first `most` characters and its length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-22T14:03:07.125Z INFO vajra_py.serve.server: message`."""
+    """Formatter of lines like `2026-11-22T14:03:07.125Z INFO vajra_py.serve.server: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`. A message stays on one line, also with a client's line breaks in it."""
+        """See `logging.Formatter`. A message stays on one line, even with line breaks from a client."""
         message = escaped(cut(record.getMessage(), _MOST_CHARACTERS))
         lines = self.formatException(record.exc_info).split("\n") if record.exc_info else []
         trace = "".join(f"\n{escaped(line)}" for line in lines)
@@ -48,7 +48,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time`, `level`, `logger`, `message`, perhaps `exception`, and the record's facts."""
+    """Formatter of one JSON object per line.
+
+    Its fields are `time`, `level`, `logger`, `message`, possibly `exception`, and the record's facts.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -67,9 +70,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class LimitsRate(logging.Filter):
-    """Lets one line a second of each kind through; the next one has the number of those left out.
+    """Filter that passes one line per second of each kind; the next line states the number of those dropped.
 
-    For warnings that a client can cause as often as it likes, and that are another library's.
+    For warnings of other libraries that clients can cause at any rate.
     """
 
     def __init__(self) -> None:
@@ -94,11 +97,11 @@ class LimitsRate(logging.Filter):
 
 
 class StandardError(logging.Handler):
-    """Writes to the current standard error; a line that cannot be written is dropped without an error."""
+    """Handler that writes to the current standard error; a line that cannot be written is dropped without an error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        with suppress(OSError, ValueError):  # a closed pipe, a full disk
+        with suppress(OSError, ValueError):  # e.g. a closed pipe or a full disk
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
 
@@ -110,7 +113,10 @@ def _time(record: logging.LogRecord) -> str:
 
 @contextmanager
 def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
-    """Within it, log lines go to standard error: this program's from `level` on, those of libraries from warnings on."""
+    """Log to standard error within the context.
+
+    It writes this program's lines from `level` on, and those of libraries from warnings on.
+    """
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(LimitsRate())

@@ -1,4 +1,4 @@
-"""Server options besides the experiment."""
+"""Server options that are not part of the experiment."""
 
 from __future__ import annotations
 
@@ -36,51 +36,54 @@ class ServeOptions:
 
     Attributes:
         host: address to listen on; loopback by default.
-        port: 0 takes a free one.
-        api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry, or several such keys; None:
-            nothing, unless there is an `api_key_file`.
-        api_key_file: further keys, a line each, with the tenant of the key.
-        served_names: names of the model, the first one being the name in answers; empty: the model directory's name.
-        max_body_bytes: largest request body.
-        max_body_values: most JSON values of a request body; each token id of a prompt is one.
-        max_body_containers: most JSON arrays and objects of a request body; each message is one.
-        max_buffered_bytes: most bytes of request bodies above 64 KiB that are read at once; more are answered 429.
-        max_connections: most connections at once; fewer where the process may not open so many files.
-        max_connections_per_client: most of them from one address.
-        max_header_bytes: largest head of a request: its line and its headers.
-        header_timeout_s: how long a client may take to send a request's head, seconds, from its first byte or from connecting.
-        body_timeout_s: how long it may take to send the body, seconds.
-        idle_timeout_s: how long a connection stays open between two requests, seconds.
-        send_timeout_s: how long a client may take nothing of what was sent to it, seconds; then its connection is closed.
-        guard_health: whether `/health` and `/ready` need the key too.
-        guard_metrics: whether `/metrics` needs it.
-        allowed_hosts: names that clients may call the server by, `*.` before one for all below it; empty: any.
-        allowed_origins: origins of pages that browsers let use the server, `*` for all; empty: none.
+        port: port to listen on; 0 takes a free one.
+        api_key: API key, or several, required by all paths but `/health`, `/ready` and `/metrics`; None: no key is
+            required, unless there is an `api_key_file`.
+        api_key_file: file with further keys, one per line, each with its tenant.
+        served_names: names of the model; the first one is used in answers; empty: the name of the model's directory.
+        max_body_bytes: largest request body, in bytes.
+        max_body_values: maximum number of JSON values in a request body; each token id of a prompt is one.
+        max_body_containers: maximum number of JSON arrays and objects in a request body; each message is one.
+        max_buffered_bytes: maximum total bytes of request bodies above 64 KiB in memory; further bodies are answered
+            429.
+        max_connections: maximum number of connections; lower if the process may not open that many files.
+        max_connections_per_client: maximum number of connections from one address.
+        max_header_bytes: largest head of a request (request line and headers), in bytes.
+        header_timeout_s: seconds that a client may take to send a request's head, from its first byte or from
+            connecting.
+        body_timeout_s: seconds that a client may take to send the body.
+        idle_timeout_s: seconds that a connection stays open between two requests.
+        send_timeout_s: seconds without the client reading any sent data, after which its connection is closed.
+        guard_health: True if `/health` and `/ready` need the key too.
+        guard_metrics: True if `/metrics` needs the key.
+        allowed_hosts: names by which clients may address the server; a leading `*.` matches all subdomains; empty: any.
+        allowed_origins: origins whose pages may use the server from a browser (CORS), `*` for all; empty: none.
         allowed_methods: methods that such pages may use.
-        allowed_headers: headers that they may send.
-        allow_credentials: whether they may send cookies and the like.
-        forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed,
-            `*` for all; empty: none.
-        max_choices: most outputs of one HTTP request: prompts times `n`.
-        max_concurrent: most HTTP requests that generate at once; more are answered 429.
-        strict_fields: whether unknown fields of a body are refused instead of ignored.
-        retry_after_s: when a client that got a 429 or 503 should come back, seconds.
-        grace_s: how long a shutdown lets requests finish, seconds.
-        metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.
-        max_labels: tenants, and classes of service, that are counted separately; further ones count as "other".
-        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: that of the variables `OTEL_*`, or none.
-        admin: whether `/admin/policy` is there, by which policies are swapped.
-        admin_api_key: what requests for it have to carry in the place of `api_key`; needed where there is an `api_key`.
-        access_log: whether each request has a line in the log.
+        allowed_headers: headers that such pages may send.
+        allow_credentials: True if such pages may send cookies and other credentials.
+        forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are
+            trusted, `*` for all; empty: none.
+        max_choices: maximum number of outputs of one HTTP request: prompts times `n`.
+        max_concurrent: maximum number of HTTP generation requests in progress; further ones are answered 429.
+        strict_fields: True to refuse unknown fields of a body instead of ignoring them.
+        retry_after_s: seconds after which a client that got a 429 or 503 may retry.
+        grace_s: seconds that requests may take to finish during a shutdown.
+        metric_names: `vajra` (own prefix), `vllm` (vLLM's names for metrics that vLLM has too), or `both`.
+        max_labels: maximum number of tenants, and of service classes, that are counted separately; further ones count
+            as "other".
+        otlp_traces_endpoint: endpoint for spans, by OTLP over HTTP; None: that of the variables `OTEL_*`, or none.
+        admin: True to offer `/admin/policy`, which swaps policies.
+        admin_api_key: API key that `/admin/policy` requires instead of `api_key`; must be set if there is an `api_key`.
+        access_log: True to log a line for each request.
         log_format: `text` or `json`.
-        log_level: least level of log lines.
-        uds: path of a Unix socket to listen on in the place of `host` and `port`.
-        root_path: prefix under which a proxy shows the server.
-        ssl_keyfile: private key for TLS.
-        ssl_certfile: its certificate; with it the server uses TLS.
-        ssl_keyfile_password: of an encrypted key.
-        ssl_ca_certs: certificates of those who may sign clients' certificates; with it clients need one.
-        save_run: folder that gets the session as a run; None: it is not recorded.
+        log_level: lowest level of log lines that are written.
+        uds: path of a Unix socket to listen on instead of `host` and `port`.
+        root_path: prefix that a proxy adds to the server's paths.
+        ssl_keyfile: file of the private key for TLS.
+        ssl_certfile: file of the certificate; if set, the server uses TLS.
+        ssl_keyfile_password: password of an encrypted key.
+        ssl_ca_certs: file of the CA certificates for client certificates; if set, clients need a certificate.
+        save_run: folder to record the session in as a run; None: no recording.
     """
 
     host: str = "127.0.0.1"
@@ -130,7 +133,7 @@ class ServeOptions:
 
     @property
     def traces(self) -> bool:
-        """Return whether spans are wanted: by the option, or by a variable that names an exporter or an endpoint."""
+        """True if spans are exported: by the option, or by a variable that names an exporter or an endpoint."""
         if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
             return False
         exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
@@ -138,7 +141,7 @@ class ServeOptions:
         return self.otlp_traces_endpoint is not None or exporter not in ("", "none") or (named and exporter != "none")
 
     def check(self) -> None:
-        """Raise `ConfigError` with everything that cannot be."""
+        """Raise `ConfigError` with all invalid or contradictory options."""
         problems = [
             Problem(name, f"is too small ({getattr(self, name)})", "Allowed: 1 or more")
             for name in _COUNTS
@@ -177,11 +180,11 @@ class ServeOptions:
 
     @property
     def has_keys(self) -> bool:
-        """Return whether requests have to carry a key."""
+        """True if requests need an API key."""
         return bool(self._given_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
-        """Return each API key's tenant; None: the tenant that the client names. Raises `ConfigError`."""
+        """Return each API key's tenant; None: the client names its tenant. Raises `ConfigError`."""
         keys: dict[str, str | None] = dict.fromkeys(self._given_keys)
         if self.api_key_file is None:
             return keys

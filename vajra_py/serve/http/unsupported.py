@@ -1,7 +1,7 @@
-"""Features of OpenAI's and vLLM's APIs that this server does not have, refused by name.
+"""Features of OpenAI's and vLLM's APIs that this server does not support, refused by name.
 
-A client that asks for one of them would be answered with something else than it asked for, so the request is refused. A
-value that asks for nothing (null, false, empty, or listed below as neutral) is let through.
+Ignoring such a field would return something other than what the client requested, so the request is refused. Values
+that request nothing (null, false, empty, or listed below as neutral) are accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vajra_py.errors import did_you_mean
 
 _log = logging.getLogger(__name__)
 NOT_SUPPORTED: Final = "not_supported"
-"""The code of such a refusal."""
+"""Error code of a refusal."""
 POINTER = 'vLLM\'s own server does; see "Not supported" in docs/reference/server.md'
 
 _TOOLS = "tool calls"
@@ -101,7 +101,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "detokenize": (True,),
 }
 _ON_BY_DEFAULT: Final = frozenset(("include_reasoning", "detokenize"))
-"""Switches that ask for something when they are off."""
+"""Switches that request a feature when they are off."""
 _MESSAGE_FIELDS: Final = frozenset(("tool_calls", "tool_call_id", "function_call", "audio"))
 NO_EFFECT: Final = frozenset(
     (
@@ -115,7 +115,7 @@ NO_EFFECT: Final = frozenset(
         "spaces_between_special_tokens",  # no effect with fast tokenizers
     )
 )
-"""Fields that OpenAI documents and that mean nothing here: they are let through without a word in the log."""
+"""Fields that OpenAI documents and that have no meaning here; they are accepted without a log line."""
 _MAX_LOGGED = 256
 _PATHS: Final[Mapping[str, str]] = {
     "/v1/responses": "the Responses API",
@@ -144,7 +144,7 @@ _PATHS: Final[Mapping[str, str]] = {
 
 
 class Unsupported(ValueError):
-    """A request asks for a feature that this server does not have."""
+    """Error of a request for a feature that this server does not have."""
 
     def __init__(self, name: str, feature: str) -> None:
         self.field = name
@@ -152,7 +152,7 @@ class Unsupported(ValueError):
 
 
 class WrongField(ValueError):
-    """A field that does not go with the rest of its body."""
+    """Error of a field that is inconsistent with the rest of its body."""
 
     def __init__(self, name: str, message: str) -> None:
         self.field = name
@@ -160,12 +160,12 @@ class WrongField(ValueError):
 
 
 def is_known_elsewhere(name: str) -> bool:
-    """Return whether a field that asks for nothing is one that other servers have."""
+    """Return True if another server has a field of this name; its value must be known to request nothing."""
     return name in _FIELDS or name in NO_EFFECT
 
 
 def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse fields that ask for a feature of other servers. `known` are the fields that the body has itself.
+    """Refuse fields that request a feature of other servers. `known` are the fields that this server's body has.
 
     Raises `Unsupported`.
     """
@@ -176,7 +176,7 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return whether a value of a field asks for something: 0 does, where it is not neutral."""
+    """Return True if a field's value requests something; 0 does, unless it is neutral."""
     if value is None or (value is False and name not in _ON_BY_DEFAULT):
         return False
     if isinstance(value, str | list | dict) and not value:
@@ -185,7 +185,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def refuse_fields_of(given: Mapping[str, Any], others: Collection[str], path: str) -> None:
-    """Refuse fields of the other path's bodies, whose senders expect another answer. Raises `WrongField`."""
+    """Refuse fields that only exist in bodies of the other path. Raises `WrongField`."""
     for name in others & given.keys():
         if given[name] not in (None, False):
             raise WrongField(name, f"is a field of {path}, and means nothing here")
@@ -210,12 +210,12 @@ def unsupported_path(path: str) -> str | None:
 
 
 def not_supported(name: str, feature: str) -> str:
-    """The text of a refusal."""
+    """Return the text of a refusal."""
     return f"{name} is not supported: this server does not offer {feature}. {POINTER}"
 
 
 class UnknownFields:
-    """Treatment of unknown fields: ignored with a line in the log, or refused where the server is strict."""
+    """Handling of unknown fields: ignored with a log line, or refused if the server is strict."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict

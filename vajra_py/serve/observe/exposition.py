@@ -1,7 +1,7 @@
 """Prometheus metrics.
 
-What vLLM has too has vLLM's name, behind the prefix `vajra:`, and behind `vllm:`, so that dashboards made for vLLM work
-unchanged; some have names there that older versions gave them. What vLLM has no name for has the prefix `vajra:` alone.
+Metrics that vLLM has too use vLLM's names, with the prefixes `vajra:` and `vllm:`, so that dashboards made for vLLM
+work unchanged; some also appear under names of older versions of vLLM. Other metrics have the prefix `vajra:` only.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ _VLLM_COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
     ("gpu_prefix_cache_hits", "prefix_cache_hits by its older name.", lambda one: one.num_cached_tokens),
 )
 _VLLM_REASONS = {"aborted": "abort", "failed": "error", "rejected": "error", "expired": "error"}
-"""Names of vLLM for the ways to end that it has other words for."""
+"""vLLM's names for reasons of request ends that it names differently."""
 _OWN_HISTOGRAMS = (
     ("step_time_seconds", "From forming a step to its end, seconds.", "step"),
     ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
 )
 
 _ALL_CLASSES = "all"
-"""Label of the sums over classes of service, for those who may not know their names."""
+"""Label of sums over all service classes, for readers who may not see the classes' names."""
 
 
 class Source(Protocol):
-    """Source of the numbers."""
+    """Source of the metrics' values."""
 
     @property
     def catalogue(self) -> Catalogue:
-        """Maps replicasets to models."""
+        """Mapping of replicasets to models."""
 
     @property
     def controller(self) -> Controller | None:
-        """None until the engine is loaded."""
+        """Controller of the engine; None until the engine is loaded."""
 
     @property
     def stats(self) -> ServerStats | None:
-        """None until the engine is loaded."""
+        """Statistics of the server; None until the engine is loaded."""
 
     @property
     def movement(self) -> MovementCounts | None:
-        """None until the engine is loaded, and where no request moves."""
+        """Counts of moved requests; None until the engine is loaded, or if requests never move."""
 
     @property
     def num_replicas_up(self) -> int:
-        """Replicas that compute."""
+        """Number of replicas that are up."""
 
     @property
     def statuses(self) -> Mapping[int, int]:
@@ -86,15 +86,15 @@ class Source(Protocol):
 
     @property
     def num_broken_streams(self) -> int:
-        """Streams that ended with an error."""
+        """Number of streams that ended with an error."""
 
     @property
     def num_generating(self) -> int:
-        """HTTP requests that generate now."""
+        """Number of HTTP generation requests in progress."""
 
 
 class Exposition(Collector):
-    """A server's `/metrics`."""
+    """Collector of a server's `/metrics`."""
 
     def __init__(self, source: Source, names: MetricNames) -> None:
         self._source = source
@@ -104,16 +104,19 @@ class Exposition(Collector):
         self._registry.register(self)
 
     def text(self, *, names_clients: bool = True) -> bytes:
-        """The numbers of now, in Prometheus' text format; names that clients chose, of tenants and classes, only on demand."""
+        """Return the current values in Prometheus' text format.
+
+        Names chosen by clients (tenants, classes) only if `names_clients`.
+        """
         self._names_clients = names_clients
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry need not know the names in advance."""
+        """Return nothing, since the registry need not know the names in advance."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Every number."""
+        """Yield every metric."""
         source = self._source
         yield GaugeMetricFamily("vajra:replicas_up", "Replicas that compute.", source.num_replicas_up)
         answers = CounterMetricFamily("vajra:http_answers", "HTTP answers, but those of probes.", labels=("status",))
@@ -142,7 +145,7 @@ class Exposition(Collector):
             yield from self._admission(stats, controller.gate)
 
     def _admission(self, stats: ServerStats, gate: AdmissionGate) -> Iterator[Metric]:
-        """Yield the admission policy's decisions."""
+        """Yield the counts of the admission policy's decisions."""
         labels = ("model_name", "replicaset")
         decisions = CounterMetricFamily(
             "vajra:admission_decisions", "Requests not accepted as they were.", labels=(*labels, "decision")
@@ -210,7 +213,7 @@ class Exposition(Collector):
         yield ended
 
     def _own(self, stats: ServerStats) -> Iterator[Metric]:
-        """Yield the metrics that vLLM has no name for."""
+        """Yield the metrics that vLLM does not have."""
         labels = ("model_name", "replicaset")
         decisions = HistogramMetricFamily(
             "vajra:policy_decision_seconds", "A decision of a policy, seconds.", labels=(*labels, "layer", "policy")
@@ -247,7 +250,7 @@ class Exposition(Collector):
         )
 
     def _troubles(self, stats: ServerStats) -> Iterator[Metric]:
-        """Replicas that came and went, and policies likewise."""
+        """Yield the counts of lost and restored replicas, and of policy failures and swaps."""
         labels = ("model_name", "replicaset")
         lost = CounterMetricFamily("vajra:replica_failures", "Replicas lost.", labels=(*labels, "replica"))
         restored = CounterMetricFamily("vajra:replica_restarts", "Replicas back.", labels=(*labels, "replica"))

@@ -1,4 +1,4 @@
-"""The last hour of a server, shown when the dashboard is opened: numbers every two seconds, and events."""
+"""History of a server's last hour for the dashboard: values every two seconds, and events."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 INTERVAL_S = 2.0
 _FIRST_S = 0.1
-"""Pause between looks for the first numbers, which are those that nothing has happened before."""
+"""Seconds between attempts to take the first sample, which shows the values before any request."""
 NUM_KEPT = 1800
-"""An hour of samples."""
+"""Number of samples in an hour."""
 
 
 class History:
-    """Samples of a server's numbers.
+    """Samples of a server's values.
 
-    `read` gives the numbers of now, always the same names; `clock` gives seconds since 1970.
+    `read` returns the current values, always under the same names; `clock` returns seconds since 1970.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, float] | None], clock: Callable[[], float]) -> None:
@@ -27,18 +27,18 @@ class History:
         self._rows: deque[tuple[float, ...]] = deque(maxlen=NUM_KEPT)
 
     def sample(self) -> None:
-        """Keep the numbers of now; nothing while there are none."""
+        """Record the current values, if there are any."""
         numbers = self._read()
         if numbers is not None:
             self._columns = ("at", *numbers)
             self._rows.append((self._clock(), *numbers.values()))
 
     async def keep(self) -> None:
-        """Keep numbers until cancelled."""
+        """Record values periodically until cancelled."""
         while True:
             self.sample()
             await asyncio.sleep(INTERVAL_S if self._rows else _FIRST_S)
 
     def since(self, at: float) -> dict[str, Any]:
-        """Samples that are later than a time, in seconds since 1970: names of columns, and rows."""
+        """Return the samples later than a time, in seconds since 1970: column names, and rows."""
         return {"columns": self._columns, "rows": [row for row in self._rows if row[0] > at]}

@@ -14,7 +14,7 @@ from vajra_py.serve.session.session import EngineSession, SessionState
 
 
 def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> dict[str, Any]:
-    """Return the contents of the page, as JSON."""
+    """Return the dashboard's data, in a form that JSON can hold."""
     stats.count_output_tokens()
     return {
         "replicasets": [
@@ -28,7 +28,10 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
 
 
 def server_health(session: EngineSession) -> dict[str, Any]:
-    """Return the first line of the page: `level` is good, degraded (some replicas or replicasets do not serve) or bad (nothing does)."""
+    """Return the health line of the dashboard.
+
+    `level` is good, degraded (some replicas or replicasets do not serve) or bad (none does).
+    """
     state, unavailable = session.state, session.unavailable()
     replicas = 0 if session.engine is None else len(session.engine.replicas)
     down = replicas - session.num_replicas_up
@@ -44,7 +47,7 @@ def server_health(session: EngineSession) -> dict[str, Any]:
 
 
 def totals(controller: Controller, stats: ServerStats) -> dict[str, float]:
-    """Numbers of the whole server: gauges of now, and counters since its start."""
+    """Return values of the whole server: current gauges, and counters since its start."""
     sets, replicas = stats.sets.values(), list(controller.replicas())
     num_blocks = sum(one.memory.num_blocks for one in replicas)
     queued = sum(len(one.queue) for one in replicas) + sum(len(one.shared) for one in controller.replicasets.values())

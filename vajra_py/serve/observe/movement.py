@@ -1,4 +1,4 @@
-"""Prometheus metrics of movement: requests between replicas, KV on its way, and replicas by pool and state."""
+"""Prometheus metrics of movement: requests between replicas, KV in transfer, and replicas by pool and state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.session.catalogue import Catalogue
 
 Way: TypeAlias = tuple[str, str, str, str]
-"""Replicaset, kind, and pools of source and target."""
+"""Replicaset, kind of movement, and pools of source and target."""
 
 
 class MovementCounts(MovementRows):
-    """Counts as over the rows of a transfers table, without keeping rows."""
+    """Counts over the rows of a transfers table, without storing the rows."""
 
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         super().__init__(paths)
         self.moved: Counter[Way] = Counter()
-        """Requests that ran on at their target."""
+        """Number of requests that continued at their target."""
         self.transferred_tokens: Counter[Way] = Counter()
-        """Tokens whose KV has arrived, copies of running requests included."""
+        """Number of tokens whose KV has arrived, including copies of running requests."""
         self.transferred_bytes: Counter[Way] = Counter()
         self.not_moved: Counter[tuple[str, str, str, str]] = Counter()
-        """Ways that ended otherwise, by replicaset, kind, outcome and reason."""
+        """Number of movements that ended otherwise, by replicaset, kind, outcome and reason."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
         """Count the transfer."""

@@ -1,7 +1,7 @@
 """Server statistics, collected in the engine's thread and read from the event loop.
 
-Everything is bounded: histograms have fixed buckets, tenants and classes beyond a limit count as "other", and percentiles
-are those of the last requests. A reader may see a request counted in one number and not yet in the next.
+All data is bounded: histograms have fixed buckets, tenants and classes beyond a limit count as "other", and percentiles
+are over the most recent requests. A reader may see a request counted in one number and not yet in another.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from vajra_py.runtime.serving.controller import Controller
 OTHER = "other"
 NUM_EVENTS = 200
 MAX_REASON = 200
-"""Characters of a reason; labels are no place for more."""
+"""Maximum length of a reason, in characters, since labels should be short."""
 RECENT = 512
-"""Requests whose latencies the percentiles are of, for each class."""
+"""Number of most recent requests per class that the percentiles are computed over."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 SHORT_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.1, 1.0)
 TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0)
 
 
 class Histogram:
-    """Counts by bucket, as Prometheus has them.
+    """Counts by bucket, as in Prometheus.
 
-    Not `prometheus_client.Histogram`, which locks and takes 0.7 µs for each value: with 256 requests a step it would take the
-    engine's thread 0.19 ms a step, where all gaps of a request at once take it 0.01 ms.
+    `prometheus_client.Histogram` takes a lock and 0.7 µs per value: with 256 requests in a step it would take 0.19 ms
+    of the engine's thread, where adding all gaps at once takes 0.01 ms.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -61,7 +61,7 @@ class Histogram:
         self.total += float(values.sum())
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return (upper bound, values up to it), as an exposition has them."""
+        """Return (upper bound, number of values up to it) for each bucket, as expositions list them."""
         sums = list(accumulate(self.counts))
         return [
             *((str(bound), float(count)) for bound, count in zip(self.bounds, sums, strict=False)),
@@ -71,7 +71,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Recent:
-    """Latencies of the last requests of one class, seconds."""
+    """Latencies of the most recent requests of one class, in seconds."""
 
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -79,7 +79,7 @@ class Recent:
 
 
 class SetStats:
-    """The numbers of one replicaset."""
+    """Statistics of one replicaset."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(SECONDS)
@@ -104,9 +104,9 @@ class SetStats:
         self.restored: Counter[ReplicaId] = Counter()
         self.swaps: Counter[str] = Counter()
         self.admission: Counter[str] = Counter()
-        """Decisions of the admission policy other than to accept a request as it is."""
+        """Decisions of the admission policy, other than to accept a request unchanged."""
         self.admission_reasons: Counter[tuple[str, str]] = Counter()
-        """Its refusals and deferrals, with the reason that it gave."""
+        """Refusals and deferrals of the admission policy, with its reasons."""
         self.num_cached_tokens = 0
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0
@@ -114,11 +114,11 @@ class SetStats:
         self.num_decodes = 0
         self.prefill_tokens = 0
         self.num_prompt_tokens = 0
-        """Prompt tokens of requests whose first token has come."""
+        """Prompt tokens of requests that have their first token."""
         self.num_output_tokens = 0
         """Output tokens as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
-        """Decodes, prompts and prompt tokens of the last step, by replica."""
+        """Numbers of decodes, prompts and prompt tokens in the last step, by replica."""
 
 
 class ServerStats(Observer):
@@ -131,7 +131,7 @@ class ServerStats(Observer):
         self.service_tokens: Counter[str] = Counter()
         self.recent: defaultdict[str, Recent] = defaultdict(Recent)
         self.events: deque[tuple[float, str, str]] = deque(maxlen=NUM_EVENTS)
-        """(seconds since 1970, kind, text) of events of interest to operators: failures, restarts, swaps."""
+        """Events that matter to operators (failures, restarts, swaps): (seconds since 1970, kind, text)."""
         self._max_labels = max_labels
         self._latency: dict[tuple[str, ReplicaId], LatencyModel | None] = {
             (one.replicaset, one.replica_id): one.parts.latency for one in controller.replicas()
@@ -149,7 +149,7 @@ class ServerStats(Observer):
         stats.queue.add(now - request.arrived_at)
 
     def on_first_token(self, request: RequestView, now: float) -> None:
-        """Count its prompt."""
+        """Count the request's prompt tokens."""
         self._of(request).num_prompt_tokens += request.num_prompt_tokens
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
@@ -192,7 +192,7 @@ class ServerStats(Observer):
         self._note("failure", f"{replicaset} is out of service: {detail}")
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """Count the request's tokens, times and broken promises."""
+        """Count the request's tokens, latencies and missed SLOs."""
         one, stats = cast(Request, request), self._of(request)
         stats.ended[reason.value] += 1
         if reason is EndReason.REJECTED:
@@ -243,7 +243,7 @@ class ServerStats(Observer):
             try:
                 stats.predicted_s += model.batch_time_s(features)
                 stats.measured_s += seconds
-            except VajraError:  # this model predicts nothing
+            except VajraError:  # the latency model makes no predictions
                 self._latency[replica] = None
 
     def on_formed(self, replicaset: str, seconds: float) -> None:
@@ -256,9 +256,9 @@ class ServerStats(Observer):
     # Figures
 
     def count_output_tokens(self) -> None:
-        """Bring `num_output_tokens` of every replicaset up to date: of requests that have ended and of those that run.
+        """Update `num_output_tokens` of every replicaset, over ended and running requests.
 
-        A request that ends meanwhile may be in neither for a moment, so a count never goes down.
+        A request that ends concurrently may be in neither group for a moment, so counts are never lowered.
         """
         running: Counter[str] = Counter()
         for request in self._controller.alive():
@@ -267,16 +267,19 @@ class ServerStats(Observer):
             one.num_output_tokens = max(one.num_output_tokens, int(one.output.total) + running[name])
 
     def total_service_jain_index(self) -> float:
-        """Jain's index of all tokens that tenants were served since the start: 1 when all got the same, 1/n when one got everything.
+        """Return Jain's index of the tokens served per tenant since the start.
 
-        It compares what tenants asked for as much as what they got; `vajra_py.metrics.summary.fairness` has service while backlogged.
+        It is 1 if all tenants got the same, and 1/n if one of n got everything.
+
+        It reflects the tenants' demand as well as the service; `vajra_py.metrics.summary.fairness` counts only
+        backlogged time.
         """
         shares = [float(count) for count in dict(self.service_tokens).values()]
         squares = sum(share * share for share in shares)
         return 1.0 if squares == 0 else sum(shares) ** 2 / (len(shares) * squares)
 
     def recent_latencies(self) -> dict[str, float]:
-        """P50 and P99 of the last requests' latencies, all classes together, milliseconds."""
+        """Return P50 and P99 of the most recent requests' latencies over all classes, in milliseconds."""
         recents, found = list(dict(self.recent).values()), {}
         for what in ("ttft", "tpot"):
             low, high = _quantiles(value for one in recents for value in getattr(one, f"{what}_s").copy())
@@ -284,7 +287,10 @@ class ServerStats(Observer):
         return found
 
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """P50 and P99 of the last requests' latencies by class, milliseconds; the class without a name is `(none)`."""
+        """Return P50 and P99 of the most recent requests' latencies by class, in milliseconds.
+
+        `(none)` is the unnamed class.
+        """
         found = {}
         for name, recent in dict(self.recent).items():
             row = {"requests": float(len(recent.ttft_s))}
@@ -307,7 +313,7 @@ def _quantiles(values: Iterable[float]) -> tuple[float, float]:
 
 
 def time_policies(controller: Controller, stats: ServerStats) -> None:
-    """Time the policies' decisions from now on, also of those that take others' places later."""
+    """Time the policies' decisions from now on, including those of policies swapped in later."""
 
     def timed(replicaset: str, layer: Layer, policy: str, method: Callable[..., Any]) -> Callable[..., Any]:
         kept = stats.decisions.setdefault((replicaset, layer.value, policy), Histogram(SHORT_SECONDS))

@@ -1,10 +1,10 @@
 """Model names that requests may use, and the replicaset behind each.
 
-A replicaset serves the names that its `select.models` lists; one that lists none serves the name of its model's directory
-(or `--served-model-name`), and any other served name that no replicaset before it takes. Where replicasets run different
-models, each of them lists its names, so that each request gets the model that it names.
+A replicaset serves the names listed in its `select.models`. A replicaset without a list serves the name of its model's
+directory (or `--served-model-name`), and any other served name that no earlier replicaset serves. If replicasets run
+different models, each must list its names, so that each request reaches the model that it names.
 
-A LoRA adapter is a model of its own: a request that names it is one of its base model with the fact `adapter`.
+A LoRA adapter has its own model name: a request with that name runs on the base model with the fact `adapter`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vajra_py.runtime.requests.request import RequestFacts
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter that requests may name.
+    """An adapter that requests may name as model.
 
     Attributes:
-        parent: name of its base model.
-        root: its folder; empty where no weights are loaded.
+        parent: name of the base model.
+        root: folder of the adapter; empty if no weights are loaded.
     """
 
     parent: str
@@ -35,7 +35,7 @@ class ServedAdapter:
 
 
 class Catalogue:
-    """The models of one server. Raises `ConfigError` for settings under which a name could not be served."""
+    """The models of one server. Raises `ConfigError` for settings with which some name could not be served."""
 
     def __init__(self, config: SystemConfig, served_names: Sequence[str] = ()) -> None:
         settings: ModelBackendConfig = config.backend.settings
@@ -94,11 +94,11 @@ class Catalogue:
             raise ConfigError(problems)
 
     def label(self, replicaset: str) -> str:
-        """Return the model's label in the numbers of a replicaset."""
+        """Return the model label of a replicaset's metrics."""
         return self._names[replicaset][0]
 
     def behind(self, name: str) -> list[str]:
-        """The replicasets that may get a request of this name."""
+        """Return the replicasets that may get a request with this model name."""
         return self._behind(self.adapters[name].parent if name in self.adapters else name)
 
     def _behind(self, name: str) -> list[str]:
@@ -115,9 +115,9 @@ class Catalogue:
         return self.adapters[name].root if name in self.adapters else self._models[self.behind(name)[0]][0]
 
     def with_adapter(self, facts: RequestFacts, name: str) -> RequestFacts:
-        """Return the facts of a request that names this model: of an adapter, those of its base model with the adapter.
+        """Return the facts of a request with this model name; for an adapter, with the fact `adapter`.
 
-        Raises `ValueError` where it states another adapter, or one that is not served.
+        Raises `ValueError` if the request states another adapter, or one that is not served.
         """
         adapter = self.adapters.get(name)
         if adapter is None:
@@ -129,12 +129,15 @@ class Catalogue:
         return replace(facts, adapter=name, metadata={**facts.metadata, "model": adapter.parent})
 
     def candidates(self, facts: RequestFacts) -> list[str]:
-        """Return the replicasets that may serve a request, its prompt's length aside, in order of matching."""
+        """Return the replicasets that may serve a request, in order of matching.
+
+        Conditions on prompt length are ignored.
+        """
         request = cast(Any, facts)
         return [name for name, one in self._replicasets.items() if one.select.matches_labels(request)]
 
     def by_length(self, candidates: Iterable[str], num_prompt_tokens: int) -> str | None:
-        """Return which of the candidates takes a prompt of this length; None when none does."""
+        """Return the first candidate that accepts a prompt of this length; None if none does."""
         selects = ((name, self._replicasets[name].select) for name in candidates)
         return next((name for name, select in selects if select.matches_length(num_prompt_tokens)), None)
 

@@ -1,4 +1,4 @@
-"""Build a server's system from a file or from flags named as vLLM names them."""
+"""Build a server's system from a file, or from flags with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_MAX_QUEUED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
-    """Flags of `vajra serve --model DIR`, under the names that vLLM gives them; None: the preset's own value."""
+    """Flags of `vajra serve --model DIR`, with vLLM's names; None: the preset's value."""
 
     model: str
     preset: str | None = None
@@ -95,7 +95,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def config_of_flags(flags: ModelFlags, overrides: Sequence[str], registry: Registry) -> SystemConfig:
-    """The system that flags make up, `overrides` (`a.b=c`) applied. Raises `ConfigError`."""
+    """Return the system defined by flags, with `overrides` (`a.b=c`) applied. Raises `ConfigError`."""
     return system_from_mapping(flags.mapping(), overrides, registry)
 
 

@@ -1,12 +1,12 @@
 """Deliver outputs from the engine's thread to the event loop.
 
-The engine's thread leaves a note on a stream and wakes the event loop once for everything that it left since. One callback
-there brings all streams up to date and wakes each response once; a stream writes right away, so that no task is woken for a
-token.
+The engine's thread posts a note about a stream and wakes the event loop once for all notes since the last wake-up. One
+callback there updates all streams and notifies each response once; a response writes directly in that callback, so that
+no task is woken per token.
 
 Invariants:
-    - A stream ends exactly once, with a reason; nothing follows.
-    - A note is a snapshot: its fields (number of tokens, text) belong together, whatever the engine does meanwhile.
+    - A stream ends exactly once, with a reason; no note follows.
+    - A note is a snapshot: its fields (number of tokens, text) are consistent, even if the engine continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class End:
     """End of a request.
 
     Attributes:
-        reason: why.
-        detail: the same in words, where there is more detail.
-        stopped_by: the stop string or token that ended it.
-        metrics: times of its events; None where the engine never reported them.
-        retry_after_s: when its client may try again, by the admission policy; None: it names none.
+        reason: reason of the end.
+        detail: description of the reason, if there is more detail.
+        stopped_by: stop string or token that ended the request; None if it ended otherwise.
+        metrics: times of the request's events; None if the engine never reported them.
+        retry_after_s: seconds after which the client may retry, stated by the admission policy; None: not stated.
     """
 
     reason: EndReason
@@ -46,16 +46,18 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One output of a request, as far as the event loop's thread has it.
+    """One output of a request, as seen by the event loop's thread.
 
     Attributes:
-        index: which output of its response.
-        submission: what the engine was given.
-        num_tokens: tokens so far.
-        text: text so far that a client may see.
-        end: its end; None: it goes on.
-        hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
-        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or not known yet.
+        index: index of the output in its response.
+        submission: submission to the engine.
+        response: response that the output belongs to.
+        hides_output: True if the client requested only the prompt, and no generated tokens.
+        num_tokens: number of tokens so far.
+        text: text so far that may be sent to the client.
+        end: end of the output; None: it continues.
+        degraded: limits with which the admission policy accepted the request instead of the requested ones; empty:
+            unchanged, or not known yet.
     """
 
     index: int
@@ -69,31 +71,31 @@ class OutputStream:
 
     @property
     def request_id(self) -> str:
-        """The engine's name for it."""
+        """Id of the request in the engine."""
         return self.submission.facts.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.submission.prompt_token_ids)
 
     def token_ids(self, start: int = 0) -> Sequence[int]:
-        """Return the tokens that this stream has, from the `start`-th on."""
+        """Return the tokens of this stream from index `start` on."""
         return self.submission.output.token_ids[start : self.num_tokens]
 
     def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
-        """Return the log-probabilities of the same tokens, where they were asked for."""
+        """Return the log-probabilities of these tokens, if the request has `logprobs`."""
         return self.submission.output.logprobs[start : self.num_tokens]
 
 
 @dataclass(slots=True, eq=False)
 class ResponseState:
-    """The outputs of one HTTP request, whose handler waits for any of them.
+    """Outputs of one HTTP request, whose handler waits for changes.
 
     Attributes:
-        is_streaming: whether every step matters, or only the end of each output.
-        outputs: of the request.
-        on_change: called when outputs have changed, once for all that have.
+        is_streaming: True if every step is reported; False if only the end of each output is.
+        outputs: outputs of the request.
+        on_change: called once per delivery in which outputs have changed.
     """
 
     is_streaming: bool = False
@@ -104,11 +106,14 @@ class ResponseState:
 
     @property
     def is_done(self) -> bool:
-        """True when every output has ended."""
+        """True if every output has ended."""
         return self._num_ended == len(self.outputs)
 
     def answerable(self) -> asyncio.Future[None]:
-        """Return a future that is done when an answer can begin: with the first news of a stream, otherwise when every output has ended."""
+        """Return a future that is done when an answer can begin.
+
+        That is with the first change if the response is a stream, else when every output has ended.
+        """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def check() -> None:
@@ -119,12 +124,12 @@ class ResponseState:
         return ready
 
     def take(self) -> Collection[OutputStream]:
-        """Return the outputs that have changed since they were taken last, in the order in which it came."""
+        """Return the outputs changed since the last call, in the order of their changes."""
         changed, self._changed = self._changed, {}
         return changed
 
     def note(self, stream: OutputStream, note: Note) -> None:
-        """Bring a stream up to date; in the event loop's thread."""
+        """Update a stream with a note; called in the event loop's thread."""
         if stream.end is not None:
             return
         stream.num_tokens, stream.text, stream.end = (0, "", note[2]) if stream.hides_output else note
@@ -133,7 +138,7 @@ class ResponseState:
 
 
 Note = tuple[int, str, End | None]
-"""(tokens so far, text so far, end)."""
+"""A stream's state: (number of tokens so far, text so far, end or None)."""
 
 
 _PAUSE_PER_DELIVERY = 4.0
@@ -141,11 +146,12 @@ _MAX_PAUSE_S = 0.025
 
 
 class LoopBridge:
-    """Notes from the engine's thread to the event loop's; one wake-up for all that were left since the last.
+    """Channel for notes from the engine's thread to the event loop's, with one wake-up for all notes since the last.
 
-    After a delivery there is none for four times as long as it took, or 25 ms. Where steps are shorter than that, several
-    tokens of a stream are written together, so that writing takes no more than about a fifth of the interpreter from the
-    engine, however fast the model and however many the streams; where steps are longer, nothing waits.
+    After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
+    that, several tokens of a stream are written together, so that writing takes at most about a fifth of the
+    interpreter's time from the engine, however fast the model and however many the streams; if steps are longer, no
+    note is delayed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -155,13 +161,13 @@ class LoopBridge:
         self._not_before = 0.0
 
     def post(self, stream: OutputStream, note: Note) -> None:
-        """Leave a note; from any thread."""
+        """Post a note. Thread-safe."""
         self._notes.append((stream, note))
         if not self._woken:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the event loop is closed: there are no readers
+            except RuntimeError:  # the event loop is closed, so no client is left
                 self._notes.clear()
 
     def _deliver(self) -> None:
@@ -182,12 +188,12 @@ class LoopBridge:
         self._not_before = ended + min(_MAX_PAUSE_S, _PAUSE_PER_DELIVERY * (ended - started))
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call something in the event loop's thread; from any thread."""
+        """Call a function in the event loop's thread. Thread-safe."""
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def connect(self, stream: OutputStream) -> None:
-        """Let a stream's submission report here."""
+        """Make a stream's submission report its progress to the stream."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
             output, admission = submission.output, request.admission
@@ -209,7 +215,7 @@ class LoopBridge:
 
 
 def _detail_of(error: BaseException | None) -> str:
-    """Return the words that a client gets for what ended the engine."""
+    """Return the message for clients about the error that ended the engine."""
     if error is None:
         return "the server is shutting down"
     return str(error) if isinstance(error, VajraError) else "the engine has failed; the server's log says why"

@@ -1,10 +1,10 @@
-"""Life cycle of the engine behind a server: load, submit, shut down without losing a request.
+"""Life cycle of the engine behind a server: load, submit, and shut down without losing a request.
 
-One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
+One thread loads the engine and then runs its loop. The other methods are called in the event loop's thread.
 
 Invariants:
-    - A request that `submit` took gets an end on its stream, whatever happens to the engine.
-    - Once the engine's thread is done, `submit` raises.
+    - A request that `submit` accepted always gets an end on its stream, even if the engine fails.
+    - Once the engine's thread has ended, `submit` raises.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
-"""Time for the engine's thread to notice that it is to stop."""
+"""Seconds for the engine's thread to stop after it was asked to."""
 _KILL_S = 0.5
-"""Time for the engine's thread to stop after its workers were killed: it may have been handing one of them a step."""
+"""Seconds for the engine's thread to stop after its workers were killed, since it may have been submitting a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
-"""Time for the recording of an engine that hangs to be closed."""
+"""Seconds for completing the recording of an engine that hangs."""
 RECORD_S = 30.0
-"""Time for the recording of an engine that has stopped to be closed: it writes its tables then."""
+"""Seconds for completing the recording of an engine that has stopped; this writes its tables."""
 
 
 class SessionState(Enum):
@@ -63,7 +63,7 @@ class SessionState(Enum):
 
 
 class Unavailable(Exception):
-    """The session takes no requests now; the text is the reason."""
+    """The session accepts no requests now; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class SessionParts:
     """Parts of a session.
 
     Attributes:
-        config: the experiment; its backend is the engine.
+        config: experiment or system, whose backend computes with a model.
         registry: installed policies.
-        recording: records the run; None: it is not recorded.
-        replaced: parts of `EngineServices` to replace, for tests.
+        recording: recording of the run; None: no recording.
+        replaced: fields of `EngineServices` to override, for tests.
     """
 
     config: SystemConfig
@@ -100,42 +100,44 @@ class EngineSession:
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
-        """Called in the engine's thread when the engine is loaded; they return its observers."""
+        """Called in the engine's thread when the engine is loaded; each returns observers for it."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Called with the time that forming each step took; `watchers` may set it."""
         self.clock_zero_ns = 0
-        """Start of the engine's clock, nanoseconds since 1970."""
+        """Start of the engine's clock, in nanoseconds since 1970."""
         self._parts = parts
         self._bridge: LoopBridge | None = None
         self._load_gate = threading.Lock()
         self._is_loaded = False
         self._is_abandoned = False
-        """The session was closed while the engine was being loaded; its thread only gives back what it made."""
+        """True if the session was closed while the engine was being loaded; its thread then only releases the
+        engine."""
         self._changed: asyncio.Event | None = None
         self.is_left_behind = False
-        """True when the session was closed although something of it still hangs: the process has to be ended."""
+        """True if the session was closed although part of it still hangs, so that the process must be ended."""
         self.is_stuck = False
-        """True when that is the engine's own thread."""
+        """True if the part that hangs is the engine's own thread."""
         self._has_stopped = False
-        """The loop has ended and all clients know; the recording and the release of workers are left."""
+        """True if the loop has ended and all clients were notified; the recording and the workers are not released
+        yet."""
         self._records_end = threading.Lock()
-        """Held while the recording is being ended."""
+        """Lock held while the recording is being completed."""
         self._is_recorded = False
         self._given_up: VajraError | None = None
-        """Error for which the session ends although its loop could continue."""
+        """Error that ends the session although its loop could continue."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
-    # The event loop's side
+    # In the event loop's thread
 
     def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Start to load the engine; returns at once."""
         loop = asyncio.get_running_loop()
         self._bridge = LoopBridge(loop)
         self._changed = asyncio.Event()
         self._thread.start()
 
     async def loaded(self) -> None:
-        """Wait until the engine serves. Raises what loading it raised."""
+        """Wait until the engine serves. Raises the error of loading."""
         await self._until(lambda: self.state is not SessionState.LOADING)
         if self.error is not None:
             raise self.error
@@ -152,7 +154,7 @@ class EngineSession:
 
     @property
     def engine(self) -> Engine | None:
-        """Engine; None before it is loaded."""
+        """Engine of the session; None before it is loaded."""
         return self.client.engine
 
     @property
@@ -161,34 +163,34 @@ class EngineSession:
 
     @property
     def controller(self) -> Controller | None:
-        """The controller, once the engine is loaded; its numbers may be read from any thread."""
+        """Controller of the engine; None before it is loaded. Its statistics may be read from any thread."""
         return None if self.engine is None else self.engine.controller
 
     @property
     def num_replicas_up(self) -> int:
-        """Replicas that compute."""
+        """Number of replicas that are up."""
         if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
             return 0
         return sum(not one.is_lost for one in self.engine.replicas.values())
 
     @property
     def is_ready(self) -> bool:
-        """Return whether a request sent now would be taken and run."""
+        """True if a request submitted now would be accepted and run."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing will be served any more, for good."""
+        """True if the session can serve no more requests."""
         lost = self._loop is not None and self._loop.failed is not None
         return lost or self._given_up is not None or self.state in (SessionState.FAILED, SessionState.CLOSED)
 
     @property
     def num_restarting(self) -> int:
-        """Replicas that failed and are being started again."""
+        """Number of failed replicas that are being restarted."""
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Return the replicasets that take no requests, and why; none while there is no engine yet."""
+        """Return the replicasets that accept no requests, with the reason; empty while the engine is not loaded."""
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
@@ -202,35 +204,38 @@ class EngineSession:
         return found
 
     def prompt_limits(self, replicaset: str) -> PromptLimits:
-        """Return the limits of a prompt there."""
+        """Return the prompt limits of a replicaset."""
         assert self.engine is not None
         return self.engine.prompt_limits_of(replicaset)
 
     def admission(self, replicaset: str) -> AdmissionLimits:
-        """Return the bounds of the queue there."""
+        """Return the queue bounds of a replicaset."""
         assert self.controller is not None
         return self.controller.replicasets[replicaset].admission
 
     def submit(self, streams: Sequence[OutputStream]) -> None:
-        """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
+        """Submit outputs to the engine, all or none. Raises `Unavailable`."""
         assert self._bridge is not None
         for stream in streams:
             self._bridge.connect(stream)
         self.client.submit([stream.submission for stream in streams])
 
     def abort(self, streams: Sequence[OutputStream]) -> None:
-        """Abort outputs; those that have ended already stay as they are."""
+        """Abort outputs; ended ones are not affected."""
         self.client.abort(stream.request_id for stream in streams if stream.end is None)
 
     async def swap_policy(self, change: PolicyChange) -> Swapped:
-        """Put a policy in force between two steps. Raises `Unavailable`, and why it cannot be; then nothing has changed."""
+        """Swap a policy between two steps.
+
+        Raises `Unavailable`, or the reason why it is not possible; the old policy then stays.
+        """
         try:
             return await self.client.swap(change)
-        except ExecutorError as error:  # the engine ended first
+        except ExecutorError as error:  # the engine ended before the swap
             raise Unavailable(str(error)) from None
 
     def why_unavailable(self) -> str:
-        """Return the reason that a client gets whose request is refused."""
+        """Return the reason for clients whose request is refused."""
         if self.state is SessionState.LOADING:
             return "the model is being loaded"
         if self.state is SessionState.READY:
@@ -241,17 +246,20 @@ class EngineSession:
 
     @property
     def num_open(self) -> int:
-        """Outputs taken and not ended."""
+        """Number of accepted outputs that have not ended."""
         return self.client.num_open
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Stop accepting requests."""
         self.client.refuse()
         if self.state is SessionState.READY:
             self._set_state(SessionState.DRAINING)
 
     def end_if_out_of_service(self) -> None:
-        """End with an error when policies took every replicaset out of service; for servers where they cannot be swapped."""
+        """End with an error if policies took every replicaset out of service.
+
+        For servers where policies cannot be swapped.
+        """
         if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
             return
         replicasets = self.controller.replicasets.values()
@@ -262,14 +270,16 @@ class EngineSession:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether the recording is being ended."""
+        """True while the recording is being completed."""
         return self._records_end.locked()
 
     async def close(self, stop_s: float = STOP_S) -> None:
-        """End everything that is left and the engine; returns when its thread is done, or is left behind (`is_left_behind`).
+        """End all remaining requests and the engine.
 
-        A thread that does not stop within `stop_s` gets its workers killed; then clients are answered and the recording is ended
-        without it. Workers that are not given back in time are left too.
+        Return when its thread has ended or was left behind (`is_left_behind`).
+
+        If the thread does not stop within `stop_s`, its workers are killed; then clients are answered and the recording
+        is completed without it. Workers that are not released in time are left behind too.
         """
         self.drain()
         if self._thread.ident is None or self.is_left_behind or self._abandon_load():
@@ -298,7 +308,7 @@ class EngineSession:
         return holds() or self.state is SessionState.FAILED
 
     async def _leave_thread(self) -> None:
-        """End the session without the engine's thread."""
+        """End the session without waiting for the engine's thread."""
         why = "" if self._loop is None else self._loop.blocked
         self.is_left_behind = self.is_stuck = True
         self.error = error = ExecutorError(f"engine: it does not stop{': ' if why else ''}{why}")
@@ -310,7 +320,7 @@ class EngineSession:
         self._set_state(SessionState.FAILED)
 
     def _abandon_load(self) -> bool:
-        """Close the session without waiting for a load that is under way; False when there is none."""
+        """Close the session without waiting for the engine to load; return False if it is not loading."""
         if self._is_abandoned:
             return True
         with self._load_gate:
@@ -326,7 +336,7 @@ class EngineSession:
             self._changed.set()
         return True
 
-    # The engine's side
+    # In the engine's thread
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -334,11 +344,11 @@ class EngineSession:
             if not self._load():
                 return
             error = self.client.run() or self._why_it_ended()
-        except BaseException as raised:  # on any error, every client has to get it
+        except BaseException as raised:  # whatever the error, every client must be notified
             if self._is_abandoned:
                 return
             error = raised
-        self.client.end(error)  # first: closing may have to wait for a step, and clients need not
+        self.client.end(error)  # before closing, which may have to wait for a step
         if self.is_left_behind:
             return
         self.error = error
@@ -356,14 +366,14 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _why_it_ended(self) -> VajraError | None:
-        """Return the error that the loop ended for, if it was not stopped on purpose."""
+        """Return the error that ended the loop; None if it was stopped on purpose."""
         assert self._loop is not None
         if self._loop.failed is not None:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
         return self._given_up
 
     def _load(self) -> bool:
-        """Load the engine and begin to serve; False when it is not needed any more."""
+        """Load the engine and begin to serve; return False if it is no longer needed."""
         parts = self._parts
         engine = self.client.load()
         with self._load_gate:

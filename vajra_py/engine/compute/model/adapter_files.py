@@ -1,7 +1,7 @@
-"""Check a LoRA adapter's folder as `peft` writes it, by its configuration and file header; loads no tensor library.
+"""Check a LoRA adapter's folder in the format of `peft`, by its configuration and file header; loads no tensor library.
 
 Invariants:
-    - What the engine cannot compute exactly is refused by name, whatever key of the configuration asks for it.
+    - Options that the engine cannot compute exactly are refused, and the error names the key.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ _NEUTRAL = frozenset(
         "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys that are read here, or that concern training alone; others are refused where they have a value."""
+"""Keys that are read here or matter for training only; other keys are refused if they have a value."""
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was found to be whole.
+    """A complete adapter folder.
 
     Attributes:
-        source: its name and folder.
-        rank: inner width of its matrices.
-        scale: factor of its products: alpha / rank, or with rank-stabilised LoRA alpha / sqrt(rank).
-        shapes: (outputs, inputs) of each module that it changes, by (layer, module).
+        rank: inner dimension of the adapter's matrices.
+        scale: factor of the matrices' product: alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
+        shapes: (outputs, inputs) of each module that the adapter changes, by (layer, module).
     """
 
     source: AdapterSource
@@ -52,18 +51,18 @@ class AdapterFiles:
 
     @property
     def weights_file(self) -> Path:
-        """The file of its tensors."""
+        """File of the adapter's tensors."""
         return Path(self.source.folder).expanduser() / WEIGHTS_FILE
 
 
 def tensor_name(layer: int, module: str, letter: str) -> str:
-    """Return the name of a module's matrix A or B in the file."""
+    """Return the name of a module's matrix A or B in the tensor file."""
     part = "self_attn" if MODULES.index(module) < 4 else "mlp"
     return f"base_model.model.model.layers.{layer}.{part}.{module}.lora_{letter}.weight"
 
 
 def inspect_adapter(source: AdapterSource) -> AdapterFiles:
-    """Describe an adapter's folder. Raises `ConfigError` where it is missing, broken or not supported."""
+    """Check an adapter's folder and describe it. Raises `ConfigError` if it is missing, broken or not supported."""
     folder = Path(source.folder).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -89,7 +88,7 @@ def inspect_adapter(source: AdapterSource) -> AdapterFiles:
 
 
 def _unsupported(where: str, config: Mapping[str, Any]) -> list[Problem]:
-    """Return the keys of a configuration that ask for what is not computed here."""
+    """Return a problem for each key of a configuration that the engine does not support."""
     problems = []
 
     def refuse(key: str, message: str, allowed: str) -> None:
@@ -116,7 +115,7 @@ def _unsupported(where: str, config: Mapping[str, Any]) -> list[Problem]:
 
 
 def _shapes(weights: Path, rank: int) -> dict[tuple[int, str], tuple[int, int]]:
-    """Return the (outputs, inputs) of each module in a file of tensors. Raises `ConfigError`."""
+    """Return the (outputs, inputs) of each module in a tensor file. Raises `ConfigError`."""
     where, problems = str(weights), []
     inputs: dict[tuple[int, str], int] = {}
     outputs: dict[tuple[int, str], int] = {}
@@ -144,8 +143,8 @@ def _shapes(weights: Path, rank: int) -> dict[tuple[int, str], tuple[int, int]]:
 
 
 def _check_targets(where: str, targets: Any, shapes: Mapping[tuple[int, str], tuple[int, int]]) -> None:
-    """Raise `ConfigError` where modules that the configuration names have no tensors in the layers that have some."""
-    if not isinstance(targets, list):  # a pattern: the tensors show which modules match
+    """Raise `ConfigError` if a layer with adapted modules lacks tensors of a module that the configuration names."""
+    if not isinstance(targets, list):  # a pattern; the tensors show which modules it matches
         return
     layers = {layer for layer, _ in shapes}
     named = {str(name).rpartition(".")[2] for name in targets}

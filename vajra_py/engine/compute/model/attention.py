@@ -23,14 +23,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from vajra_py.engine.compute.model.kv_groups import Metadata, Scores, write_and_attend, write_and_attend_with_lse
 
 PLAIN = "vajra_paged"
-"""Name of the attention without a mask from transformers: windows are arguments."""
+"""Name of the attention that takes windows as arguments and gets no mask from transformers."""
 MASKED = "vajra_paged_windows"
-"""Name of the attention for models that specify the window through the mask only."""
+"""Name of the attention for models that specify the window in the mask only."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """Heads, widths, and scale, window and soft cap of one attention layer."""
+    """Head counts, head widths, scale, window and soft cap of one attention layer."""
 
     layer_index: int
     num_query_heads: int
@@ -44,13 +44,13 @@ class LayerFacts:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V that one token leaves in this layer."""
+        """Number of elements of K and V that one token stores in this layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """Replacement of transformers' mask, with the window only."""
+    """Stand-in for transformers' attention mask that carries the window only."""
 
     window: int | None
     shape: tuple[int, ...] = (1, 1, 1, 1)
@@ -66,7 +66,7 @@ class PagedStep:
 
 @dataclass(slots=True)
 class Probe:
-    """Replacement of a step that collects the layers' attention parameters."""
+    """Stand-in for a step that collects the layers' attention parameters."""
 
     layers: dict[int, LayerFacts]
     problem: str | None = None
@@ -77,7 +77,7 @@ _CURRENT: ContextVar[PagedStep | Probe | None] = ContextVar("vajra_paged_step", 
 
 @contextmanager
 def under_way(step: PagedStep | Probe) -> Iterator[None]:
-    """Make this the current step of this thread's models, within the context."""
+    """Make `step` the current step of this thread's models, within the context."""
     token = _CURRENT.set(step)
     try:
         yield
@@ -104,7 +104,7 @@ def _attend(
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query [1, Hq, T, D] on the step's paged KV after writing key, value [1, Hkv, T, D]: [1, T, Hq, Dv]."""
+    """Write key and value [1, Hkv, T, D], and return attention [1, T, Hq, Dv] of query [1, Hq, T, D] over the paged KV."""
     window = asked.get("sliding_window")
     if window is None and isinstance(attention_mask, MaskSpec):
         window = attention_mask.window

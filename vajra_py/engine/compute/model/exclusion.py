@@ -1,7 +1,7 @@
 """Exclusion between loading a model and computing steps in one process.
 
-While transformers builds a model, torch's default dtype is the model's for the whole process, and its generator is seeded.
-A step of another model that computed meanwhile in another thread could make tensors of the wrong type.
+While transformers builds a model, it sets torch's default dtype for the whole process and seeds torch's generator. A
+step of another model in another thread could create tensors of the wrong dtype meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from contextlib import contextmanager
 
 
 class Exclusion:
-    """Readers-writer lock that prefers writers: many threads share it, or one holds it exclusively."""
+    """Readers-writer lock that prefers writers: many threads share it, or one thread holds it exclusively."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_sharing = 0
         self._num_exclusive = 0
-        """Number of threads that hold it exclusively or wait for that."""
+        """Number of threads that hold the lock exclusively or wait to do so."""
         self._owner: int | None = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold it shared: no other thread holds it exclusively."""
+        """Hold the lock shared with other threads."""
         me = threading.get_ident()
         with self._changed:
             if self._owner != me:
@@ -38,7 +38,7 @@ class Exclusion:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Hold it exclusively: no other thread shares it. Must not be entered within `shared`."""
+        """Hold the lock exclusively. Must not be entered within `shared`."""
         with self._changed:
             self._num_exclusive += 1
             self._changed.wait_for(lambda: self._owner is None and not self._num_sharing)
@@ -53,4 +53,4 @@ class Exclusion:
 
 
 LOADING = Exclusion()
-"""The lock of this process, since torch's default dtype and generator are per process, too."""
+"""The lock of this process: torch's default dtype and generator are per process too."""

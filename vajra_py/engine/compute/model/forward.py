@@ -23,7 +23,7 @@ class Forward(Protocol):
 
     name: str
     has_head: bool
-    """True if it computes logits; a pipeline stage with successors returns [0, vocab] instead."""
+    """True if the pass computes logits; a pipeline stage that is not the last returns [0, vocab] instead."""
 
     def __call__(
         self,
@@ -33,11 +33,11 @@ class Forward(Protocol):
         metadata: Metadata,
         caches: Caches,
     ) -> torch.Tensor:
-        """Logits [R, vocab] of the tokens at `rows` int64 [R], of token_ids and positions int64 [T]."""
+        """Return logits [R, vocab] at `rows` int64 [R], for token_ids and positions int64 [T]."""
 
 
 class TransformersForward:
-    """The model's own modules, attention replaced."""
+    """Forward pass of the model's own modules, with attention replaced."""
 
     name = "transformers"
     has_head = True
@@ -58,7 +58,7 @@ class TransformersForward:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without it, some models check for padding and packed sequences, which synchronizes host and device.
+                # Without a mask, some models check for padding and packed sequences, which synchronizes host and device.
                 attention_mask=torch.ones_like(token_ids)[None],
                 use_cache=False,
                 logits_to_keep=rows,
@@ -72,7 +72,8 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
     """Return the facts of each attention layer, found by a tiny forward pass without attention.
 
     Raises:
-        ConfigError: attention does not use the interface, or needs something that paged attention does not support.
+        ConfigError: the model does not use the attention interface, or needs a feature that paged attention does not
+        support.
     """
     probe = Probe({})
     device = next(model.parameters()).device
@@ -94,7 +95,7 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
 
 
 def unsupported(where: str, model: torch.nn.Module, reason: str) -> ConfigError:
-    """Return the error for a model that cannot be run for this reason."""
+    """Return the error for a model that cannot be run for `reason`."""
     model_type = getattr(model.config, "model_type", type(model).__name__)
     return ConfigError(
         Problem(

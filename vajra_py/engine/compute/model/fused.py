@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     StepRotation = Rotation | TableRotation
 
 KNOWN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"})
-"""Architectures with this shape of decoder; others run on transformers' modules."""
+"""Architectures with this decoder structure; others run on transformers' modules."""
 ADAPTED_TYPES = KNOWN_TYPES - {"phi3"}
-"""Architectures with modules that adapters know; Phi 3 has merged ones."""
+"""Architectures whose modules adapters can change; Phi 3 is excluded, since its modules are merged."""
 
 
 @dataclass(slots=True)
 class FusedLayer:
-    """One decoder layer's weights and facts."""
+    """Weights and attention parameters of one decoder layer."""
 
     facts: LayerFacts
     rope: Rope
@@ -75,7 +75,7 @@ class FusedLayer:
         metadata: Metadata,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Return attention's result [T, Hq * D] before its output product, of the normalised hidden states."""
+        """Return attention's result [T, Hq * D], before the output product, for normalised hidden states [T, h]."""
         facts = self.facts
         qkv = self.qkv(normed)
         scores = Scores(facts.scale, facts.window, facts.softcap)
@@ -97,7 +97,7 @@ class FusedLayer:
         return write_and_attend((query, key, value), cache, metadata, scores).view(num_tokens, -1)
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor, following: Norm) -> torch.Tensor:
-        """Return `following(hidden)` after adding attention's and the MLP's part to `hidden` [T, h], in place."""
+        """Add the results of attention and MLP to `hidden` [T, h] in place, and return `following(hidden)`."""
         mlp_input = self.shard.add_product(hidden, attended, self.output, self.after_attention, self.mlp_norm)
         if isinstance(self.mlp, ModuleMlp):
             return self.shard.add(hidden, self.mlp(mlp_input), self.after_mlp, following)
@@ -105,7 +105,7 @@ class FusedLayer:
 
 
 class FusedForward:
-    """A `Forward` of rearranged weights."""
+    """A `Forward` with rearranged weights."""
 
     name = "fused"
 
@@ -118,9 +118,9 @@ class FusedForward:
         stage: Stage | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """Move the layers' weights from `model` to `device`. `layers` are this rank's, of its pipeline stage only.
+        """Move the layers' weights from `model` to `device`.
 
-        `adapters` need a single rank.
+        `layers` are those of this rank and its pipeline stage. `adapters` need a single rank.
 
         Raises:
             AttributeError, ValueError: the model does not have the structure of its type.
@@ -151,7 +151,7 @@ class FusedForward:
         self._norm, self._head = builder.head(model, self._embedding)
 
     def set_layers(self, layers: list[LayerFacts]) -> None:
-        """Replace the layers' attention parameters (windows), for a check."""
+        """Replace the layers' attention parameters (windows), for the self-check."""
         for layer, facts in zip(self._layers, layers, strict=True):
             layer.facts = facts
 
@@ -173,7 +173,7 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        # If requests are spread over groups, keys and values of some rows only are written.
+        # If a request's KV is spread over groups, this rank writes K and V of some rows only.
         looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
@@ -184,7 +184,7 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # all rows are wanted otherwise, in order
+            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows are requested, in order
                 hidden, attended = hidden[rows], attended[rows]
                 if adapters is not None:
                     adapters.use_rows(rows)
@@ -210,7 +210,7 @@ class _Builder:
 
     @property
     def folds(self) -> bool:
-        """True if norm weights are folded into products; in half precision that would round them once more."""
+        """True if norm weights are folded into products; never in half precision, where that would add a rounding."""
         return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, index: int, layer: Any, facts: LayerFacts) -> FusedLayer:
@@ -256,9 +256,9 @@ class _Builder:
         )
 
     def head(self, model: Any, embedding: torch.Tensor) -> tuple[Norm, Product]:
-        """The last norm and the output layer."""
+        """Return the last norm and the output layer."""
         if model.lm_head.weight is model.model.embed_tokens.weight:
-            # Shared with the embedding and not rearranged, since a copy would double its memory.
+            # The weight is shared with the embedding. It is not rearranged, since a copy would double its memory.
             return self._norm(model.model.norm), Product(self.shard.vocabulary_rows(embedding), None)
         weight = self.shard.vocabulary_rows(model.lm_head.weight)
         norm, weight = self._before(model.model.norm, weight)
@@ -267,7 +267,10 @@ class _Builder:
         return norm, product
 
     def _before(self, module: Any, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
-        """The norm in front of a product, and the product's weight [outputs, inputs]."""
+        """Return the norm before a product, and the product's weight [outputs, inputs].
+
+        If norms are folded, the weight contains that of the norm.
+        """
         norm = self._norm(module)
         if not self.folds:
             return norm, weight
@@ -283,14 +286,17 @@ class _Builder:
     def _adapted(
         self, product: Product, index: int, parts: list[Part], weight: torch.Tensor, norm: Any = None
     ) -> Product:
-        """Return a product with slots for adapters, where there are some. `norm`: module whose weight may be folded into its own."""
+        """Return the product with adapter slots, if there are any.
+
+        `norm`: module whose weight is folded into `weight`, if it is.
+        """
         if self.adapters is None:
             return product
         folded = self._norm(norm).weight if norm is not None and self.folds else None
         return self.adapters.adapted(product, index, parts, weight.shape[1], folded)
 
     def _qkv(self, attention: Any, facts: LayerFacts, rope: Rope) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of W_q, W_k, W_v of this rank, one below the other, with their biases."""
+        """Return this rank's rows of W_q, W_k and W_v, concatenated, with their biases."""
         heads = (facts.num_query_heads, facts.num_kv_heads, facts.num_kv_heads)
         if hasattr(attention, "qkv_proj"):
             sizes = [count * self.shard.size * facts.key_dim for count in heads]
@@ -326,7 +332,7 @@ class _Builder:
 
 
 def _heads(facts: LayerFacts, rope: Rope) -> list[Part]:
-    """Return the modules of a layer's merged product before attention."""
+    """Return the parts of a layer's merged product before attention."""
 
     def reorder(rows: torch.Tensor) -> torch.Tensor:
         return rope.reorder(rows, facts.key_dim)

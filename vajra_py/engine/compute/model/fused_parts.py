@@ -17,19 +17,19 @@ Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Product:
-    """x @ weight.T + bias, with the weight in the fastest layout for its device."""
+    """The product x @ weight.T + bias, with the weight in the fastest layout for its device."""
 
     __slots__ = ("_bias", "_is_packed", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` [outputs, inputs] is used as it is."""
+        """Use `weight` [outputs, inputs] without a copy."""
         self._weight = weight
         self._bias = bias
         self._is_packed = False
 
     @classmethod
     def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """The product over a copy of `weight` [outputs, inputs] in oneDNN's blocked layout, where `can_pack` allows it."""
+        """Return the product over a copy of `weight` [outputs, inputs], packed for oneDNN if `can_pack` allows it."""
         product = cls(weight.contiguous(), bias)
         if can_pack(weight):
             product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)
@@ -37,7 +37,7 @@ class Product:
         return product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, outputs] of x [T, inputs]."""
+        """Return the product [T, outputs] of x [T, inputs]."""
         if self._is_packed:
             result: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
             return result
@@ -45,11 +45,11 @@ class Product:
 
     @property
     def adds_in_place(self) -> bool:
-        """True if `add_to` needs no memory for the product itself."""
+        """True if `add_to` allocates no memory for the product itself."""
         return not self._is_packed
 
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, outputs] after adding the product of x [T, inputs] in place."""
+        """Add the product of x [T, inputs] to `hidden` [T, outputs] in place, and return `hidden`."""
         if self._is_packed:
             return hidden.add_(self(x))
         if self._bias is not None:
@@ -59,11 +59,12 @@ class Product:
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 _PACKED_FOR_ROWS = 32
-"""Rows of x that the layout is chosen for: one chosen for 8 or more is equally fast for any number (measured)."""
+"""Number of rows of x that the layout is optimised for: layouts for 8 or more are equally fast for any number
+(measured)."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return True if oneDNN can compute from a packed copy of this weight on this machine."""
+    """Return True if oneDNN can use a packed copy of this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
@@ -74,10 +75,11 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Norm:
-    """Root-mean-square norm over the last dimension, times a weight unless that is folded into the next product.
+    """Root-mean-square norm over the last dimension, times a weight unless the weight is folded into the next product.
 
-    A weight of a wider dtype than its operand (Gemma's in half precision) is multiplied before rounding. On a CPU half
-    precision is converted once, computed in place in float32 and rounded once: torch's general function makes more passes.
+    A weight of a wider dtype than its input (Gemma's in half precision) is applied before rounding. On a CPU, half
+    precision is converted once, computed in place in float32 and rounded once, in fewer passes than torch's function
+    needs.
     """
 
     __slots__ = ("_eps", "_native", "_wide_weight", "eps", "is_fused", "is_wide", "weight", "width")
@@ -85,7 +87,7 @@ class Norm:
     def __init__(
         self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False, is_fused: bool = False
     ) -> None:
-        """`is_fused`: rows are normalised by `vajra_kernels.layer_ops`; requires a weight."""
+        """Create the norm; `is_fused`: `vajra_kernels.layer_ops` computes it, which requires a weight."""
         self.weight = weight
         self.eps = eps
         self.width = width
@@ -98,7 +100,10 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, is_fused: bool = False) -> Norm:
-        """Return the norm that a transformers module computes, found by running it: Gemma adds 1 to its weights."""
+        """Return the norm that a transformers module computes.
+
+        Found by running the module, since Gemma adds 1 to its weights.
+        """
         weight: torch.Tensor = module.weight.detach()
         eps = getattr(module, "variance_epsilon", None)
         if eps is None:
@@ -111,7 +116,7 @@ class Norm:
         return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32, is_fused)
 
     def after_adding(self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Norm | None) -> torch.Tensor:
-        """Hidden [T, width] normalised, after `hidden += part_norm(part)` in place."""
+        """Add `part_norm(part)` to `hidden` [T, width] in place, and return `hidden` normalised."""
         if not self.is_fused:
             return self(hidden.add_(part if part_norm is None else part_norm(part)))
         from vajra_kernels.layer_ops import add_norm
@@ -120,12 +125,12 @@ class Norm:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, float]:
-        """Weight and epsilon, of a norm with a weight."""
+        """Weight and epsilon; only for a norm with a weight."""
         assert self.weight is not None
         return self.weight, self.eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X [..., width], normalised."""
+        """Return x [..., width] normalised."""
         if self.is_fused and x.dim() == 2:
             from vajra_kernels.layer_ops import add_norm
 
@@ -139,18 +144,18 @@ class Norm:
             if self.weight.dim() == 1:
                 return functional.rms_norm(x, (self.width,), self.weight, self.eps)
             return functional.rms_norm(x, (self.width,), None, self.eps) * self.weight
-        # Fewer passes over x than the general function makes on a CPU.
+        # Makes fewer passes over x than torch's general function does on a CPU.
         x = x * self._inverse_length(x)
         return x if self.weight is None else x.mul_(self.weight)
 
     def _inverse_length(self, x: torch.Tensor) -> torch.Tensor:
-        """1 / sqrt(mean of squares + epsilon), [..., 1] of x [..., width]."""
+        """Return 1 / sqrt(mean of squares + epsilon), [..., 1], of x [..., width]."""
         length = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.addcmul(self._eps, length, length, value=1.0 / self.width).rsqrt_()
 
 
 class Rope:
-    """Rotary embedding of one kind of layer; as a complex product it is computed in float32, in place if x is float32."""
+    """Rotary embedding of one layer type. As a complex product it is computed in float32, in place if x is float32."""
 
     __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
 
@@ -162,7 +167,7 @@ class Rope:
         self.rotary_dim = tables.rotary_dim(kind)
 
     def reorder(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
-        """Rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other."""
+        """Return rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other."""
         if not self.is_complex:
             return rows
         half = self.rotary_dim // 2
@@ -172,21 +177,21 @@ class Rope:
         return rows.view(-1, dim, *rows.shape[1:])[:, order].reshape(rows.shape)
 
     def at(self, positions: torch.Tensor, num_positions: int) -> Rotation:
-        """The rotations of positions int64 [T] below `num_positions`, shaped for `apply`."""
+        """Return the rotations at positions int64 [T], all below `num_positions`, in the form that `apply` takes."""
         cos, sin, both = self._tables.get(self.kind, num_positions, self.is_complex)
         if both is not None:
             return both[positions].unsqueeze(1)
         return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
     def table(self, positions: torch.Tensor, num_positions: int) -> TableRotation:
-        """Return the same as a table, for a kernel that indexes it by position."""
+        """Return the rotations as a table, for a kernel that indexes it by position."""
         from vajra_kernels.operands import Rotation as TableRotation
 
         cos, sin, _ = self._tables.get(self.kind, num_positions, False)
         return TableRotation(cos, sin, positions)
 
     def apply(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """X [T, heads, dim], rotated."""
+        """Return x [T, heads, dim] rotated."""
         if isinstance(rotation, torch.Tensor):
             wide = x.float()
             pairs = wide[..., : self.rotary_dim].view(*x.shape[:2], self.rotary_dim // 2, 2)
@@ -201,7 +206,7 @@ class Rope:
 
 
 class RopeTables:
-    """Rotations by position, from the model's own module, computed once and extended for longer sequences."""
+    """Rotations by position, computed once by the model's own module and extended for longer sequences."""
 
     __slots__ = ("_dtype", "_module", "_ropes", "_tables", "_takes_kind")
 
@@ -213,7 +218,7 @@ class RopeTables:
         self._ropes: dict[str | None, Rope] = {}
 
     def rope(self, kind: str | None, dim: int, is_complex: bool) -> Rope:
-        """The rotary embedding of layers of this kind."""
+        """Return the rotary embedding of layers of this type."""
         kind = kind if self._takes_kind else None
         if kind not in self._ropes:
             self._ropes[kind] = Rope(self, kind, dim, is_complex)
@@ -226,7 +231,10 @@ class RopeTables:
     def get(
         self, kind: str | None, num_positions: int, is_complex: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(cos, sin, both as complex numbers) [positions, rotary_dim / 2] for at least `num_positions` positions."""
+        """Return cos, sin, and both as complex numbers, for `num_positions` positions or more.
+
+        Each is [positions, rotary_dim / 2].
+        """
         found = self._tables.get(kind)
         if found is not None and found[0].shape[0] >= num_positions and (found[2] is not None or not is_complex):
             return found
@@ -243,31 +251,31 @@ class RopeTables:
 
 @dataclass(slots=True)
 class Mlp:
-    """down(act(gate(x)) * up(x)), without the last product."""
+    """MLP down(act(gate(x)) * up(x)); the caller applies `down`."""
 
     gate_up: Product
     down: Product
     act: Activation
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, inner] of x [T, h]."""
+        """Return act(gate(x)) * up(x), [T, inner], of x [T, h]."""
         return self.act(self.gate_up(x))
 
 
 class Activation:
-    """act(gate) * up, with gate and up in one row."""
+    """Gated activation act(gate) * up, with gate and up concatenated in one row."""
 
     __slots__ = ("_function", "_kind")
 
     def __init__(self, module: Any, is_fused: bool) -> None:
-        """`is_fused`: `vajra_kernels.layer_ops` computes it, if it supports the function."""
+        """Create the activation; `is_fused`: `vajra_kernels.layer_ops` computes it if it supports the function."""
         name = type(module).__name__
         kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
         self._kind = kind if is_fused else None
         self._function: Callable[[torch.Tensor], torch.Tensor] = module
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, inner] of gate_up [T, 2 * inner]."""
+        """Return act(gate) * up, [T, inner], of gate_up [T, 2 * inner]."""
         if self._kind is not None:
             from vajra_kernels.layer_ops import gated_activation
 
@@ -278,12 +286,12 @@ class Activation:
 
 @dataclass(slots=True)
 class ModuleMlp:
-    """A mixture of experts: transformers' module."""
+    """Mixture of experts, computed by transformers' module."""
 
     module: Any
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, h] of x [T, h]."""
+        """Return the module's output [T, h] for x [T, h]."""
         out = self.module(x[None])
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result[0]

@@ -1,7 +1,7 @@
 """Check a model directory by its file headers, before any tensor library is loaded.
 
 Invariants:
-    - Every problem is one line that names the file.
+    - Every problem is reported in one line that names the file.
     - A model's own code is never run.
 """
 
@@ -25,11 +25,11 @@ class ModelFiles:
     """Files of a model directory.
 
     Attributes:
-        directory: the directory.
+        directory: path of the directory.
         model_type: transformers' name of the architecture.
-        config: config.json as it is.
-        weight_files: safetensors files, in name order; none when weights are to be random.
-        num_elements: of all tensors in them.
+        config: parsed content of config.json.
+        weight_files: safetensors files, sorted by name; empty with random weights.
+        num_elements: number of elements of all tensors in the weight files.
     """
 
     directory: Path
@@ -40,10 +40,10 @@ class ModelFiles:
 
 
 def inspect_model(directory: str | Path, random_weights: bool = False) -> ModelFiles:
-    """Describe a model directory.
+    """Check a model directory and describe it.
 
     Raises:
-        ConfigError: it is missing, incomplete or corrupt.
+        ConfigError: the directory is missing, incomplete or corrupt.
     """
     folder = Path(directory).expanduser()
     config = read_model_config(folder)
@@ -56,7 +56,7 @@ def inspect_model(directory: str | Path, random_weights: bool = False) -> ModelF
 
 
 def free_host_bytes() -> int:
-    """Available memory of this machine in bytes (within a container's limit)."""
+    """Return the available memory of this machine in bytes (within a container's limit)."""
     candidates = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -75,13 +75,13 @@ def free_host_bytes() -> int:
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a number of bytes with a binary unit: 1536 -> '1.5 KiB'."""
     unit = min(4, int(math.log(max(num_bytes, 1), 1024)))
     return f"{num_bytes / 1024**unit:.{0 if unit == 0 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def read_model_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of a model directory. Raises `ConfigError`."""
+    """Return the parsed config.json of a model directory. Raises `ConfigError`."""
     folder = Path(directory).expanduser()
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "there is no such directory"
@@ -101,7 +101,7 @@ def read_model_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _refuse_quantized(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a checkpoint of quantized weights, since this engine has no quantized products."""
+    """Raise `ConfigError` for quantized weights, which this engine does not support."""
     for name in ("quantization_config", "compression_config"):
         quantization = config.get(name)
         if quantization is not None:
@@ -136,12 +136,15 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _count_elements(file: Path) -> int:
-    """Elements of all tensors of a safetensors file."""
+    """Return the number of elements of all tensors of a safetensors file."""
     return sum(map(math.prod, read_tensor_shapes(file).values()))
 
 
 def read_tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a safetensors file's tensors by name, after checking that its header and its size agree. Raises `ConfigError`."""
+    """Return the tensor shapes of a safetensors file by name.
+
+    Raises `ConfigError` if its header does not match its size.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -1,12 +1,13 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
-Every group that holds some of a request's KV computes its tokens and attends over its own part; in each layer these groups
-exchange their results with the log-sum-exps of the scores, and each merges all of them (Medha, arXiv 2409.17264,
+Every group that holds some of a request's KV computes its tokens and attends over its own part. In each layer these
+groups exchange their results with the log-sum-exps of the scores, and each group merges them all (Medha, arXiv
+2409.17264,
 section 4). Attention of requests within one group is unchanged, and groups without a common request exchange nothing.
 
 Invariants:
-    - K and V of new tokens are written only by the group that holds a request's newest tokens.
-    - All groups merge a request's parts in the same order, that of the groups' numbers.
+    - K and V of new tokens are written only by the group that holds the request's newest tokens.
+    - All groups merge a request's parts in the same order, by group number.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ from vajra_kernels import AttentionMetadata, merge_partials, paged_attention, wr
 
 
 class GroupLinks:
-    """One rank's group, and the ranks of the other groups that have the same layers."""
+    """A rank's KV-parallel group, and the ranks in other groups that have the same layers."""
 
     __slots__ = ("_parallel", "group_tokens", "own", "ranks")
 
     def __init__(
         self, own: int, group_tokens: int, ranks: Sequence[int], parallel: distributed.ProcessGroup | None = None
     ) -> None:
-        """`ranks` by group, this one's included; `parallel` is the process group of all of them."""
+        """Create the links.
+
+        `ranks` are listed by group, including this one; `parallel` is the process group of all of them.
+        """
         self.own = own
         self.group_tokens = group_tokens
         self.ranks = ranks
         self._parallel = parallel
 
     def wait_for_all(self) -> None:
-        """Return when the same rank of every group has called this."""
+        """Block until the corresponding rank of every group has called this."""
         distributed.barrier(self._parallel)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Rows that another group computes too.
+    """Rows that this group and one other group both compute.
 
     Attributes:
-        group: its number.
-        rank: of it, to exchange with.
-        rows: int64 [S], rows of the flattened batch, in the same order on both sides.
-        places: int64 [S], their indices among all shared rows.
+        group: number of the other group.
+        rank: rank of the other group to exchange with.
+        rows: indices of the rows in the flattened batch, int64 [S], in the same order on both sides.
+        places: indices of these rows among all shared rows, int64 [S].
     """
 
     group: int
@@ -58,17 +62,17 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class SplitMetadata:
-    """A step's batch in which some requests' KV is spread over groups.
+    """A step's batch with requests whose KV is spread over groups.
 
-    Rows of requests whose newest tokens are held here come first, then those of which an earlier part is.
+    Rows whose newest KV is held by this group come first, then rows for which it holds an earlier part only.
 
     Attributes:
-        newest: the former, with the lengths of the part held here; None without any.
-        earlier: the latter, whose queries see all of that part; None without any.
-        shared: int64 [S], rows that other groups compute too.
-        exchanges: with each of those groups, by number.
-        own_place: number of them with a smaller number than this group.
-        max_kv_len: the longest sequence, all parts together.
+        newest: metadata of the first kind of rows, with the KV lengths of the part held here; None without any.
+        earlier: metadata of the second kind of rows, whose queries see all of that part; None without any.
+        shared: indices of the rows that other groups compute too, int64 [S].
+        exchanges: one exchange with each of those groups, sorted by group number.
+        own_place: number of those groups whose number is smaller than this group's.
+        max_kv_len: KV length of the longest sequence, over all its parts.
     """
 
     newest: AttentionMetadata | None
@@ -79,7 +83,7 @@ class SplitMetadata:
     max_kv_len: int
 
     def merged(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Replace the shared rows of out [T, Hq, D] and lse [T, Hq] by attention over all parts."""
+        """Replace the shared rows of out [T, Hq, D] and lse [T, Hq] with attention over all parts."""
         width = out.shape[2]
         packed = torch.cat((out.float(), lse.unsqueeze(-1)), -1)
         count = len(self.exchanges) + 1
@@ -120,7 +124,10 @@ def write_and_attend(
     metadata: Metadata,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write a step's K and V, then attend: [T, Hq, Dv] of rows (query [T, Hq, D], key and value [T, Hkv, D])."""
+    """Write a step's K and V, then return attention [T, Hq, Dv].
+
+    `rows`: query [T, Hq, D], key and value [T, Hkv, D].
+    """
     if isinstance(metadata, SplitMetadata):
         return write_and_attend_with_lse(rows, cache, metadata, scores)[0]
     query, key, value = rows
@@ -131,7 +138,7 @@ def write_and_attend(
 def attend(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> torch.Tensor:
-    """Attention [T, Hq, Dv] of query [T, Hq, D], when the step's K and V are written."""
+    """Return attention [T, Hq, Dv] of query [T, Hq, D]; the step's K and V must be written already."""
     return paged_attention(query, *cache, metadata, scale=scores.scale, window=scores.window, softcap=scores.softcap)
 
 
@@ -141,7 +148,7 @@ def write_and_attend_with_lse(
     metadata: Metadata,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the scores' log-sum-exps, float32 [T, Hq]."""
+    """Do the same as `write_and_attend`; also return the log-sum-exps of the scores, float32 [T, Hq]."""
     query, key, value = rows
     split = metadata if isinstance(metadata, SplitMetadata) else None
     newest = metadata if isinstance(metadata, AttentionMetadata) else metadata.newest
@@ -164,7 +171,7 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Windows are irrelevant for earlier parts: models with one shorter than the longest sequence are refused.
+    # Windows do not matter for earlier parts: models with a window shorter than the longest sequence are refused.
     window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True

@@ -1,8 +1,8 @@
-"""KV tensors on the device and the host memory that they are swapped to.
+"""KV tensors on the device, and host memory for swapped-out blocks.
 
 Invariants:
     - All layers use the same block ids; block b of every layer moves together.
-    - A copy happens before all work submitted after it, but for those made beside (`copy_beside`).
+    - A copy is ordered before all work submitted after it, except copies by `copy_beside`.
 """
 
 from __future__ import annotations

@@ -32,15 +32,15 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, in evaluation mode, with paged attention set.
+    """A model on its device, in evaluation mode, with paged attention registered.
 
     Attributes:
         model: transformers' module.
-        config: its text configuration.
-        where: the directory, for messages.
-        device: of its weights.
-        dtype: of weights and computation.
-        max_model_len: longest sequence that it will run.
+        config: text configuration of the model.
+        where: model directory, for messages.
+        device: device of the weights.
+        dtype: dtype of weights and computation.
+        max_model_len: length of the longest sequence in tokens.
     """
 
     model: torch.nn.Module
@@ -52,10 +52,10 @@ class LoadedModel:
 
 
 def load_model(options: RunnerOptions, tp_plan: str | None = None) -> LoadedModel:
-    """Load the model that `options` names. Steps of this process wait meanwhile.
+    """Load the model that `options` names. Steps of other models in this process wait meanwhile.
 
     Raises:
-        ConfigError: one line per problem.
+        ConfigError: the model cannot be loaded; one line per problem.
     """
     with LOADING.exclusively():
         return _load_model(options, tp_plan)
@@ -78,7 +78,7 @@ def _load_model(options: RunnerOptions, tp_plan: str | None) -> LoadedModel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings; relevant problems are checked and raised."""
+    """Silence transformers' progress bars and warnings; the problems that matter are checked and raised elsewhere."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -93,10 +93,10 @@ def quiet() -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name.
+    """Return the device with this name.
 
     Raises:
-        ConfigError: no such device here.
+        ConfigError: this machine has no such device.
     """
     kind, _, index = name.partition(":")
     allowed = "Allowed: cpu, cuda, cuda:N"
@@ -152,11 +152,12 @@ def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def _choose_length(asked: int | None, config: Any, where: str) -> int:
-    """Return the longest sequence: the requested length, within the model's positions."""
+    """Return the length of the longest sequence: the requested length if the model's positions allow it, else raise."""
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     if kinds & {"dynamic", "longrope"}:
-        # These stretch all of a batch's positions by its longest sequence: exact for ragged batches only below the switch.
+        # These models rescale all of a batch's positions by its longest sequence: exact for ragged batches only below
+        # the switch.
         original = getattr(config, "original_max_position_embeddings", None)
         longest = min(longest, int(original or longest))
     if asked is not None and not 1 <= asked <= longest:

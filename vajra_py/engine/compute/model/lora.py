@@ -1,12 +1,13 @@
-"""LoRA adapters in a fused forward pass: several in one batch, each in a slot (Hu et al. 2021).
+"""LoRA adapters (Hu et al. 2021) in a fused forward pass: several adapters in one batch, each in its slot.
 
-A row of adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so that a step makes two small products for each
-adapter and merged product, whatever the number of requests.
+A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so a step makes two small
+products per adapter and merged product, whatever the number of requests.
 
 Invariants:
-    - Rows of the base model, and steps without adapters, are computed as without this module.
-    - What a product folds into its weight (a norm's weight, an order of rows) is folded into the matrices when they are read.
-    - A slot's memory is set aside at the start, for the largest rank; a load copies into it.
+    - Rows of the base model, and steps without adapters, are computed exactly as without this module.
+    - Transformations of a product's weight (a folded norm weight, reordered rows) are applied to A and B when they are
+    read.
+    - Memory of the slots is allocated at start-up, for the largest rank; a load copies into it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from vajra_py.engine.compute.model.fused_parts import Product
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
-"""A [rank, inputs] and B [outputs, rank] of a module, the scale multiplied into B."""
+"""Matrices A [rank, inputs] and B [outputs, rank] of a module, with the scale folded into B."""
 RowGroups = list[tuple[int, torch.Tensor | None]]
-"""(slot, its rows of the flattened batch; None: all) of each adapter of a step."""
+"""For each adapter of a step: its slot, and its rows of the flattened batch (None: all rows)."""
 _NO_ADAPTER = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module among those that a product merges.
+    """One of the modules that a product merges.
 
     Attributes:
-        reorder: order in which the product has the rows of the module's weight; None: as they are.
+        module: name of the module.
+        num_outputs: number of its rows in the product's weight.
+        reorder: function that brings rows of the module's weight into the product's order; None: the same order.
     """
 
     module: str
@@ -46,18 +49,21 @@ class Part:
 
 @dataclass(slots=True)
 class StepRows:
-    """Groups of the rows that a forward pass computes, shared by all products."""
+    """Groups of the rows that the current forward pass computes, shared by all products."""
 
     groups: RowGroups = field(default_factory=list)
 
 
 class AdaptedProduct(Product):
-    """A product of one or several modules, plus the adapters' terms for its rows."""
+    """A product of one or more modules, plus the adapters' terms for its rows."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
     def __init__(self, product: Product, parts: Sequence[slice], sizes: tuple[int, int, int], rows: StepRows) -> None:
-        """`parts`: columns of the result of each module that is adapted; `sizes`: slots, largest rank, inputs."""
+        """Create it.
+
+        `parts`: columns of the result that belong to each adapted module; `sizes`: slots, largest rank, inputs.
+        """
         self._weight, self._bias, self._is_packed = product._weight, product._bias, product._is_packed
         num_slots, rank, inputs = sizes
         self._parts = list(parts)
@@ -71,7 +77,7 @@ class AdaptedProduct(Product):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the slots."""
+        """Bytes of memory of the slots."""
         return sum(one.numel() * one.element_size() for one in (self._first, *self._second))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,12 +90,12 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        if self.adds_in_place and self._rows.groups:  # otherwise the call has applied it
+        if self.adds_in_place and self._rows.groups:  # otherwise `__call__` has added the terms
             self._add(hidden, x)
         return hidden
 
     def put(self, slot: int, matrices: Sequence[Matrices | None]) -> None:
-        """Copy each part's matrices into a slot; None: the adapter leaves the module as it is."""
+        """Copy each part's matrices into a slot; None: the adapter does not change the module."""
         for index, pair in enumerate(matrices):
             first = self._first[slot, index * self._rank : (index + 1) * self._rank]
             second = self._second[index][slot]
@@ -112,14 +118,14 @@ class AdaptedProduct(Product):
 
 @dataclass(slots=True)
 class _Adapted:
-    """A product with its modules, and each adapter's matrices for it by name."""
+    """An adapted product, and each adapter's matrices for its modules, by adapter name."""
 
     product: AdaptedProduct
     matrices: dict[str, list[Matrices | None]]
 
 
 class AdapterSlots:
-    """The adapters of one worker: their weights, what its slots hold, and which rows of a step use which."""
+    """The adapters of one worker: their weights, the content of its slots, and the rows of a step that use each slot."""
 
     def __init__(self, options: RunnerOptions) -> None:
         """Read the adapters' folders. Raises `ConfigError`."""
@@ -129,12 +135,12 @@ class AdapterSlots:
         self._rows = StepRows()
         self._products: list[_Adapted] = []
         self._left = {(name, *key): None for name, one in self._files.items() for key in one.shapes}
-        """Modules of adapters that no product has taken: (adapter, layer, module)."""
+        """Adapted modules that no product has taken yet: (adapter, layer, module)."""
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self._slot_of: npt.NDArray[np.int64] = np.full(len(self._files) + 1, _NO_ADAPTER)
-        """The slot that holds each adapter; the last one stands for the base model."""
+        """Slot that holds each adapter; the last entry is for the base model."""
         self._adapter_of: npt.NDArray[np.int64] = np.full(options.max_requests, _NO_ADAPTER)
-        """Number of the adapter of a request, by the request's slot in the worker."""
+        """Number of the request's adapter, by the request's slot in the worker."""
         self._step: npt.NDArray[np.int64] | None = None
 
     # While the forward pass is built
@@ -142,9 +148,10 @@ class AdapterSlots:
     def adapted(
         self, product: Product, layer: int, parts: Sequence[Part], inputs: int, folded: torch.Tensor | None
     ) -> Product:
-        """Return a product with slots, if some adapter changes a module of it. `folded`: factor of its inputs that its weight has.
+        """Return a product with adapter slots if some adapter changes one of its modules, else `product`.
 
-        Raises `ConfigError` where an adapter's matrices are not of the module's shape.
+        `folded`: factor of the inputs that is folded into the product's weight. Raises `ConfigError` if the shape of an
+        adapter's matrices differs from the module's.
         """
         known = [(part, columns) for part, columns in _columns(parts) if self._is_changed(layer, part.module)]
         if not known:
@@ -188,13 +195,13 @@ class AdapterSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all slots."""
+        """Bytes of memory of all slots."""
         return sum(one.product.num_bytes for one in self._products)
 
-    # Between and in steps
+    # Between steps and during steps
 
     def load(self, name: str, slot: int) -> None:
-        """Copy an adapter's weights into a slot, in place of what it held. Raises `ExecutorError`."""
+        """Copy an adapter's weights into a slot, replacing its content. Raises `ExecutorError`."""
         number = self._numbers.get(name)
         if number is None or not 0 <= slot < self._num_slots:
             raise ExecutorError(f"adapter {name!r}: cannot be loaded into slot {slot} of {self._num_slots}.")
@@ -204,13 +211,16 @@ class AdapterSlots:
         self._slot_of[number] = slot
 
     def note(self, request_slot: int, name: str) -> None:
-        """Remember which adapter a new request has; empty: the base model. Raises `ValueError` for an unknown one."""
+        """Store the adapter of a new request; empty: the base model. Raises `ValueError` for an unknown adapter."""
         if name and name not in self._numbers:
             raise ValueError(f"there is no adapter {name!r}")
         self._adapter_of[request_slot] = self._numbers[name] if name else _NO_ADAPTER
 
     def begin(self, request_slots: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]) -> None:
-        """Take the sequences of the step that is computed next. Raises `ExecutorError` if one's adapter is in no slot."""
+        """Store the sequences of the step to compute next.
+
+        Raises `ExecutorError` if an adapter of theirs is not loaded.
+        """
         adapters = self._adapter_of[request_slots]
         slots = self._slot_of[adapters]
         lacking = np.flatnonzero((slots == _NO_ADAPTER) & (adapters != _NO_ADAPTER))
@@ -219,23 +229,23 @@ class AdapterSlots:
         self._step = np.repeat(slots, query_lens) if (slots != _NO_ADAPTER).any() else None
 
     def use_all_rows(self) -> None:
-        """Begin a forward pass over all rows of the step."""
+        """Start a forward pass over all rows of the step."""
         self._rows.groups = [] if self._step is None else _grouped(self._step)
 
     def use_rows(self, rows: torch.Tensor) -> None:
-        """Compute only these rows of the step from here on."""
+        """Restrict the rest of the forward pass to these rows of the step."""
         if self._step is not None:
             self._rows.groups = _grouped(self._step[rows.cpu().numpy()])
 
 
 def _columns(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
-    """Return the modules of a product with their columns of its result."""
+    """Return the modules of a product with their columns of the result."""
     ends = np.cumsum([part.num_outputs for part in parts]).tolist()
     return [(part, slice(end - part.num_outputs, end)) for part, end in zip(parts, ends, strict=True)]
 
 
 def _grouped(slots: npt.NDArray[np.int64]) -> RowGroups:
-    """Return the rows of each slot."""
+    """Return the rows of each slot that has any."""
     groups: RowGroups = []
     for slot in np.unique(slots[slots != _NO_ADAPTER]).tolist():
         rows = np.flatnonzero(slots == slot)

@@ -1,8 +1,8 @@
-"""Preparing a loaded model for its first step: probing its layers, choosing a forward pass, checking it.
+"""Prepare a loaded model for its first step: probe its layers, choose a forward pass, check it.
 
 Invariants:
-    - With the self-check on (the default), every forward pass is compared with transformers' own before use, on the same
-      weights.
+    - With the self-check (the default), every forward pass is compared with transformers' own, on the same weights,
+    before use.
     - Without it, transformers' modules run with the attention that reads windows from the mask.
 """
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that can run steps: its forward pass, the attention parameters of this rank's layers, and facts."""
+    """A model that can run steps: its forward pass, the attention parameters of this rank's layers, and model facts."""
 
     forward: Forward
     layers: list[LayerFacts]
@@ -45,20 +45,20 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
     """Load and check a model.
 
     Raises:
-        ConfigError: see `load_runner`.
+        ConfigError: as for `load_runner`.
     """
     device = find_device(options.device)
-    # If ranks divide the layers, each takes its part from the host: no device ever holds the whole model.
+    # If ranks divide the layers, each loads its part from the host: no device ever holds the whole model.
     divided = replace(options, device="cpu", dtype=_dtype_name(options))
     loaded = load_model(divided if ranks.divides_layers else options)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)
-    # The fused pass took the weights away: without it, they are read again.
+    # The fused pass moved the weights out of the model: without it, they must be read again.
     return prepared or prepare(replace(options, fused=False), ranks)
 
 
 def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device: torch.device) -> PreparedModel | None:
-    """Return the model with its forward pass; None if it has to be loaded again without the fused one."""
+    """Return the model with its forward pass; None if it must be loaded again without the fused one."""
     where = f"model {loaded.where}"
     layers = probe_layers(loaded.model, where)
     counts = _count(loaded.model)
@@ -92,7 +92,7 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
 
 
 def _adapters(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, where: str) -> AdapterSlots:
-    """Read the adapters. Raises `ConfigError` where they cannot be computed."""
+    """Read the adapters. Raises `ConfigError` if the engine cannot compute them."""
     if not options.fused or loaded.config.model_type not in ADAPTED_TYPES:
         known = ", ".join(sorted(ADAPTED_TYPES))
         raise unsupported(where, loaded.model, f"adapters need the fused forward pass of one of these types: {known}")
@@ -122,7 +122,10 @@ def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks
 
 
 def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: int, where: str) -> None:
-    """Refuse windows with KV parallelism: one could end within an earlier group's part, of which kernels attend all."""
+    """Raise `ConfigError` for windows with KV parallelism.
+
+    A window could end inside an earlier group's part, which kernels attend over in full.
+    """
     for layer in layers:
         if layer.window is not None and group_tokens < loaded.max_model_len and layer.window < loaded.max_model_len:
             reason = (
@@ -132,7 +135,7 @@ def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: 
 
 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
-    """Return the layers' facts after transformers' modules with paged attention passed the self-check."""
+    """Check transformers' modules with paged attention, and return the facts of the layers as checked."""
     model: Any = loaded.model
     check = SelfCheck(loaded, layers)
     difference = check.difference(TransformersForward(model), check.layers, loaded.device)
@@ -151,7 +154,10 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
-    """Return the layers' facts with the attention that reads masks: some models specify their window in the mask only."""
+    """Return the layers' facts after selecting the attention that reads masks.
+
+    Some models specify their window in the mask only.
+    """
     model.set_attn_implementation(MASKED)
     return probe_layers(model, where)
 
@@ -164,7 +170,7 @@ def _fuse(
     device: torch.device,
     adapters: AdapterSlots | None = None,
 ) -> tuple[Forward | None, str | None]:
-    """(the fused forward pass, None), or (None, description of its fault)."""
+    """Return (fused forward pass, None), or (None, description of its fault)."""
     check = SelfCheck(loaded, layers) if checks else None
     local = ranks.own_layers(layers)
     try:
@@ -183,7 +189,7 @@ def _fuse(
 
 
 def _count(model: torch.nn.Module) -> tuple[int, int]:
-    """(parameters, their bytes)."""
+    """Return the number of parameters and their bytes."""
     parameters = list(model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return sum(parameter.numel() for parameter in parameters), num_bytes

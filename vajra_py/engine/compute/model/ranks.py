@@ -1,11 +1,12 @@
 """The ranks that compute one replica together, and each rank's part of a step.
 
-A replica has KV-parallel groups, each group pipeline stages, each stage tensor-parallel ranks. Every rank receives the same
-steps in the same order and computes its part of each: a stage its layers, a group the requests whose KV it holds.
+A replica consists of KV-parallel groups, each group of pipeline stages, each stage of tensor-parallel ranks. Every rank
+receives the same steps in the same order and computes its part: a stage its layers, a group the requests whose KV it
+holds.
 
 Invariants:
-    - Ranks that exchange tensors derive shapes and order from the step; these are not sent.
-    - Only the last stage samples, and of a request's groups only the one that holds its newest tokens.
+    - Ranks derive the shapes and order of the tensors they exchange from the step; neither is sent.
+    - Only the last stage samples, and of a request's groups only the group that holds its newest tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vajra_py.errors import ConfigError, ExecutorError, Problem
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank's place, and its connections to the others."""
+    """One rank's position in its replica, and its connections to the other ranks."""
 
     shard: Shard = field(default_factory=Shard)
     stage: Stage = field(default_factory=Stage)
@@ -39,16 +40,16 @@ class Ranks:
 
     @property
     def divides_layers(self) -> bool:
-        """True if this rank holds a part of the model only."""
+        """True if this rank holds only a part of the model."""
         return self.shard.size > 1 or self.stage.count > 1
 
     def own_layers(self, layers: Sequence[LayerFacts]) -> list[LayerFacts]:
-        """Return the facts of this rank's part of its layers, numbered from 0."""
+        """Return the facts of this rank's layers, numbered from 0."""
         own = [layers[index] for index in self.stage.layers(len(layers))]
         return [replace(self.shard.layer(one), layer_index=index) for index, one in enumerate(own)]
 
     def part(self, step: StepInput) -> StepInput:
-        """Return this rank's part of a step; its chunks sample only if their tokens are sampled on this rank."""
+        """Return this rank's part of a step; its chunks sample only if this rank samples their tokens."""
         groups = self.groups
         if groups is None and self.stage.is_last:
             return step
@@ -67,10 +68,10 @@ class Ranks:
 
 
 def join_ranks(options: RunnerOptions) -> Ranks:
-    """Connect to the other ranks, if any, and return this rank's place.
+    """Connect to the other ranks, if any, and return this rank's position.
 
     Raises:
-        ConfigError: no rendezvous, or the ranks do not meet.
+        ConfigError: the rendezvous is missing, or the ranks cannot connect.
     """
     rank, size = options.rank, options.num_ranks
     if size == 1:
@@ -107,7 +108,9 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """(the ranks that share this one's layers, the same layers' ranks of every KV-parallel group), where there are several.
+    """Return this rank's process groups: for sharing its layers, and for its counterparts in all KV groups.
+
+    An entry is None if the group would have a single rank.
 
     Every rank creates every group, in the same order, as torch requires.
     """
@@ -129,13 +132,13 @@ def _own_groups(
 
 
 def leave_ranks() -> None:
-    """Leave the replica's ranks, if they have met."""
+    """Leave the replica's process groups, if this rank has joined any."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def swap_file(options: RunnerOptions) -> str:
-    """Return the file in which ranks of the same layers, over all KV-parallel groups, keep swapped-out KV blocks.
+    """Return the file of swapped-out KV blocks that the ranks of the same layers share, over all KV-parallel groups.
 
     Raises:
         ExecutorError: the rendezvous is a network address, so that the ranks may not share a file system.

@@ -1,13 +1,13 @@
-"""Experts that a model's routers choose in one forward pass, chosen again in another.
+"""Repeat the expert choices of a model's routers from one forward pass in another.
 
-In 16 bits two correct ways of computing the same hidden states differ by roundings. Where a router scores two experts almost
-equally, that is enough to choose the other one, and logits from there on differ by tenths of a standard deviation. With equal
-choices they differ by roundings alone. Positions with such choices cannot be left out instead: a model with many layers of
-many experts would have no others.
+In 16 bits, two correct ways to compute the same hidden states differ by roundings. Where a router scores two experts
+almost equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a
+standard deviation. With equal choices only roundings remain. Leaving such positions out of a comparison is no
+alternative: in a model with many layers of many experts, nearly every position has one.
 
 Invariants:
-    - Only the choice is taken over: scores, and with them the weights of the experts, are those of the pass itself.
-    - A router is known by its module, so that a pass may have some of the layers only (pipeline stages).
+    - Only the choice is repeated: the scores, and thus the experts' weights, are those of the current pass.
+    - Routers are identified by their modules, so a pass may cover some of the layers only (pipeline stages).
     - Other threads' models are not touched, and hooks are removed when a pass ends.
 """
 
@@ -22,19 +22,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _Call = tuple[torch.nn.Module, int, int]
-"""A call of `torch.topk` in a pass: the module that was entered last, the number of its calls before, that of experts."""
+"""A call of `torch.topk` in a pass: the last module entered, the number of calls in it before, the number of
+experts."""
 
 
 class Routing:
-    """Every router's choices, as `torch.topk` of each token's scores returns them."""
+    """Choices of every router: the indices that `torch.topk` of each token's scores returned."""
 
     def __init__(self) -> None:
         self._chosen: dict[_Call, torch.Tensor] = {}
-        """Indices of experts, int64 [tokens, k]."""
+        """Chosen experts, int64 [tokens, k], by call."""
 
     @contextmanager
     def recorded(self, model: torch.nn.Module, num_tokens: int) -> Iterator[None]:
-        """Record the choices of a pass of `model` over this number of tokens."""
+        """Record the choices of a pass of `model` over `num_tokens` tokens."""
 
         def keep(call: _Call, scores: torch.Tensor, found: Any) -> Any:
             if found.indices.shape[:-1] == scores.shape[:-1] and scores[..., 0].numel() == num_tokens:
@@ -46,7 +47,10 @@ class Routing:
 
     @contextmanager
     def repeated(self, tokens: torch.Tensor) -> Iterator[None]:
-        """Make a pass over some of the tokens, `tokens` int64 [T] of the recorded ones, choose the same."""
+        """Make a pass repeat the recorded choices.
+
+        `tokens` int64 [T] are the recorded tokens that the pass computes.
+        """
 
         def choose(call: _Call, scores: torch.Tensor, found: Any) -> Any:
             chosen = self._chosen.get(call)
@@ -61,7 +65,7 @@ class Routing:
 
 @contextmanager
 def _observed(modules: Iterable[torch.nn.Module], replace: Callable[[_Call, torch.Tensor, Any], Any]) -> Iterator[None]:
-    """Let `replace` change what `torch.topk` returns after one of `modules` was entered: called with the call, scores, result."""
+    """Replace results of `torch.topk` inside `modules` with `replace(call, scores, result)`."""
     observer = _Observer(replace)
     with ExitStack() as stack:
         for module in modules:

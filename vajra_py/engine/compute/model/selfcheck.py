@@ -1,14 +1,15 @@
 """Check that a model with paged attention computes what transformers computes.
 
-Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one forward
-pass over all of them under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences
-reach past them. Weights are read once for the reference and once for each of the four steps. In a mixture of experts every
-token goes to the experts that the reference chose for it, whose weights are each pass's own (see `routing`).
+Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one
+forward pass over all of them with transformers' plain attention. Windows are narrowed meanwhile, so that even short
+sequences exceed them. Weights are read once for the reference and once for each of the four steps. In a mixture of
+experts every token goes to the experts that the reference chose for it, with expert weights computed by the pass under
+test (see `routing`).
 
 Invariants:
-    - The model is restored afterwards, also after an error.
+    - The model is restored afterwards, even after an error.
     - The comparison covers every layer and every position, and the window of every layer that has one.
-    - Differences are of what is computed: routers that choose another of two experts with nearly equal scores make none.
+    - Routers that choose differently between two experts with nearly equal scores cause no reported difference.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _WINDOW = 6
 _LENGTHS = (11, 19, 5)
 _BLOCK = 4
 _STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
-"""Tokens of each sequence that each step computes: they add up to `_LENGTHS`."""
+"""Tokens of each sequence that each step computes; they add up to `_LENGTHS`."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Largest difference, in standard deviations of the logits."""
+"""Largest allowed difference, in standard deviations of the logits."""
 _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
 
 
 class SelfCheck:
-    """Output of transformers' own forward pass, the reference of the self-check."""
+    """Comparison with the output of transformers' own forward pass."""
 
     def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
-        """`layers` are the unmodified model's."""
+        """Compute the reference; `layers` are those of the unmodified model."""
         self._loaded = loaded
         self._routing = Routing()
         with _narrowed(loaded) as has_windows:
@@ -53,7 +54,7 @@ class SelfCheck:
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
     def difference(self, forward: Forward, layers: list[LayerFacts], device: torch.device) -> str | None:
-        """Return a description of how `forward` differs from the reference, or None. `layers` are the rank's, with narrow windows."""
+        """Return how `forward` differs from the reference, or None. `layers` are this rank's, with narrow windows."""
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device, self._routing)
@@ -96,7 +97,7 @@ def _reference(loaded: LoadedModel, routing: Routing) -> list[torch.Tensor]:
 def _paged(
     loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device, routing: Routing
 ) -> list[torch.Tensor]:
-    """Logits of every position, [length, vocab] per sequence, from the steps of `_STEPS`."""
+    """Return logits of every position, [length, vocab] per sequence, computed by the steps of `_STEPS`."""
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
     memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)
@@ -132,7 +133,7 @@ def _paged(
 
 @contextmanager
 def _narrowed(loaded: LoadedModel) -> Iterator[bool]:
-    """Narrow every window in use to `_WINDOW` tokens; yield True if there is one."""
+    """Narrow every active window to `_WINDOW` tokens; yield True if the model has one."""
     owners: list[Any] = [loaded.model.config, *loaded.model.modules()]
     owners += [config for module in loaded.model.modules() if (config := getattr(module, "config", None)) is not None]
     found: dict[tuple[int, str], tuple[Any, int]] = {}

@@ -4,7 +4,7 @@ Heads and the MLP's inner width are divided; each rank's attention and MLP give 
 residual (Megatron-LM, Shoeybi et al. 2019). The residual, the norms and the embedding are on every rank.
 
 Invariants:
-    - A group of one does nothing.
+    - With a single rank, all operations are the identity.
     - Every rank ends every step with the same logits, and so samples the same tokens.
 """
 
@@ -21,7 +21,7 @@ from vajra_py.engine.compute.model.fused_parts import Norm, Product
 
 
 class Shard:
-    """Rank `rank` of `size`."""
+    """Share of rank `rank` among `size` tensor-parallel ranks."""
 
     __slots__ = ("_group", "rank", "size")
 
@@ -31,7 +31,7 @@ class Shard:
         self._group = group
 
     def layer(self, facts: LayerFacts) -> LayerFacts:
-        """Return a layer's facts on one rank."""
+        """Return a layer's facts for one rank."""
         return replace(
             facts,
             num_query_heads=facts.num_query_heads // self.size,
@@ -39,30 +39,30 @@ class Shard:
         )
 
     def problem(self, layers: list[LayerFacts], inner: int) -> str | None:
-        """Return the reason that a model of these layers and this inner width cannot be divided, or None."""
+        """Return why a model with these layers and this inner width cannot be divided, or None."""
         for what, count in (("KV heads", min(one.num_kv_heads for one in layers)), ("inner width", inner)):
             if count % self.size:
                 return f"{what} ({count}) cannot be divided among {self.size} ranks"
         return None
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the first dimension: outputs of a product."""
+        """Return this rank's part of the first dimension: outputs of a product."""
         return weight.chunk(self.size)[self.rank] if self.size > 1 else weight
 
     def columns(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the second dimension: inputs of a product."""
+        """Return this rank's part of the second dimension: inputs of a product."""
         return weight.chunk(self.size, 1)[self.rank] if self.size > 1 else weight
 
     def once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """The bias on rank 0, else None, so that a sum over ranks adds it once."""
+        """Return the bias on rank 0, else None, so that a sum over ranks adds it once."""
         return bias if self.rank == 0 else None
 
     def vocabulary_rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output layer, where it can be divided evenly."""
+        """Return this rank's part of the output layer; the whole layer if it cannot be divided evenly."""
         return self.rows(weight) if weight.shape[0] % self.size == 0 else weight
 
     def experts(self, module: Any) -> Any:
-        """Mixture of experts with this rank's part of every expert's inner width."""
+        """Reduce a mixture of experts to this rank's part of every expert's inner width, and return it."""
         if self.size > 1:
             experts = module.experts
             gate, up = experts.gate_up_proj.chunk(2, 1)
@@ -75,19 +75,19 @@ class Shard:
     def add_product(
         self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None, following: Norm
     ) -> torch.Tensor:
-        """`following(hidden)` after adding norm(sum over ranks of product(x)) to `hidden`, in place."""
+        """Add norm(sum over ranks of product(x)) to `hidden` in place, and return `following(hidden)`."""
         if self.size > 1 or norm is not None or (following.is_fused and not product.adds_in_place):
             return self.add(hidden, product(x), norm, following)
         return following(product.add_to(hidden, x))
 
     def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, following: Norm) -> torch.Tensor:
-        """`following(hidden)` after adding norm(sum over ranks of part) to `hidden`, in place."""
+        """Add norm(sum over ranks of part) to `hidden` in place, and return `following(hidden)`."""
         if self.size > 1:
             distributed.all_reduce(part, group=self._group)
         return following.after_adding(hidden, part, norm)
 
     def gather_columns(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Logits [R, vocab] from every rank's columns, where they were divided."""
+        """Return logits [R, vocab], gathered from every rank's columns if they were divided."""
         if logits.shape[1] == vocab_size:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self.size)]

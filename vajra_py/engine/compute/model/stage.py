@@ -15,14 +15,14 @@ from torch import distributed
 
 
 class Stage:
-    """Stage `index` of `count`."""
+    """Pipeline stage `index` of `count`."""
 
     __slots__ = ("_following", "_previous", "_sent", "_waited_s", "count", "index")
 
     def __init__(
         self, index: int = 0, count: int = 1, previous: int | None = None, following: int | None = None
     ) -> None:
-        """`previous` and `following`: ranks that hidden states are received from and sent to."""
+        """Create the stage; `previous` and `following`: ranks that it receives hidden states from and sends them to."""
         self.index = index
         self.count = count
         self._previous = previous
@@ -32,22 +32,22 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """True if it embeds tokens."""
+        """True if this stage embeds tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """True if it computes logits."""
+        """True if this stage computes logits."""
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its layers; the stages with one layer more come first."""
+        """Return the indices of this stage's layers; stages with one layer more come first."""
         each, more = divmod(num_layers, self.count)
         first = self.index * each + min(self.index, more)
         return range(first, first + each + (self.index < more))
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, h], filled with the previous stage's hidden states."""
+        """Fill `hidden` [T, h] with the previous stage's hidden states, and return it."""
         started = time.perf_counter()
         distributed.recv(hidden, self._previous)
         self._waited_s += time.perf_counter() - started

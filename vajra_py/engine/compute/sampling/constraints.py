@@ -1,9 +1,9 @@
 """Tokens that requests forbid or favour: `allowed_token_ids`, `logit_bias`, `bad_words_token_ids`.
 
 Invariants:
-    - A token that a row forbids has a logit of minus infinity; others keep their own, plus the bias. Other rows are unchanged.
-    - Constraints that depend only on the request are summed once, when it takes its slot. Sequences of several tokens are
-      looked for in the row's output, on the device: nothing waits for it.
+    - A forbidden token has a logit of minus infinity in its row; other logits are unchanged except for the bias.
+    - Constraints that depend only on the request are summed once, when it takes its slot. Bad words of several tokens
+    are matched against the row's output on the device, without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from vajra_py.engine.compute.transfer import to_device
 
 _NEG_INF = float("-inf")
 _ANY = -2
-"""Wildcard that pads beginnings on the left, so that beginnings of different lengths form one tensor."""
+"""Wildcard that pads beginnings on the left to equal length, so that they form one tensor."""
 _NONE = -3
-"""Padding of the recent tokens of a short output; no beginning contains it."""
+"""Padding before the recent tokens of a short output; no beginning contains it."""
 
 
 @dataclass(slots=True)
 class _Sequences:
-    """Bad words of one row that consist of several tokens.
+    """Multi-token bad words of one row.
 
     Attributes:
-        beginnings: int64 [W, P], all tokens but the last, behind `_ANY`.
-        lasts: int64 [W], the last tokens.
-        recent: int64 [P], the row's last output tokens.
+        beginnings: all tokens but the last, int64 [W, P], padded with `_ANY` on the left.
+        lasts: last token of each bad word, int64 [W].
+        recent: last output tokens of the row, int64 [P].
     """
 
     beginnings: torch.Tensor
@@ -41,7 +41,10 @@ class _Sequences:
 
 
 class Constraints:
-    """Constraints of all slots. Additions to logits are kept in one tensor, which grows without waiting for the device."""
+    """Constraints of all slots.
+
+    Values added to logits are kept in one tensor that grows without waiting for the device.
+    """
 
     __slots__ = ("_added", "_device", "_free", "_places", "_sequences")
 
@@ -50,7 +53,7 @@ class Constraints:
         self._added = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)
         self._free: list[int] = []
         self._places: Ints = np.full(max_requests, -1, np.int64)
-        """Row of `_added` by slot; -1 without constraints."""
+        """Row of `_added` by slot; -1 if the slot has no constraints."""
         self._sequences: dict[int, _Sequences] = {}
 
     def add(self, slot: int, sampling: SamplingParams, output_token_ids: Sequence[int]) -> bool:
@@ -73,7 +76,7 @@ class Constraints:
         return True
 
     def remove(self, slot: int) -> None:
-        """Remove the slot's request."""
+        """Remove the request in this slot."""
         place = int(self._places[slot])
         if place >= 0:
             self._free.append(place)
@@ -81,7 +84,7 @@ class Constraints:
             self._sequences.pop(slot, None)
 
     def apply(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Return float32 logits [R, vocab] under the constraints of these slots; `logits` itself without any."""
+        """Return float32 logits [R, vocab] under the constraints of these slots; `logits` itself if there are none."""
         rows = np.flatnonzero(self._places[slots] >= 0)
         if not rows.size:
             return logits

@@ -16,11 +16,11 @@ class PendingLogprobs:
     """Log-probabilities of N tokens, available on the host once the device's stream has completed them.
 
     Attributes:
-        counts: number of most likely tokens to report with each.
-        chosen: float32 [N], of the tokens themselves.
-        ranks: int64 [N], their places among all, from 1.
-        values: float32 [N, largest count], of the likeliest tokens.
-        ids: int64 [N, largest count], ids of the likeliest tokens.
+        counts: number of most likely tokens to report with each token.
+        chosen: log-probabilities of the tokens, float32 [N].
+        ranks: ranks of the tokens by probability, from 1, int64 [N].
+        values: log-probabilities of the most likely tokens, float32 [N, largest count].
+        ids: ids of the most likely tokens, int64 [N, largest count].
     """
 
     counts: Sequence[int]
@@ -39,7 +39,7 @@ class PendingLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
-    """Log-probabilities of tokens [N] under logits [N, vocab], with `counts` most likely tokens each."""
+    """Start computing the log-probabilities of tokens [N] under logits [N, vocab], with `counts` most likely tokens each."""
     rows = torch.log_softmax(logits.float(), -1)
     chosen = rows.gather(1, tokens.unsqueeze(-1))
     ranks = (rows > chosen).sum(-1) + 1

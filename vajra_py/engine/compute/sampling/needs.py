@@ -1,4 +1,4 @@
-"""Tokens that sampling a request reads, by its parameters."""
+"""Token history that sampling a request needs, given its parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Repetition, frequency and presence penalties.
 
 Invariants:
-    - The prompt counts for the repetition penalty alone; the output for all three.
-    - Counts of all requests are one tensor on the device, which grows without waiting for it.
+    - Prompt tokens count for the repetition penalty only, output tokens for all three.
+    - Counts of all requests are in one tensor on the device, which grows without waiting for the device.
 """
 
 from __future__ import annotations

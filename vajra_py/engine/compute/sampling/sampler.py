@@ -1,13 +1,14 @@
 """Sample a token from each row's logits.
 
 Invariants:
-    - A row whose logits have no finite maximum (NaN, overflow, no token allowed) gives `NO_TOKEN`, and
-      does not affect other rows.
-    - A token depends on its row's logits, its request's parameters, seed and number of tokens so far; not on other rows.
+    - A row whose logits have no finite maximum (NaN, overflow, no token allowed) gives `NO_TOKEN`, and does not affect
+    other rows.
+    - A token depends on its row's logits and its request's parameters, seed and number of tokens so far; not on other
+    rows.
       Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the host, so it
       is the same on every device and after a preemption.
-    - Truncation keeps or drops tokens of equal probability together, so that no order of sorting shows.
-    - Nothing waits for the device. On a GPU all rows are sampled in one launch.
+    - Truncation keeps or drops tokens of equal probability together, so that the order of sorting does not matter.
+    - No operation waits for the device. On a GPU all rows are sampled in one launch.
     - An exception leaves the state of every row as it was.
 """
 
@@ -33,7 +34,7 @@ from vajra_py.engine.compute.transfer import to_device
 
 Doubles = npt.NDArray[np.float64]
 Logprobs = tuple[list[int], PendingLogprobs]
-"""Slots, and the log-probabilities of their tokens."""
+"""Slots, and the log-probabilities of their sampled tokens."""
 _NEG_INF = float("-inf")
 NO_TOKEN = -1
 """Token of a row that cannot be sampled."""
@@ -41,11 +42,11 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowState:
-    """Per-slot state of the sampler that is not numeric."""
+    """Non-numeric state of the sampler for one slot."""
 
     sampling: SamplingParams
     ending_tokens: Ints
-    """Ids that are not sampled before `min_tokens`, if that is set."""
+    """Ids that must not be sampled before `min_tokens`; empty without it."""
 
 
 class Sampler:
@@ -103,7 +104,7 @@ class Sampler:
         self._min_tokens[slot] = sampling.min_tokens
 
     def remove(self, slot: int) -> None:
-        """Remove the slot's request."""
+        """Remove the request in this slot."""
         history = int(self._parameters[slot, Column.HISTORY])
         if history >= 0:
             self._histories.remove(history)
@@ -113,11 +114,11 @@ class Sampler:
         self._is_plain[slot] = True
 
     def set_num_outputs(self, slot: int, num_tokens: int) -> None:
-        """Set the number of a row's tokens so far."""
+        """Set the number of output tokens so far of the request in this slot."""
         self._num_outputs[slot] = num_tokens
 
     def undo(self, slots: Sequence[int]) -> None:
-        """Undo one token of each of these slots, whose sampling does not depend on their outputs."""
+        """Undo one token in each of these slots; their sampling must not depend on their outputs."""
         self._num_outputs[list(slots)] -= 1
 
     def sample(
@@ -127,10 +128,12 @@ class Sampler:
         likeliest: torch.Tensor | None = None,
         offsets: Ints | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those with `logprobs`.
+        """Sample tokens int64 [R] from logits [R, vocab] for these slots.
 
-        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if no row needs
-        more. `offsets`: the number of further tokens, drafts, before each row; slots are not distinct then.
+        Return them and the log-probabilities of slots with `logprobs`.
+
+        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy
+        without constraints. `offsets`: number of drafts of the same slot before each row; slots repeat in that case.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
@@ -152,7 +155,10 @@ class Sampler:
         return tokens, logprobs
 
     def _without_early_ends(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Return logits without tokens that would end a request too early; `logits` is not changed."""
+        """Return logits without the tokens that would end a request before its `min_tokens`.
+
+        `logits` is not changed.
+        """
         early = np.flatnonzero(self._num_outputs[slots] < self._min_tokens[slots]).tolist()
         endings = [row.ending_tokens for row in (self._rows[slots[place]] for place in early) if row is not None]
         if not any(one.size for one in endings):
@@ -164,7 +170,7 @@ class Sampler:
         return possible
 
     def _sorted_sample(self, logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-        """Sample in plain torch, as `sample_tokens` does: tokens int64 [R] of float32 logits [R, vocab]."""
+        """Sample like `sample_tokens`, in plain torch: tokens int64 [R] from float32 logits [R, vocab]."""
         adjusted = apply_penalties(logits, parameters, self._histories)
         tokens = likeliest_tokens(adjusted)
         drawn = np.flatnonzero(parameters[:, Column.TEMPERATURE] > 0.0)
@@ -175,7 +181,10 @@ class Sampler:
         return tokens
 
     def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> PendingLogprobs:
-        """Log-probabilities of given tokens [N] under logits [N, vocab], as the slot's `prompt_logprobs` asks for them."""
+        """Return the log-probabilities of given tokens [N] under logits [N, vocab].
+
+        The slot's `prompt_logprobs` is the number of most likely tokens to report with each.
+        """
         row = self._rows[slot]
         count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs
         chosen = to_device(np.array(tokens, np.int64), logits.device)
@@ -195,7 +204,7 @@ class Sampler:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The place of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` where that is not a finite number."""
+    """Return the index of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` if that logit is not finite."""
     if not uses_triton(logits.device):  # numpy's search is vectorised, torch's is not
         values = logits.float().numpy()
         found = values.argmax(-1)
@@ -206,7 +215,7 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], counters: Ints) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, counter): two rounds of the SplitMix64 output function (Steele et al. 2014)."""
+    """Return one number in [0, 1) per (seed, counter): two rounds of the SplitMix64 output function (Steele et al. 2014)."""
     mixed = _mix(seeds * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03))
     mixed = _mix(mixed + counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -219,9 +228,9 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-    """Draw one token per row of float32 logits [R, vocab], by the inverse of the cumulated probabilities of kept tokens."""
+    """Draw one token per row of float32 logits [R, vocab], by inverting the cumulative distribution of the kept tokens."""
     temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
-    # From the largest down, so that no temperature overflows.
+    # Relative to the largest logit, so that dividing by a small temperature does not overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
     cumulated = torch.softmax(truncate(scores, parameters), -1).double().cumsum_(-1)
     numbers = to_device(parameters[:, Column.NUMBER].copy(), logits.device)
@@ -231,9 +240,9 @@ def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
 
 
 def truncate(scores: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-    """Scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
+    """Return scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
 
-    Sorts at most once, and only up to the largest top-k if every row that needs sorting has one.
+    Sorts at most once, and only up to the largest top-k if every row that needs sorting sets top-k.
     """
     vocab_size = scores.shape[1]
     top_k = parameters[:, Column.TOP_K].astype(np.int64)

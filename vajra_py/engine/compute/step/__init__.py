@@ -1,1 +1,1 @@
-"""Steps on a device: runner, memory, graphs, results in flight."""
+"""Steps on a device: runner, memory, graphs, steps in flight."""

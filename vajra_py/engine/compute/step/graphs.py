@@ -1,15 +1,15 @@
 """Decode batches captured as CUDA graphs and replayed.
 
-For each size of a ladder, the forward pass of that many decodes is captured once, on tensors with fixed addresses. A
-batch of decodes is padded to the next size; its inputs are written into those tensors and the graph is replayed. Any
-other step (chunks, more rows than the largest size) runs without a graph.
+The forward pass of a decode batch is captured once for each size of a ladder, on tensors with fixed addresses. A batch
+of decodes is padded to the next size; its inputs are written into those tensors and the graph is replayed. Any other
+step (chunks, more rows than the largest size) runs without a graph.
 
 Invariants:
-    - A captured pass reads and writes tensors of this module, weights and KV memory, whose addresses never change.
-    - A padding row has KV length 0 and write slot -1: it reads and writes no KV, and reads and writes its token in
-      the extra entry of `last_tokens`.
-    - Launches are chosen from bounds that are the same for every batch of a size; attention's work is divided by a batch's
-      lengths on the device.
+    - A captured pass reads and writes only tensors of this module, weights and KV memory, whose addresses never change.
+    - A padding row has KV length 0 and write slot -1, so it touches no KV; it reads and writes its token in the extra
+    entry of `last_tokens`.
+    - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work by the
+    actual lengths on the device.
     - If capturing fails, steps run without graphs, and the reason is logged.
 """
 
@@ -33,27 +33,31 @@ from vajra_py.engine.compute.transfer import to_device
 _log = logging.getLogger(__name__)
 
 WARM_UPS = 2
-"""Passes before a capture: kernels are compiled and libraries allocate their workspaces, which must not be captured."""
+"""Passes before a capture, which compile kernels and let libraries allocate workspaces; neither may happen in a
+capture."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
-    """Sizes up to `largest`, so that padding adds at most 7 rows up to 64 and a fifth beyond."""
+    """Return batch sizes up to `largest`, so that padding adds at most 7 rows up to 64 and a fifth beyond."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32)]
     return tuple(sorted({min(step, largest) for step in steps if step < largest} | {largest}))
 
 
 class Capture(Protocol):
-    """Captures the device work of a function."""
+    """Capture of a function's device work."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that repeats the captured work on the tensors' current content. Runs the function at least once."""
+        """Run the function at least once, and return a function that repeats its device work.
+
+        The returned function works on the tensors' current content.
+        """
 
 
 class CudaCapture:
-    """`torch.cuda.CUDAGraph`, all graphs in one memory pool.
+    """Capture as `torch.cuda.CUDAGraph`, with one memory pool for all graphs.
 
-    The pool may be shared although sizes are replayed in any order, since a graph leaves nothing in it that is read after
-    its replay: inputs and results live outside.
+    The graphs may share the pool although they are replayed in any order: inputs and results are kept outside it, so no
+    graph leaves anything in it that is read after its replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +66,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`. Raises `RuntimeError` when something in it cannot be captured."""
+        """See `Capture`. Raises `RuntimeError` if an operation cannot be captured."""
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -71,7 +75,7 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use their devices meanwhile: only this thread's errors end the capture.
+        # Other threads of this process may use their devices meanwhile: only errors of this thread may end the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
@@ -79,13 +83,13 @@ class CudaCapture:
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """The captured pass of one size.
+    """The captured pass of one batch size.
 
     Attributes:
-        longs: int64 [3, size]: positions, write slots, and places in `last_tokens`.
-        kv_lens: int32 [size].
-        metadata: of its attention: `kv_lens`, the shared block table, and bounds.
-        replay: runs it.
+        longs: positions, write slots and indices in `last_tokens`, int64 [3, size].
+        kv_lens: KV length of each row, int32 [size].
+        metadata: attention inputs of the pass: `kv_lens`, the shared block table, and bounds.
+        replay: function that replays the pass; None before the capture.
     """
 
     longs: torch.Tensor
@@ -95,7 +99,7 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The captured passes of all sizes."""
+    """The captured passes of all batch sizes."""
 
     def __init__(self, forward: Forward, caches: Caches, state: BatchState, vocab_size: int, largest: int) -> None:
         self._forward = forward
@@ -115,11 +119,11 @@ class DecodeGraphs:
     def captured(
         cls, forward: Forward, caches: Caches, state: BatchState, vocab_size: int, largest: int, capture: Capture
     ) -> DecodeGraphs | None:
-        """Capture all sizes; None if that fails."""
+        """Capture all sizes; return None if a capture fails."""
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:
-            # The largest first, so that the pool's memory suffices for the others.
+            # The largest size first, so that the memory it takes in the pool suffices for the others.
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
@@ -146,9 +150,9 @@ class DecodeGraphs:
         return batch.num_decodes == len(batch.slots) <= self._shape[0]
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [n, vocab], their likeliest tokens int64 [n]) of a batch that `takes` is true of.
+        """Replay a batch that `takes` accepts; return logits [n, vocab] and their likeliest tokens int64 [n].
 
-        Tokens are in `last_tokens` already. Logits are valid until the next call.
+        The batch's tokens must be in `last_tokens` already. Logits are valid until the next call.
         """
         num_rows = len(batch.slots)
         size = next(size for size in self.sizes if size >= num_rows)

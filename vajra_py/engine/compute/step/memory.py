@@ -1,9 +1,9 @@
-"""Memory available for KV blocks.
+"""Memory that is available for KV blocks.
 
 Invariants:
-    - On a CPU: free memory as reported by the operating system, times the configured share. On CUDA: the share of the
-      whole device, less the memory already in use there.
-    - Memory for a step of the largest size is left free.
+    - On a CPU this is the configured share of the free memory reported by the operating system; on CUDA, the share of
+    the whole device less the memory already in use.
+    - Memory for the largest step is left free.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.model.inspect import free_host_bytes
 
 _LOGIT_COPIES = 6
-"""Float32 copies of the logits that sampling with every feature holds at once."""
+"""Number of float32 copies of the logits that sampling with every feature holds at once."""
 _WIDTH_COPIES = 8
-"""Copies of a layer's widest activation that a forward pass holds at once (measured on the tested families: at most 6)."""
+"""Number of copies of a layer's widest activation held at once in a forward pass (measured on tested families: at most
+6)."""
 
 _NUM_COPIES = 3
-"""Copies between device and host that have buffers of their own: those of steps, and those beside steps in each direction."""
+"""Number of copies between device and host with their own buffers: one in steps, and one beside steps in each
+direction."""
 
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
-    """Bytes that KV memory and a step's buffers may take together."""
+    """Return the bytes that KV memory and a step's buffers may take together."""
     if device.type == "cpu":
-        # Weights are loaded already and count as used: add them before taking the share.
+        # Weights are loaded already and count as used, so they are added before taking the share.
         return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -37,13 +39,13 @@ def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> in
 
 
 def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
-    """Bytes of activations and logits that the largest step holds at once, by the model's widths."""
+    """Return the bytes of activations and logits that the largest step holds at once, from the model's widths."""
     activations = options.max_step_tokens * _token_bytes(facts, config)
     rows = min(options.max_requests * (1 + options.max_drafts), options.max_step_tokens)
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
     if device.type == "cpu":
         return activations + logits
-    # Attention's partial results, and the private memory of graphs: activations and logits of their own.
+    # Partial results of attention, and the private memory of graphs: another set of activations and logits.
     partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
@@ -52,7 +54,7 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
 
 
 def _token_bytes(facts: ModelFacts, config: Any) -> int:
-    """Bytes of one token's activations."""
+    """Return the bytes of one token's activations."""
     itemsize = 4 if facts.dtype == "float32" else 2
     hidden = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)

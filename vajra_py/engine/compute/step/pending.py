@@ -16,13 +16,13 @@ from vajra_py.errors import ExecutorError
 
 @dataclass(slots=True)
 class Computed:
-    """A step's tokens, in the order of its sampled rows, and log-probabilities.
+    """Tokens of a step, in the order of its sampled rows, and their log-probabilities.
 
     Attributes:
-        slots: of the sampled rows.
-        tokens: theirs.
-        logprobs: of the tokens of rows with `logprobs`.
-        prompt_logprobs: by slot, of the prompt tokens that this step has scored, in order.
+        slots: slot of each sampled row.
+        tokens: sampled token of each row.
+        logprobs: log-probabilities for rows with `logprobs`.
+        prompt_logprobs: by slot, those of the prompt tokens that this step scored, in order.
     """
 
     slots: Ints
@@ -31,7 +31,10 @@ class Computed:
     prompt_logprobs: dict[int, list[PendingLogprobs]] = field(default_factory=dict)
 
     def read_logprobs(self) -> tuple[dict[int, TokenLogprobs], dict[int, list[TokenLogprobs]]]:
-        """(Log-probabilities of tokens, of prompts) by slot; the device must have completed them."""
+        """Return the log-probabilities of output tokens and of prompts, by slot.
+
+        The device must have completed them.
+        """
         of_tokens = {
             slot: one for slots, found in self.logprobs for slot, one in zip(slots, found.result(), strict=True)
         }
@@ -70,15 +73,16 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True)
 class PendingLookahead:
-    """Decodes submitted before the scheduler decided which of them are needed, with the state to undo them.
+    """Decodes submitted before the scheduler decided which of them are needed, with the state that undoes them.
 
-    Besides `last_tokens`, they only wrote KV at positions that no request has reached; a request that reaches them overwrites it.
+    Besides `last_tokens` they change only KV at positions that no request has reached, which is overwritten when one
+    does.
 
     Attributes:
         pending: the step in flight.
-        slots: its rows.
-        last_tokens: a copy from before it.
-        grown: by slot of a row that wrote into a spare block, the block's place in its table.
+        slots: slots of the decodes.
+        last_tokens: copy of the last tokens before the decodes.
+        grown: for each slot that wrote into a spare block, the index of that block in its block table.
     """
 
     pending: PendingStep
@@ -89,13 +93,13 @@ class PendingLookahead:
 
 @dataclass(frozen=True, slots=True)
 class JoinedStep:
-    """A step some of whose decodes were started before the others.
+    """A step for which some decodes were started early.
 
     Attributes:
-        begun: the step that has the former, and possibly other rows.
-        slots: its rows that are part of this step.
-        rest: the step's other rows, or None.
-        order: slots of all sampled rows, as the step lists them.
+        begun: the step that contains the decodes started early, and possibly rows that were not needed.
+        slots: slots of those decodes that belong to this step.
+        rest: the other rows of this step, or None.
+        order: slots of all sampled rows, in the step's order.
     """
 
     begun: PendingStep

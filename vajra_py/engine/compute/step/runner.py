@@ -1,11 +1,11 @@
-"""Computes a worker's steps: from changes of the batch to sampled tokens.
+"""Compute a worker's steps: from changes of the batch to sampled tokens.
 
 Invariants:
-    - A fault of one row ends that row only: it is reported among the step's faults, and the others are not affected. A step
-      that fails is computed again row by row, as long as the device responds.
-    - Host-only work of a step is done before the device is used; nothing waits for the device
-      before `PendingStep.result`.
-    - After an exception that reaches its caller the runner must not be used again: device and host state may differ.
+    - A fault of one row ends only that row: it is reported among the step's faults. A step that fails is computed again
+    row by row, as long as the device responds.
+    - Host-only work of a step is done before the device is used; no method waits for the device before
+    `PendingStep.result`.
+    - After the runner raised an exception it must not be used again: device and host state may differ.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vajra_py.runtime.kv import BlockCopy
 
 _log = logging.getLogger(__name__)
 Scores = dict[int, list[PendingLogprobs]]
-"""Log-probabilities of prompts' tokens, by slot."""
+"""Log-probabilities of prompt tokens, by slot."""
 _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
 """Errors of a step after which its rows are computed one by one to find the faulty one."""
 
@@ -75,7 +75,7 @@ class TorchRunner:
         self._to_begin: LookaheadDecodes | None = None
         self._adapters = model.adapters
         self._faults: dict[int, str] = {}
-        """Reason that a row cannot be computed, by slot; kept until the slot is freed."""
+        """Reason why a row cannot be computed, by slot; kept until the slot is freed."""
         self._state = BatchState(
             options.max_requests, facts.max_model_len, options.block_size, device, self._ranks.groups
         )
@@ -121,7 +121,7 @@ class TorchRunner:
                     "Use a shorter max_model_len, a larger memory fraction or a smaller model",
                 )
             )
-        # Never more blocks than all slots need at full length.
+        # No more blocks than all slots need at full length are useful.
         return int(min(num_blocks, longest * self._options.max_requests))
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -205,7 +205,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _submit_rest(self, step: StepInput, begun: Sequence[int]) -> PendingStep:
-        """Submit the rest of a step some of whose decodes are in flight; other rows in flight are dropped."""
+        """Submit the rest of a step whose `begun` decodes are in flight; other rows in flight are dropped."""
         ahead, self._ahead, memory = self._ahead, None, self._memory
         counted = set(begun)
         if ahead is None or memory is None or not counted <= set(ahead.slots):
@@ -328,10 +328,10 @@ class TorchRunner:
         return self._compute(batch, batch.sampled_slots, memory)
 
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
-        """Compute a failed step row by row; rows that fail individually are added to the faults.
+        """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises `error` if the device no longer responds, if all of several rows fail, or if a row reads KV
-        that a failed row should have written.
+        Raises `error` if the device no longer responds, if all of several rows fail, or if a row reads KV that a failed
+        row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -372,7 +372,7 @@ class TorchRunner:
         return Computed(np.array(slots, np.int64), sampled, logprobs, scores)
 
     def _blocks(self, row: StepInput) -> tuple[set[int], set[int]]:
-        """KV blocks that a step of one row writes, and those that it reads."""
+        """Return the KV blocks that a step of one row writes, and those that it reads."""
         if row.chunks:
             slot, start = row.chunks[0].slot, row.chunks[0].num_computed
             end = start + len(row.chunks[0].token_ids)
@@ -409,7 +409,7 @@ class TorchRunner:
         if groups is None:
             memory.copy(copies)
             return
-        # Groups share host blocks: a block that one reads or frees may be written next by another.
+        # Groups share host blocks: a block that one group reads or frees may be written next by another.
         for _, run in groupby(copies, key=lambda one: one.direction):
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
@@ -447,9 +447,9 @@ class TorchRunner:
         return self._model.forward(inputs.token_ids, inputs.positions, rows, inputs.metadata, memory.caches)
 
     def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
-        """Return logits of the sampled rows, and compute log-probabilities of the prompt tokens to score.
+        """Return the logits of the sampled rows, and compute log-probabilities of the prompt tokens to score.
 
-        Memory is reserved for logits of sampled rows only, so those of every token of a long chunk may not fit: the
+        Memory is reserved for the logits of sampled rows only, so those of every token of a long chunk may not fit: the
         remainder is computed in further passes, which write the same K and V into the same slots.
         """
         ends = np.cumsum(batch.query_lens)
@@ -460,7 +460,7 @@ class TorchRunner:
             self._options.max_requests, self._options.max_step_tokens
         )  # memory is reserved for six copies of the logits
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
-            most = len(wanted)  # the other ranks compute the step once
+            most = len(wanted)  # one pass, like the other ranks
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
@@ -482,7 +482,7 @@ class TorchRunner:
 
 @contextmanager
 def _as_errors(device: torch.device) -> Iterator[None]:
-    """Convert errors of a step into `ExecutorError`."""
+    """Convert errors of a step to `ExecutorError`."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -492,5 +492,5 @@ def _as_errors(device: torch.device) -> Iterator[None]:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current device, within the context."""
+    """Return a context in which a GPU is the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

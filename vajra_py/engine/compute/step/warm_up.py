@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def warm_up(model: PreparedModel, memory: KvMemory, options: RunnerOptions, ranks: Ranks) -> None:
-    """Run each kernel of the model once in every specialisation that steps can need; KV memory must not be in use yet.
+    """Run each kernel of the model once in every specialisation that steps can need. KV memory must not be in use yet.
 
-    All ranks of a replica call it together, since they exchange tensors in a forward pass.
+    All ranks of a replica must call this together, since they exchange tensors in a forward pass.
     """
     started = time.perf_counter()
     num_programs = _attention(model, memory, options)
@@ -54,7 +54,11 @@ def _attention(model: PreparedModel, memory: KvMemory, options: RunnerOptions) -
 
 
 def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterator[StepInput]:
-    """Yield a step of two tokens within this rank's KV-parallel group, and one of a request spread over as many groups as possible."""
+    """Yield steps that use every kernel of a forward pass.
+
+    They are a step of two tokens within this rank's KV group, and a step of a request spread over as many groups as
+    possible.
+    """
     if ranks.groups is None:
         yield StepInput([Chunk(0, [0, 0], 0, True)])
         return
@@ -71,7 +75,7 @@ def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterat
 
 
 def _forward_and_sample(step: StepInput, model: PreparedModel, memory: KvMemory, ranks: Ranks) -> None:
-    """Compute a step with all KV in block 0, and sample on the rank that samples."""
+    """Compute a step with all KV in block 0, and sample if this rank does."""
     state = BatchState(2, model.facts.max_model_len, model.facts.block_size, model.device, ranks.groups)
     inputs = state.tensors(state.take(ranks.part(step)))
     logits = model.forward(inputs.token_ids, inputs.positions, inputs.rows, inputs.metadata, memory.caches)
