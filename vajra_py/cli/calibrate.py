@@ -42,7 +42,8 @@ def calibrate(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Fit a profile bundle, or operator tables, to MEASURED: a measured run's folder, a detailed result of vllm bench serve, a guidellm report, or a run of this project.
 
-    Each trial simulates the run; some forty are made. The file that is written is named under `latency:` as `calibration: FILE`.
+    Each of about forty trials simulates the run. To use the resulting file, name it under `latency:` as `calibration:
+    FILE`.
     """
     from vajra_py.cli.options import measured_latency, named_values
     from vajra_py.errors import ConfigError, Problem

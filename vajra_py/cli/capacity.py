@@ -54,7 +54,8 @@ def capacity(  # noqa: PLR0913 - one argument for each option
 ) -> int:
     """Find the highest rate, or the cheapest replicas, at which the SLO in FILE's `capacity` section holds.
 
-    Answers come last, one for each setting of the sweep. Runs that are there are not made again, so an interrupted search continues.
+    The answers are printed at the end, one for each setting of the sweep. Finished runs are not repeated, so an
+    interrupted search continues.
     """
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on
@@ -68,7 +69,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
         answers = find_capacity(config, workers=workers, overwrite=overwrite, progress=display.update, pool=pool)
     folder = config.output_dir / config.name
     asked = config.capacity
-    assert asked is not None  # no answer was found
+    assert asked is not None  # True whenever there is an answer
     from vajra_py.experiment.capacity.files import write_capacity_files
 
     paths = write_capacity_files(answers, asked, folder, figure_formats)

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 @click.option("--effective", is_flag=True, help="Print the complete settings, defaults written out.")
 @click.option("--llm-d", "llm_d", is_flag=True, help="FILES are of llm-d: print what they become here.")
 def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, llm_d: bool) -> None:
-    """Check FILES of experiments and systems: every mistake, with file, line and what is allowed. Nothing is run.
+    """Check FILES of experiments and systems: print every mistake with file, line and allowed values. Nothing is run.
 
-    A file without a workload (and without sweep, replications and capacity) is a system, as `vajra serve` takes it. The files of a workload are read, and replicas and policies are put together once for every point of a sweep.
+    A file without a workload (and without sweep, replications and capacity) is a system, the input of `vajra serve`.
+    Workload files are read, and replicas and policies are built once for every point of a sweep.
     """
     if llm_d:
         if overrides or effective:
@@ -63,7 +64,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, 
 
 
 def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
-    """Put a router's replicas and policies together; yield what is wrong. Nothing of other backends."""
+    """Build a router's replicas and policies; yield the problems. Yield nothing for other backends."""
     if config.backend.kind != "route":
         return
     from vajra_py.errors import ConfigError
@@ -79,7 +80,7 @@ def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
 
 
 def _print_llm_d(files: tuple[Path, ...]) -> None:
-    """Print each `EndpointPickerConfig` of llm-d as a preset and a scheduling section, with what has no meaning here as comments."""
+    """Print each llm-d `EndpointPickerConfig` as a preset and a scheduling section, with unused settings as comments."""
     from vajra_py.config import dump_yaml
     from vajra_py.config.llm_d import read_llm_d
     from vajra_py.errors import ConfigError
@@ -101,7 +102,7 @@ def _print_llm_d(files: tuple[Path, ...]) -> None:
 
 
 def _run_count_lines(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
-    """Return the number of runs, and the reason if it is less than points times seeds."""
+    """Yield the number of runs, and the reason if it is less than points times seeds."""
     from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 

@@ -68,7 +68,7 @@ def figures(
     only: tuple[str, ...],
     panels: tuple[str, ...],
 ) -> None:
-    """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
+    """Write each figure of RUNS's report as a file with its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
     from vajra_py.experiment.runs.folder import find_all_runs
     from vajra_py.metrics.report.figure_files import write_figures
     from vajra_py.metrics.runs.naming import load_runs

@@ -37,7 +37,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("vajra_py.cli.model", "Write a small model without a network, or look at a model directory."),
     "new-plugin": ("vajra_py.cli.new_plugin", "Write a package of policies, or of another kind of plug-in."),
 }
-"""Module and summary by command; the module has a click command of that name, with underscores for dashes."""
+"""Module and summary of each command; the module defines a click command of that name, with dashes as underscores."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -85,7 +85,7 @@ def vajra(traceback: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong input, 3 a policy broke the contract, 130 interrupted."""
     skip_collection_at_exit()
-    # By default each of NumPy's threads keeps a core busy for 25 ms before it sleeps, at the start and after every product.
+    # Otherwise each of NumPy's threads spins for 25 ms before it sleeps, at the start and after every matrix product.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
@@ -106,7 +106,7 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
-    except SystemExit as error:  # click ends like this on a closed pipe: it wraps the output
+    except SystemExit as error:  # on a closed pipe click wraps the output and exits with an error
         if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             return 0
         raise error

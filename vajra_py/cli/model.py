@@ -1,4 +1,4 @@
-"""`vajra model`: write a tiny model to try things with, or describe a model directory."""
+"""`vajra model`: write a tiny model for trying things out, or describe a model directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 @click.group(no_args_is_help=True)
 def model() -> None:
-    """Write a small model, or look at a model directory."""
+    """Write a small model, or describe a model directory."""
 
 
 @model.command("tiny", no_args_is_help=True)

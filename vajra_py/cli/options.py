@@ -70,8 +70,9 @@ latency_option = click.option(
 def measured_latency(
     run: MeasuredRun, profile: Path | None, calibration: Path | None, given: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the `latency:` section for simulating a measured run: a bundle or operator tables, with the values of
-    `--latency`.
+    """Return the `latency:` section for simulating a measured run: a profile bundle if given, else operator tables.
+
+    `given` holds the values of `--latency`.
     """
     from vajra_py.experiment.measured.simulation import bundle_latency, tables_latency
 
@@ -101,10 +102,10 @@ def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, An
 
 
 def show_table(table: Table) -> None:
-    """Print a table: fitted to the terminal, and whole if standard output is none."""
+    """Print a table, fitted to the terminal; in full width if standard output is not a terminal."""
     from vajra_py.metrics.comparison.table_renderers import TerminalTable, plain_text
 
-    if not sys.stdout.isatty():  # nothing is laid out, and rich takes long to import
+    if not sys.stdout.isatty():  # no layout is needed, and importing rich is slow
         click.echo(plain_text(table))
         return
     from rich.console import Console
@@ -113,11 +114,11 @@ def show_table(table: Table) -> None:
 
 
 def show_further_tables(comparison: Comparison) -> None:
-    """Print the tables of pools, and of moves, deferrals and refusals by reason, as far as a few runs have any."""
+    """Print the tables of pools, and of moves, deferrals and refusals by reason, unless the comparison is too wide."""
     from vajra_py.metrics.comparison.reason_table import further_tables
     from vajra_py.metrics.comparison.tables import WIDE
 
-    if len(comparison.names) <= WIDE:  # pools of more settings are in the report, and under --scope
+    if len(comparison.names) <= WIDE:  # for more settings, see the report or --scope
         for table in further_tables(comparison):
             show_table(table)
 
@@ -133,14 +134,15 @@ def print_step_times(runs: Sequence[RunData], comparison: Comparison | None = No
 
 
 def print_accuracy(accuracy: Accuracy, title: str = "") -> None:
-    """Print the errors of a simulation of a measured run, a row for each metric, and the origin of its step times."""
+    """Print the errors of a simulation of a measured run, one row per metric, and the origin of its step times."""
     show_table(replace(accuracy.table(), title=title))
     click.echo(f"step times: {accuracy.trust}")
 
 
 def print_warnings(runs: Sequence[RunData]) -> None:
-    """Print warnings about these runs on standard error, each once; a replicated setting's reason for instability once
-    for all seeds.
+    """Print warnings about these runs on standard error, each once.
+
+    The reason why a replicated setting is unstable is printed once for all seeds.
     """
     from vajra_py.metrics.runs.replications import group_replications
 

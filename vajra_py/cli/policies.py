@@ -109,9 +109,9 @@ def _show_one(offer: AnyOffer, kind: str, aliases: str = "") -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def presets(as_json: bool) -> None:
-    """List presets: `vajra run FILE --preset NAME` takes one in place of the file's policies.
+    """List presets: `vajra run FILE --preset NAME` replaces the file's policies by those of the preset.
 
-    In a file, `preset: NAME` fills in what the file leaves open.
+    In a file, `preset: NAME` supplies the settings that the file does not set.
     """
     from vajra_py.plugins import load_registry
 

@@ -40,10 +40,10 @@ def profile(  # noqa: PLR0913 - one argument for each option
     overwrite: bool,
     quiet: bool,
 ) -> None:
-    """Measure how long steps take for batches of every shape, and fit what predicts them.
+    """Measure the durations of steps for batches of every shape, and fit a latency model to them.
 
-    A measurement that was broken off is taken up again. Simulations use the profile as
-    `latency: {type: profiled, path: FILE}`; policies on the engine likewise.
+    An interrupted measurement is resumed. Simulations, and policies on the engine, use the profile as
+    `latency: {type: profiled, path: FILE}`.
     """
     from vajra_py.errors import ConfigError, Problem
     from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
@@ -89,5 +89,5 @@ class _Bar:
     def show(self, num_done: int, num_total: int) -> None:
         """Show the number of finished measurements."""
         if self._progress is not None and self._task is not None:
-            self._progress.start()  # created late, so that errors are printed on a line of their own
+            self._progress.start()  # started late, so that earlier errors are printed on a line of their own
             self._progress.update(self._task, completed=num_done, total=num_total)

@@ -16,14 +16,21 @@ if TYPE_CHECKING:
 
 _MIN_RENDER_S = 0.1
 _MIN_RUN_S = 0.2
-"""Seconds after which a single run gets a bar: a shorter one ends before it can be read, and rich takes long to import."""
+"""Seconds after which a single run gets a bar: shorter runs end before one can read it, and importing rich is slow."""
 
 
 class RunsDisplay:
     """One bar for all runs, and one per active run: finished requests, simulated time, and speed."""
 
     def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True, lists_kept: bool = True) -> None:
-        """`lists_kept`: name each run that was finished before."""
+        """Create the display.
+
+        Args:
+            num_runs: number of runs, finished ones included.
+            quiet: show nothing.
+            is_simulated: show simulated time and speed.
+            lists_kept: name each run that had been finished before.
+        """
         self._lists_kept = lists_kept
         self._is_simulated = is_simulated
         self._quiet = quiet

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def replay(runs: tuple[Path, ...]) -> int:
     """Run the requests of RUNS (runs of the engine) through the simulator, with the recorded step durations.
 
-    The decision logs must be equal; otherwise the first difference is shown and the exit code is 1. Sessions of `vajra route` get what
-    their servers answered and reported again, at the recorded times.
+    The decision logs must be equal; otherwise the first difference is shown and the exit code is 1. For sessions of
+    `vajra route`, the recorded answers and reports of the servers are applied again at the recorded times.
     """
     from vajra_py.experiment.runs.folder import find_all_runs
 

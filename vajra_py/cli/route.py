@@ -1,4 +1,4 @@
-"""`vajra route`: place requests at model servers by the policies of a file."""
+"""`vajra route`: route requests to model servers by the policies of a file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder.")
 @limits_options
 def route(file: Path, overrides: tuple[str, ...], **given: Any) -> None:
-    """Place requests at the servers of FILE (`backend: {route: …}`) by its policies, and pass their answers on."""
+    """Route requests to the servers of FILE (`backend: {route: …}`) by its policies, and pass their answers on."""
     from vajra_py.config import load_system
     from vajra_py.plugins import load_registry
 

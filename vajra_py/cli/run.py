@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from vajra_py.metrics.runs.run_data import RunData
 
 MOSTLY_REJECTED = 5
-"""Exit code of finished runs in which more than half of the requests were rejected for reasons of their own."""
-
-"""Prefixes of rejection details that are unrelated to the request itself."""
+"""Exit code if all runs finished, but one of them rejected more than half of its requests as impossible to serve."""
 
 
 @click.command(no_args_is_help=True)
@@ -62,14 +60,14 @@ def run(  # noqa: PLR0913 - one argument for each option
 ) -> int:
     """Run the experiment of FILE, or every point of its sweep and every replication.
 
-    What is finished already is not run again, so a broken sweep resumes where it stopped.
+    Finished runs are not repeated, so an interrupted sweep resumes where it stopped.
     """
     from vajra_py.runtime.support.gc_control import put_off_collections
 
     put_off_collections()
     from vajra_py.config import expand_sweep, load_config
 
-    if preset is not None:  # replaces the file's policies; command-line settings still take precedence
+    if preset is not None:  # the preset replaces the file's policies; `--set` still takes precedence over it
         overrides = ("scheduling=null", f"preset={preset}", *overrides)
     config = load_config(file, overrides)
     if validate:
@@ -101,7 +99,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 @contextmanager
 def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
-    """Return the pool of runs that `--on` names; None: this machine."""
+    """Return the worker pool that `--on` names; None for this machine."""
     if on == "local":
         yield None
         return
@@ -113,11 +111,10 @@ def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator
 
 
 def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
-    """Report on standard error the number of requests rejected for reasons of their own; return False if they exceed
-    half of a run's.
+    """Warn on standard error of requests rejected as impossible to serve; return False if a run rejected over half.
 
-    Requests rejected by a bounded queue or an admission policy do not count: rejection is their purpose. Equal messages of several
-    runs are printed once.
+    Requests rejected by a bounded queue or an admission policy do not count: rejection is their purpose. Equal messages
+    of several runs are printed once.
     """
     from vajra_py.runtime.records.arrow_arrays import rows_with
     from vajra_py.runtime.requests.rejections import TURNED_AWAY
@@ -153,7 +150,7 @@ class _RunOptions:
     quiet: bool
     workers: int | None
     pool: MakePool | None
-    """Place of execution; None: this machine."""
+    """Worker pool that executes the runs; None for this machine."""
 
 
 def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDisplay) -> RunData:

@@ -34,11 +34,11 @@ _SECRETS = {
     "admin_api_key": ADMIN_KEY_VARIABLE,
     "ssl_keyfile_password": SSL_PASSWORD_VARIABLE,
 }
-"""Options that can be set by environment variables, which do not appear in the process list."""
+"""Environment variables by option; unlike arguments, they do not appear in the process list."""
 
 
 def _flags(command: click.Command | Any) -> Any:
-    """Add the flags that replace a file, under vLLM's names."""
+    """Add the flags that replace an experiment file, under vLLM's names."""
     options = (
         click.option("--model", help="Serve the model of this directory, without an experiment file."),
         click.option("--preset", help="Policies and sizes of a whole system; `vajra presets` lists them."),
@@ -195,11 +195,11 @@ _LISTS = {
     "--allowed-headers": "Header that they may send; without it: any.",
     "--forwarded-allow-ips": "Proxy, or network of proxies, whose X-Forwarded-For is believed, * for all; without it: none.",
 }
-"""Options that may be repeated, given as a JSON list as for vLLM, or separated by commas."""
+"""Options with several values: repeated, as a JSON list (as for vLLM), or separated by commas."""
 
 
 def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return all entries of values that are single entries, JSON lists, or comma-separated entries."""
+    """Flatten option values, each of which is a single entry, a JSON list, or comma-separated entries."""
     found: list[str] = []
     for value in values:
         if value.startswith('["'):
@@ -212,8 +212,8 @@ def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _doors(command: click.Command | Any) -> Any:
-    """Add access options of the server: keys, names, browsers, proxies."""
+def _access_options(command: click.Command | Any) -> Any:
+    """Add options for access to the server: keys, host names, browser origins, proxies."""
     options = (
         click.option(
             "--api-key",
@@ -242,7 +242,7 @@ def _doors(command: click.Command | Any) -> Any:
 @on_option
 @_flags
 @_server_options
-@_doors
+@_access_options
 @_operations
 @limits_options
 def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
@@ -322,12 +322,13 @@ def _run(config: Any, registry: Any, given: dict[str, Any], cluster: RayCluster 
 
 
 def _leave() -> None:
-    """Exit the process at once: teardown of a loaded model's libraries takes seconds, and the system frees everything
-    anyway.
+    """Exit the process without teardown of libraries, which takes seconds once a model is loaded.
+
+    The operating system frees their memory.
     """
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # no more readers
+        with suppress(OSError, ValueError):  # the reader of a pipe may have closed it
             stream.flush()
     os._exit(0)

@@ -39,7 +39,7 @@ def profiles(as_json: bool) -> None:
 
 @click.group(no_args_is_help=True)
 def workloads() -> None:
-    """Look at workloads."""
+    """Inspect workloads."""
 
 
 @workloads.command(no_args_is_help=True)
@@ -61,7 +61,7 @@ def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tup
     from vajra_py.config import load_config
     from vajra_py.experiment.runs.run import load_workload
 
-    config = load_config(file, overrides)  # the first point of a sweep
+    config = load_config(file, overrides)  # of a sweep, the first point
     described = load_workload(config)
     statistics = described.statistics()
     if figures:

@@ -68,5 +68,5 @@ class AdaptersConfig(Section):
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the slots take: each is as large as the largest adapter."""
+        """Number of KV blocks that all slots occupy; each slot has the size of the largest adapter."""
         return self.max_loras * max((one.num_blocks for one in self.models or ()), default=0)

@@ -1,7 +1,7 @@
 """Validate the parts of a file that plug-ins define: policies, latency models, observers, workloads, backends.
 
-Each part is replaced by its validated model (with defaults written out), or by a stand-in if it is wrong, so that the
-schema alone checks the rest of the file and no mistake is reported twice.
+Each part is replaced by its validated model (with defaults written out), or by a stand-in if it is wrong. The schema
+then checks only the rest of the file, and no mistake is reported twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vajra_py.plugins import ADMISSION, RETENTION, SCALER, AnyOffer, Kind, Offer
 STAND_IN = "stand-in"
 
 _BESIDE: tuple[Kind[Any], ...] = (SCALER, RETENTION)
-"""Policies that a replicaset may have beside those of its layers."""
+"""Kinds of policies that a replicaset may have in addition to those of the three layers."""
 
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
@@ -39,8 +39,9 @@ _LATE_BACKENDS: Mapping[str, str] = {
 
 
 def register_backend(name: str, model: type[BaseModel]) -> None:
-    """Make `backend: {name: …}` available beside `simulator`; called by the package that implements it, before a file
-    is loaded.
+    """Make `backend: {name: …}` available in addition to `simulator`.
+
+    The package that implements the backend calls this before a file is loaded.
     """
     if name == "simulator" or _BACKENDS.get(name, model) is not model:
         raise ValueError(f"backend {name!r} is registered already")
@@ -48,7 +49,7 @@ def register_backend(name: str, model: type[BaseModel]) -> None:
 
 
 def registered_backends() -> Mapping[str, type[BaseModel]]:
-    """Return the backends beside the simulator, by name."""
+    """Return the models of all backends except the simulator, by backend name."""
     for name in _LATE_BACKENDS:
         _registered(name)
     return dict(_BACKENDS)
@@ -64,8 +65,10 @@ class PluginParts:
     """Checks and completes one tree; after `check`, `data` is the tree as ordinary values."""
 
     def __init__(self, root: Entries, registry: Registry, base_folder: Path | None = None) -> None:
-        """Keep the tree; `base_folder` is the folder of the file, passed as context to models that resolve relative
-        paths.
+        """Store the tree to check.
+
+        Args:
+            base_folder: folder of the file; models that resolve relative paths receive it as validation context.
         """
         self._root = root
         self._registry = registry
@@ -100,7 +103,10 @@ class PluginParts:
     # -- policies -----------------------------------------------------------------------------------------------------
 
     def _scheduling(self, path: KeyPath, section: dict[str, Any], optional: bool = False) -> None:
-        """Complete the three layers. `optional`: every replicaset has its own, so the top level may be incomplete."""
+        """Complete the policies of the three layers.
+
+        `optional` allows layers to be missing: every replicaset has its own, so the top level may be incomplete.
+        """
         scheduling = section.get("scheduling")
         if scheduling is None:
             scheduling = section["scheduling"] = {}
@@ -134,7 +140,7 @@ class PluginParts:
             self._found((*path, ADMISSION.key), message, "Allowed: scheduling.admission at the top of the file")
 
     def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:
-        """Complete the replica scheduler and the retention policy of each pool that has its own."""
+        """Complete the replica schedulers and retention policies that pools define for themselves."""
         key = Layer.REPLICA_SCHEDULER.value
         for name, pool in _mapping(section.get("pools")).items():
             if isinstance(pool, dict) and pool.get(key) is not None:
@@ -163,7 +169,7 @@ class PluginParts:
                 level[RETENTION.key] = named or PolicyChoice(policy=STAND_IN)
 
     def _drafts(self, path: KeyPath, section: dict[str, Any]) -> None:
-        """Find drafts that are longer than the model's sequences or than what is known of their acceptance."""
+        """Report drafts longer than the model's longest sequence, or longer than the acceptance data covers."""
         simulator = _mapping(_mapping(self.data.get("backend")).get("simulator"))
         rates = _mapping(simulator.get("drafts")).get("rates")
         owners = [(path, section)]
@@ -201,7 +207,7 @@ class PluginParts:
         return self._with_params(path, offer, params)
 
     def _beside(self, kind: Kind[Any], path: KeyPath, choice: Any) -> PolicyChoice | None:
-        """Return the completed choice of a policy beside the layers; None if it is wrong."""
+        """Return the completed choice of a policy that belongs to no layer; None if it is wrong."""
         offers = self._registry.beside_layers[kind.key]
         found = self._named_choice(path, choice, offers)
         if found is None:
@@ -214,7 +220,7 @@ class PluginParts:
         return self._with_params(path, offers[name], params)
 
     def _named_choice(self, path: KeyPath, choice: Any, known: Collection[str]) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and parameters of a choice; None if it has not the form of one."""
+        """Return the name and parameters of a choice; None if it does not have the form of a choice."""
         if not isinstance(choice, dict):
             self._found(path, f"must be a policy's name, or a mapping of policy and params (got {show(choice)})")
             return None
@@ -263,7 +269,7 @@ class PluginParts:
         return value
 
     def _part(self, choice: RoutingPartChoice, path: KeyPath) -> RoutingPartChoice:
-        """Return the choice of a routing part with its parameters complete; as it is, if it is wrong."""
+        """Return the choice of a routing part with complete parameters; a wrong choice is returned unchanged."""
         kind = choice.kind
         offers = self._registry.routing_parts(kind)
         offer = offers.get(choice.name)
@@ -286,7 +292,7 @@ class PluginParts:
             allowed = f"It is a whole system: write `preset: {name}` in place of the layers"
         self._found(path, message, allowed)
 
-    # -- things with a type -------------------------------------------------------------------------------------------
+    # -- objects with a `type` -------------------------------------------------------------------------------------------
 
     def _typed(
         self,

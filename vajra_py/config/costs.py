@@ -31,7 +31,7 @@ class DeviceCostsConfig(_Section):
 
     @property
     def given(self) -> dict[str, float]:
-        """Return the figures that are set."""
+        """Figures that the file sets, by field name."""
         return self.model_dump(exclude={"source"}, exclude_none=True)
 
     @model_validator(mode="after")

@@ -46,7 +46,7 @@ class DraftConfig(Section):
 
     @property
     def most_tokens(self) -> int:
-        """Most drafts of a decode in a step; 0: there are none."""
+        """Largest number of draft tokens per decode and step; 0 without drafts."""
         return self.num_tokens if self.max_tokens is None else self.max_tokens
 
 

@@ -21,8 +21,9 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry) -> Schema:
-    """Return the JSON schema (draft 2020-12) of an experiment or system file as written: including short forms, presets and
-    sweeps.
+    """Return the JSON schema (draft 2020-12) of experiment and system files as users write them.
+
+    It allows short forms, presets and sweeps.
     """
     schema = ExperimentConfig.model_json_schema(mode="validation")
     definitions: Schema = schema["$defs"]
@@ -83,7 +84,7 @@ def json_schema(registry: Registry) -> Schema:
 
 
 def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema) -> Schema:
-    """Return the schema of `scheduling` at the top, where an admission policy may be named beside the layers."""
+    """Return the schema of the top-level `scheduling`, which may also name an admission policy."""
     definitions["SystemSchedulingConfig"] = whole = copy.deepcopy(definitions["SchedulingConfig"])
     whole["title"] = "SystemSchedulingConfig"
     question = "Which requests are let in? One policy for the whole system; without one every request is."
@@ -107,7 +108,7 @@ def _beside(
     offers: OffersBeside,
     definitions: Schema,
 ) -> Schema:
-    """Return the schema of the choice of a policy beside the layers; null: none."""
+    """Return the schema for choosing a policy that belongs to no layer; null selects none."""
     return {
         "description": description,
         "oneOf": [_short(offers), *_policy_variants(offers, definitions), {"type": "null"}],

@@ -35,7 +35,7 @@ PRESETS: Mapping[HandOffPreset, Mapping[str, str | float]] = {
 
 
 class HandOffConfig(BaseModel):
-    """Rules of a hand-off: when the target's memory is taken, and what happens where it is full."""
+    """Rules of a hand-off: when memory of the target is allocated, and what happens if it is full."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
@@ -131,7 +131,7 @@ class HandOffConfig(BaseModel):
 
 
 class MigrationConfig(BaseModel):
-    """Rules by which running requests move to another replica while they are still computed (Llumnix's defaults)."""
+    """Rules of live migration: running requests move to another replica while they decode. Defaults as in Llumnix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 

@@ -1,7 +1,8 @@
 """Read an `EndpointPickerConfig` of llm-d as a scheduling section.
 
-Plug-ins that are routing parts here keep their types as names; names of parameters change from `camelCase` to `snake_case`. What has
-no meaning here is listed by name with the reason; what is wrong in the file is a `ConfigError` with file and line.
+A plug-in that exists as a routing part in vajra keeps its type as its name; names of parameters change from `camelCase`
+to `snake_case`. Settings without a counterpart are listed with the reason; a mistake in the file raises `ConfigError`
+with file and line.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ PRESET = "vllm-v1"
 """System that llm-d routes to."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
-"""A scorer of earlier versions, and the producer that it had inside."""
+"""Scorer of earlier versions, and the producer that was part of it."""
 _IN_PROFILES = (RoutingPartKind.FILTER, RoutingPartKind.SCORER, RoutingPartKind.PICKER)
 _PRODUCER_NAME = "_producer_name"
-"""Ending of parameters that name a producer."""
+"""Suffix of parameters that name a producer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """Something of the file that has no meaning here."""
+    """Setting of the file that has no counterpart in vajra."""
 
     line: int
     """Line of the file, from 1."""
@@ -53,7 +54,7 @@ class Unused:
 
 @dataclass(frozen=True, slots=True)
 class LlmDConfig:
-    """A file of llm-d in the terms of this project."""
+    """Contents of an llm-d file in terms of this project."""
 
     preset: str
     scheduling: Mapping[str, Any]
@@ -63,7 +64,7 @@ class LlmDConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Plugin:
-    """An entry of `plugins`, with its parameters in our names."""
+    """Entry of `plugins`, with the parameters renamed to those of vajra."""
 
     name: str
     type: str
@@ -73,7 +74,10 @@ class _Plugin:
 
 
 def read_llm_d(path: str | Path, registry: Registry) -> LlmDConfig:
-    """Read a file. Raises `ConfigError` with every mistake in it, and `UnknownNameError` if no such router is installed."""
+    """Read a file.
+
+    Raises `ConfigError` with every mistake in it, and `UnknownNameError` if the composable router is not installed.
+    """
     reader = _Reader(read_mapping(path), registry)
     config = reader.read()
     if reader.findings:
@@ -86,7 +90,7 @@ def read_llm_d(path: str | Path, registry: Registry) -> LlmDConfig:
 
 @dataclass
 class _Reader:
-    """Reads one tree, and collects mistakes and what is of no use."""
+    """Reads one tree; collects mistakes and unused settings."""
 
     root: Entries
     registry: Registry
@@ -95,7 +99,7 @@ class _Reader:
     plugins: dict[str, _Plugin] = field(default_factory=dict)
 
     def read(self) -> LlmDConfig | None:
-        """Return the configuration; None if nothing can be made of the file."""
+        """Return the configuration; None if the mistakes leave none."""
         self._head()
         self._plugins()
         profiles = self._profiles()
@@ -132,7 +136,7 @@ class _Reader:
                 self._no_use((key,), key, reason)
 
     def _entries(self, path: KeyPath, tree: Any, known: Sequence[str]) -> Iterator[tuple[KeyPath, Entries]]:
-        """Yield the mappings of a list with their paths, without those that are wrong."""
+        """Yield each well-formed mapping of a list with its path; report the other items."""
         if not isinstance(tree, Items):
             self._found(path, f"must be a list (got {show(tree)})")
             return
@@ -233,7 +237,7 @@ class _Reader:
         return ours
 
     def _is_unavailable(self, plugin: _Plugin, error: ValidationError) -> bool:
-        """Note a filter or scorer of a label or attribute that replicas do not have here, and return whether it is one."""
+        """Return whether the plug-in uses a label or attribute that replicas lack here; if so, list it as unused."""
         wanted = {"by-label": "label", "label-selector-filter": "key", "endpoint-attribute-scorer": "attribute_key"}
         name = wanted.get(plugin.type, "attribute" if plugin.type == "endpoint-attribute-filter" else None)
         for each in error.errors(include_url=False):
@@ -248,7 +252,7 @@ class _Reader:
         return False
 
     def _explain(self, error: ValidationError, config: type[BaseModel], ours: Entries, path: KeyPath) -> None:
-        """Report mistakes in parameters, in llm-d's names."""
+        """Report mistakes in parameters under llm-d's names for them."""
         root = put(self.root, path, ours, ours.place)
         for one in explain(error, config, root, path):
             allowed = None if one.allowed is None else _camel_words(one.allowed)
@@ -381,7 +385,10 @@ def _choice(kind: RoutingPartKind, plugin: _Plugin) -> dict[str, Any]:
 
 
 def _snake_keys(tree: Any) -> Any:
-    """Return the tree with the keys of its mappings in snake case; labels, which are values in the form of keys, stay."""
+    """Return the tree with the keys of its mappings in snake case.
+
+    Keys of label mappings are user data and stay unchanged.
+    """
     if isinstance(tree, Entries):
         places: dict[Step, Place] = {_snake(key): tree.place_of(key) for key in tree}
         values = {_snake(key): each if key == "matchLabels" else _snake_keys(each) for key, each in tree.items()}

@@ -77,10 +77,10 @@ MEANINGLESS: Mapping[str, str] = {
     "multicluster-queue-scorer": _CLUSTERS,
     "multicluster-session-affinity-filter": _CLUSTERS,
 }
-"""Types of plug-ins."""
+"""Types of plug-ins without a counterpart, each with the reason."""
 
 ALIASES: Mapping[str, str] = {"by-label-selector": "label-selector-filter"}
-"""Other names of types that are parts here."""
+"""Alternative names of plug-in types, with the name of the routing part."""
 
 UNUSED_SECTIONS: Mapping[str, str] = {
     "featureGates": "there are no features to switch",
@@ -90,7 +90,7 @@ UNUSED_SECTIONS: Mapping[str, str] = {
     "saturationDetector": _FLOW,
     "parser": _PARSERS,
 }
-"""Keys of the file beside plug-ins and profiles."""
+"""Top-level keys, other than plug-ins and profiles, that have no counterpart, each with the reason."""
 
 _ONE_ROUTER = "there is one router"
 UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
@@ -118,4 +118,4 @@ UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "endpoint-attribute-scorer": {"producer": _FIGURES},
     "endpoint-attribute-filter": {"producer": _FIGURES, "onMissing": "no replica lacks a figure"},
 }
-"""Parameters by type of plug-in; `*`: all."""
+"""Parameters without a counterpart, by type of plug-in, each with the reason; `*` stands for all types."""

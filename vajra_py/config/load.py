@@ -1,8 +1,8 @@
 """Load a file or a mapping as a complete experiment or system, or report everything that is wrong with it.
 
-The order: read, expand short forms, apply overrides, then for each point of the sweep: apply the point, expand presets,
-complete replicasets, check the parts that plug-ins define, check the schema. Mistakes of all steps that could be
-executed are reported together.
+The steps are: read, expand short forms, apply overrides; then for each point of the sweep: apply the point, expand
+presets, complete replicasets, check the parts that plug-ins define, check the schema. Mistakes from every step that
+could be executed are reported together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry, load_registry
 
 EXPERIMENT_KEYS = tuple(key for key in ExperimentConfig.model_fields if key not in SystemConfig.model_fields)
-"""Keys that make an experiment of a system."""
+"""Keys that only experiments have; a file with any of them is an experiment, not a system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Context:
     registry: Registry
     base_folder: Path | None = None
     may_be_system: bool = False
-    """True if a tree without any key of an experiment is a system; otherwise it lacks its workload."""
+    """True if a tree without any key of an experiment is checked as a system; otherwise its workload is missing."""
 
     @property
     def model(self) -> type[SystemConfig]:
@@ -58,8 +58,9 @@ class Context:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
-    """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied. With a sweep: its first point; see
-    `expand_sweep`.
+    """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied.
+
+    A file with a sweep yields the experiment of its first point; see `expand_sweep`.
 
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
@@ -69,14 +70,20 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Regis
 
 
 def load_system(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
-    """The system of a YAML file; an experiment, where the file has a workload. Raises like `load_config`, and for a sweep or replications."""
+    """Load the system of a YAML file; the result is an `ExperimentConfig` if the file has a workload.
+
+    Raises like `load_config`, and `ConfigError` for a sweep or replications.
+    """
     root, place = _named(path)
     _check_one_setting(root, place, overrides)
     return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent, may_be_system=True))
 
 
 def load_either(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
-    """The experiment of a YAML file, or the system of one that has no key of an experiment. Raises like `load_config`."""
+    """Load a YAML file: a system if it has no key that only experiments have, otherwise an experiment.
+
+    Raises like `load_config`.
+    """
     context = Context(registry or load_registry(), Path(path).parent, may_be_system=True)
     return _load(*_named(path), overrides, context)
 
@@ -84,7 +91,10 @@ def load_either(path: str | Path, overrides: Iterable[str] = (), registry: Regis
 def system_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> SystemConfig:
-    """The system of a mapping that reads like a file; raises like `load_system`, with paths for places."""
+    """Load the system of a mapping with the keys of a file.
+
+    Raises like `load_system`; errors give the path of a setting in place of file and line.
+    """
     root = written_at(Place(), mapping)
     _check_one_setting(root, Place(), overrides)
     return _load(root, Place(), overrides, Context(registry or load_registry(), may_be_system=True))
@@ -93,7 +103,10 @@ def system_from_mapping(
 def config_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> ExperimentConfig:
-    """Load the experiment of a mapping of the same form as a file; raises like `load_config`, with paths as places."""
+    """Load the experiment of a mapping with the keys of a file.
+
+    Raises like `load_config`; errors give the path of a setting in place of file and line.
+    """
     context = Context(registry or load_registry())
     return cast(ExperimentConfig, _load(written_at(Place(), mapping), Place(), overrides, context))
 
@@ -101,10 +114,10 @@ def config_from_mapping(
 def expand_sweep(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig]]:
-    """Return the points of the experiment's sweep, once for every replication, each with its complete experiment, in
-    order; a single run has one empty point.
+    """Return the points of the experiment's sweep in order, each with its complete experiment.
 
-    The experiments are independent: they have no sweep and no replications. Raises `ConfigError`.
+    Each point occurs once for every replication; a single run has one empty point. The returned experiments have
+    neither a sweep nor replications. Raises `ConfigError`.
     """
     if config.is_single:
         return [(SweepPoint({}, config.name, config.name), config)]
@@ -118,7 +131,7 @@ def expand_sweep(
 def dump_effective(config: SystemConfig) -> str:
     """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
-    With a sweep: the experiment as written with overrides applied, because defaults differ between points.
+    A sweep yields the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
@@ -139,7 +152,7 @@ def dump_effective(config: SystemConfig) -> str:
 
 
 def dump_yaml(data: Any) -> str:
-    """Return ordinary values as YAML in block style, keys in their order."""
+    """Return dicts, lists and scalars as YAML in block style, with keys in insertion order."""
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="safe", pure=True)
@@ -157,11 +170,11 @@ _NOTHING_MOVES: Mapping[str, Any] = {
     "links": LinksConfig().model_dump(mode="json"),
     "migration": MigrationConfig().model_dump(mode="json"),
 }
-"""Keys left out of a written experiment where they have their defaults."""
+"""Keys that `dump_effective` omits while they have these default values."""
 
 
 def _named(path: str | Path) -> tuple[Any, Place]:
-    """The tree of a file, with the file's name where it gives itself none, and the place of its first line."""
+    """Return the tree of a file and the place of its first line; a missing `name` is filled in from the file's name."""
     root, place = read_yaml(path), Place(str(path), 1)
     if isinstance(root, Entries) and "name" not in root:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
@@ -170,7 +183,7 @@ def _named(path: str | Path) -> tuple[Any, Place]:
 
 
 def _check_one_setting(root: Any, place: Place, overrides: Iterable[str]) -> None:
-    """Raise `ConfigError` for a sweep or replications: a system has one setting of everything."""
+    """Raise `ConfigError` for a sweep or replications: a system has one value for each setting."""
     root, _ = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
     what = "sweep" if root.get("sweep") is not None else "replications" if _replications(root) > 1 else None
     if what is not None:
@@ -202,7 +215,7 @@ def _replications(root: Entries) -> int:
 
 
 def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoint], list[Finding]]:
-    """Return the points under all seeds of the replications."""
+    """Return each point once for every seed of the replications, and the findings."""
     count, first = _replications(root), root.get("seed", 0)
     if count == 1 or not isinstance(first, int):  # the schema rejects seeds of other types
         return points, []

@@ -1,4 +1,4 @@
-"""Name file and line in mistakes that are found when the parts of a loaded configuration are put together."""
+"""Add file and line to mistakes found after loading, while objects are built from the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATH = re.compile(r"[a-z_]+(\.[\w-]+)*")
 
 @contextmanager
 def naming_lines(config: SystemConfig) -> Iterator[None]:
-    """Raise a `ConfigError` of the block again with the file and line of each setting that it names, where a file has it."""
+    """Re-raise a `ConfigError` of the block with file and line of each setting in it that a file contains."""
     try:
         yield
     except WorkloadError:

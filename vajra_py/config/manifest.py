@@ -90,7 +90,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the policy, package and version for each replicaset and layer, of its scaler and its retention policies."""
+    """Return policy, package and version for each layer of each replicaset, its scaler and its retention policies."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, replicaset in config.effective_replicasets.items():
         scheduling = replicaset.scheduling
@@ -109,7 +109,7 @@ def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, d
 
 
 def _admission(config: SystemConfig, registry: Registry) -> dict[str, dict[str, str]]:
-    """Return the admission policy, package and version as a section; nothing without one."""
+    """Return a section with the admission policy, its package and version; empty without an admission policy."""
     choice = config.admission_policy
     if choice is None:
         return {}

@@ -99,14 +99,15 @@ class Finding:
     allowed: str | None = None
 
     def problem(self) -> Problem:
-        """Return the mistake as a `Problem`."""
+        """Convert the mistake to a `Problem` that shows its place."""
         return Problem(self.place.where(self.path), self.message, self.allowed)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Problem]:
-    """Return the problems in the order of the file's lines, then the others in the order found, without duplicates.
+    """Return the problems in the order of the file's lines, then those without a line in the order found.
 
-    A value that several sections inherit, or several points of a sweep share, is one mistake, reported at its origin.
+    Duplicates are dropped: a wrong value that several sections inherit, or that several points of a sweep share, is
+    reported once, at its origin.
     """
     ordered = sorted(findings, key=lambda each: each.place.line if each.place.line is not None else 1 << 60)
     unique: dict[object, Problem] = {}

@@ -2,7 +2,8 @@
 
 Precedence, at every level: a replicaset's own keys, its preset, the top level's keys, the top level's preset.
 Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
-precedence are dropped. Pools belong to a preset: a replicaset with a preset of its own gets none of that at the top.
+precedence are dropped. Pools belong to a preset: a replicaset with its own preset inherits no pools from the top
+level's preset.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
 
 
 def _with_pools_completed(root: Entries, path: KeyPath, registry: Registry) -> Entries:
-    """Complete each pool of a replicaset with the replicaset's own `replica` and replica scheduler."""
+    """Complete each pool of a replicaset from the replicaset's `replica` section and replica scheduler."""
     layer = Layer.REPLICA_SCHEDULER
     above = {"replica": get(root, *path, "replica"), layer.value: get(root, *path, "scheduling", layer.value)}
     for name in _names(root, *path, "pools"):
@@ -151,7 +152,7 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
 def _with_pools_of_preset(
     own: Entries, top: Entries, path: KeyPath, registry: Registry, findings: list[Finding]
 ) -> Entries:
-    """Complete a replicaset from its preset, and divide its replicas among the pools of that, or of the preset at the top."""
+    """Complete a replicaset from its preset; divide its replicas among the pools of that or the top level's preset."""
     has_pools = "pools" in own or "pools" in top
     if get(own, "scheduling", "preset") is not None:
         if "num_replicas" in top and "num_replicas" not in own and not has_pools:
@@ -167,7 +168,7 @@ def _with_pools_of_preset(
 def _with_replicas_divided(
     section: Entries, given: Entries, path: KeyPath, findings: list[Finding]
 ) -> tuple[Entries, Entries]:
-    """Return the section without its `num_replicas`, and what the preset gives with these divided among its pools."""
+    """Return the section without `num_replicas`, and the preset's keys with that number divided among its pools."""
     count, pools = section.get("num_replicas"), given.get("pools")
     if not isinstance(pools, Entries) or "pools" in section or not isinstance(count, int):
         return section, given
@@ -183,9 +184,9 @@ def _with_replicas_divided(
 
 
 def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
-    """Return so many in the proportion of the weights, by largest remainders, and at least one for each.
+    """Divide `count` in proportion to the weights, by largest remainders, with at least one for each name.
 
-    `count` is at least the number of weights, which are positive.
+    Requires positive weights, and `count` not less than their number.
     """
     total = sum(weights.values())
     numbers = {name: max(1, count * weight // total) for name, weight in weights.items()}

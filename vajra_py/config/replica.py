@@ -1,4 +1,4 @@
-"""Sizes and memory of replicas, and the pools that a replicaset is made of."""
+"""Schema of `replica:` and `pools:`: sizes and memory of replicas, and the pools that form a replicaset."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class MemoryConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `tiers` and `swap_link` out where there are none: then results are those of before."""
+        """Omit unset `tiers` and `swap_link`, so that the written form (and run ids) of older files stays the same."""
         data: dict[str, Any] = handler(self)
         for name in ("tiers", "swap_link"):
             if getattr(self, name) is None:
@@ -152,12 +152,12 @@ class ReplicaConfig(Section):
 
     @property
     def adapter_blocks(self) -> int:
-        """KV blocks that slots for adapters take."""
+        """Number of KV blocks that slots for adapters occupy."""
         return 0 if self.adapters is None else self.adapters.num_blocks
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `draft` and `adapters` out where there are none: then results are those of before."""
+        """Omit `draft` and `adapters` if unset, so that the written form of older files stays the same."""
         data: dict[str, Any] = handler(self)
         if not self.draft.most_tokens:
             data.pop("draft", None)
@@ -167,7 +167,7 @@ class ReplicaConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Number of replicas that a scaler may choose, and how they start and stop."""
+    """Bounds on the number of replicas that a scaler may choose, and how replicas start and stop."""
 
     min_replicas: Count = Field(1, description="Fewest replicas, starting or up; 0 lets a scaler stop them all.")
     max_replicas: ReplicaCount | None = Field(None, description="Most replicas, starting or up; null: `num_replicas`.")
@@ -185,7 +185,7 @@ class ElasticConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of a replicaset: replicas of one kind. Keys of `replica` that it leaves out are the replicaset's."""
+    """One pool of a replicaset: replicas of one kind. Missing keys of `replica` are taken from the replicaset."""
 
     role: Literal["mixed", "prefill", "decode"] | None = Field(
         None,
@@ -208,7 +208,7 @@ class PoolConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Return the largest number of replicas at once, which is the number that is built."""
+        """Largest number of replicas that can be up at once; so many are built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 
@@ -220,13 +220,13 @@ DEFAULT_POOL = "default"
 
 
 def role_of(name: str, pool: PoolConfig) -> PoolRole:
-    """Return the work that a pool of this name takes."""
+    """Return the role of the pool: its own, or the one that its name implies."""
     roles = {one.value: one for one in PoolRole}
     return roles[pool.role] if pool.role is not None else roles.get(name, PoolRole.MIXED)
 
 
 def check_pools(pools: Pools, num_replicas: int) -> None:
-    """Raise `ValueError` where prompts or decodes have no pool that takes them, or replicas are counted twice."""
+    """Raise `ValueError` if no pool serves prompts or decodes, or if replicas are counted twice."""
     if num_replicas != 1:
         raise ValueError("num_replicas is the sum over the pools; give each pool its own")
     roles = {role_of(name, pool) for name, pool in pools.items()}
@@ -239,9 +239,9 @@ def check_pools(pools: Pools, num_replicas: int) -> None:
 def check_elastic(
     scheduling: SchedulingConfig | None, own: ElasticConfig | None, pools: Mapping[str, PoolConfig]
 ) -> None:
-    """Raise `ValueError` unless there are bounds where there is a scaler, and each fit the number at the start.
+    """Raise `ValueError` if a scaler lacks bounds, or if bounds exclude the initial number of replicas.
 
-    `own` is the replicaset's, which counts where it has no pools of its own.
+    `own` holds the replicaset's bounds, which apply if it defines no pools.
     """
     bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
     if own is not None and not any(own is one for one in bounded.values()):

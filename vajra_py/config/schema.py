@@ -33,7 +33,7 @@ from vajra_py.plugins import ADMISSION
 
 if TYPE_CHECKING:
     from vajra_py.workload.config import WorkloadConfig
-else:  # validated by the loader; importing it here would load the dependencies of every workload
+else:  # the loader validates it; importing it here would load the dependencies of every workload
     WorkloadConfig = Any
 
 from vajra_py.config.replica import (
@@ -64,8 +64,9 @@ from vajra_py.config.sections import (
 
 
 class SelectConfig(Section):
-    """Selection of requests that a replicaset serves: those that meet every condition given. No condition: all that are
-    left.
+    """Conditions that select the requests of a replicaset: a request must meet all of them.
+
+    Without any condition, all requests that no earlier replicaset selects.
     """
 
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
@@ -138,19 +139,19 @@ class ReplicasetConfig(Section):
 
     @property
     def effective_pools(self) -> Mapping[str, PoolConfig]:
-        """Pools in the order of their replicas' ids; one of mixed replicas where the file names none."""
+        """Pools in the order of their replicas' ids; one pool of mixed replicas if the file names none."""
         if self.pools:
             return self.pools
         only = PoolConfig(role="mixed", num_replicas=self.num_replicas, replica=self.replica, elastic=self.elastic)
         return {DEFAULT_POOL: only}
 
     def role_of(self, pool: str) -> PoolRole:
-        """Return the work that a pool takes."""
+        """Return the role of a pool."""
         return role_of(pool, self.effective_pools[pool])
 
     @property
     def total_replicas(self) -> int:
-        """Replicas of all pools, with a scaler as many as there may be."""
+        """Number of replicas of all pools; with a scaler, the largest number it may choose."""
         return sum(pool.most_replicas for pool in self.effective_pools.values())
 
 
@@ -185,7 +186,7 @@ class ReplicasetSimulatorConfig(Section):
 
 
 class SimulatorConfig(Section):
-    """Prediction of step durations instead of execution."""
+    """Settings of the simulator, which predicts step durations and executes nothing."""
 
     latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
     predictions: TypedChoice | None = Field(
@@ -214,7 +215,7 @@ class SimulatorConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `drafts` out where it is not given: then results are those of before."""
+        """Omit `drafts` if unset, so that the written form of older files stays the same."""
         data: dict[str, Any] = handler(self)
         if self.drafts is None:
             data.pop("drafts", None)
@@ -252,7 +253,7 @@ class BackendConfig(BaseModel):
 
 
 class ProgramsConfig(Section):
-    """Programs: the calls of one agent, workflow or task (`program_id`)."""
+    """Settings for programs. A program is the set of calls of one agent, workflow or task (`program_id`)."""
 
     idle_s: PositiveSeconds | None = Field(
         3600.0,
@@ -272,7 +273,7 @@ Sweep: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
 class SystemConfig(Section):
-    """One system: the policies, the replicas that they schedule, and the backend. A workload makes it an experiment."""
+    """One system: policies, the replicas that they schedule, and the backend. An experiment adds a workload."""
 
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
@@ -338,14 +339,14 @@ class SystemConfig(Section):
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
     _admission_policy: PolicyChoice | None = PrivateAttr(None)
-    """See `admission_policy`."""
+    """Choice behind the property `admission_policy`."""
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take `scheduling.admission` out: it is of the whole system, and the layers' policies are of a replicaset."""
+        """Move `scheduling.admission` out of `scheduling`: it applies to the system, the layers to each replicaset."""
         scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
         if not isinstance(scheduling, Mapping) or ADMISSION.key not in scheduling:
             return handler(value)
@@ -357,7 +358,7 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and leave `programs` out where it has its defaults, so that results stay the same."""
+        """Put `scheduling.admission` back, and omit `programs` at its defaults, so that older files stay equal."""
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)
@@ -389,7 +390,7 @@ class SystemConfig(Section):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """True for one run: neither a sweep nor replications."""
+        """Compare the settings; the tree that a configuration was loaded from does not count."""
         return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     @property
@@ -423,7 +424,7 @@ class SystemConfig(Section):
 
 
 class ExperimentConfig(SystemConfig):
-    """One experiment: a system, the workload that it serves, and the settings under which both are tried."""
+    """One experiment: a system, its workload, and the settings of the run or runs."""
 
     workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
     sweep: Sweep | None = Field(
@@ -442,5 +443,5 @@ class ExperimentConfig(SystemConfig):
 
     @property
     def is_single(self) -> bool:
-        """Return whether it is one run: neither a sweep nor replications."""
+        """True if the experiment is a single run, with neither a sweep nor replications."""
         return self.sweep is None and self.replications == 1

@@ -1,4 +1,4 @@
-"""Bases of all sections of an experiment file, and choices of what is installed by name."""
+"""Base classes of all sections of an experiment file, and of sections that select an installed object by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Choice(BaseModel):
 
 
 class PolicyChoice(Section, Choice):
-    """One layer's policy by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
+    """Policy selected by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
 
     policy: Text = Field(description="Name (or alias) of an installed policy; `vajra policies` lists them.")
     params: dict[str, Any] = Field(

@@ -1,4 +1,4 @@
-"""The replicaset of an experiment that has one alone."""
+"""Access to the replicaset of a system that has exactly one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vajra_py.errors import ConfigError, Problem
 
 
 def only_replicaset(config: SystemConfig) -> ReplicasetConfig:
-    """Return the experiment's replicaset. Raises `ConfigError` when it has several."""
+    """Return the only replicaset of a system. Raises `ConfigError` if there are several."""
     replicasets = config.effective_replicasets
     if len(replicasets) != 1:
         raise ConfigError(Problem("replicasets", f"there are several ({', '.join(replicasets)})", "Allowed: one"))

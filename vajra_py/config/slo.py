@@ -1,8 +1,9 @@
 """SLO expressions: conditions on a run's metrics, such as `p99(ttft) <= 0.5 and attainment >= 0.95`.
 
-Grammar: conditions `METRIC <= NUMBER` (or `>=`, `<`, `>`, the number on either side) joined by `and` and `or`, with brackets. A metric is a statistic of a latency in
-seconds, `p99(ttft)`, or a number of the run, `attainment`. One SLO class, tenant or replicaset is named as a further argument: `p99(ttft, chat)`, `attainment("long-context")`.
-An expression is read with Python's parser and never evaluated as code.
+Grammar: conditions `METRIC <= NUMBER` (or `>=`, `<`, `>`, the number on either side) joined by `and` and `or`, with
+brackets. A metric is a statistic of a latency in seconds, such as `p99(ttft)`, or a scalar of the run, such as
+`attainment`. A further argument restricts it to one SLO class, tenant or replicaset: `p99(ttft, chat)`,
+`attainment("long-context")`. Python's parser reads an expression, but it is never evaluated as code.
 """
 
 from __future__ import annotations

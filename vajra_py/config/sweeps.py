@@ -100,8 +100,9 @@ def sweep_points(sweep: Any, place: Place) -> tuple[list[SweepPoint], list[Findi
 
 
 def replicated(points: Sequence[SweepPoint], seeds: Sequence[int], place: Place) -> list[SweepPoint]:
-    """Return each point once for each of these seeds, seeds varying fastest. Raises `ValueError` if a point sets the
-    seed itself.
+    """Return each point once for each of these seeds, seeds varying fastest.
+
+    Raises `ValueError` if a point sets the seed itself.
     """
     if any(SEED in point for point in points):
         raise ValueError("replications and a sweep of the seed say the same twice")

@@ -1,4 +1,4 @@
-"""Schema of `replica.memory.tiers`: memory below the device, to which cached content goes and from which it comes back."""
+"""Schema of `replica.memory.tiers`: memory below the device, for cached KV that is offloaded and loaded again."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TIER_PRESETS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"write": "write_through", "retention": {"policy": "lru"}},
     ),
 }
-"""Rules of systems by name: those of all tiers, and those of each.
+"""Presets by name of a system: settings of `tiers` as a whole, and settings of each tier.
 
 Sources: vLLM 0.33 `OffloadingConnector` with its CPU and secondary tiers; SGLang 0.5.23 HiCache and its defaults.
 """
 
 
 class TierConfig(Section):
-    """One tier: its size, its link to the memory above it, and what it keeps."""
+    """One tier: its size, its link to the memory above it, and its retention rules."""
 
     name: str = Field(pattern=NAME_PATTERN, description="Name in results and for policies, such as `host`.")
     num_blocks: PositiveCount = Field(description="KV blocks that it holds; of a shared tier in all.")
@@ -90,7 +90,7 @@ class TierConfig(Section):
 
 
 class SwapLinkConfig(Section):
-    """Link between a replica's device and the host memory that preempted requests are swapped to, beside steps."""
+    """Link over which preempted requests are swapped between a replica's device and host memory while steps run."""
 
     bandwidth_gb_s: _Bandwidth = Field(
         description="Bandwidth each way, GB/s (of 10^9 bytes).", json_schema_extra={"unit": "GB/s"}
@@ -112,7 +112,7 @@ class SwapLinkConfig(Section):
 
 
 class TiersConfig(Section):
-    """Memory tiers below the device, nearest first, and how content comes back from them. A list is short for `levels`."""
+    """Memory tiers below the device, nearest first, and how KV is loaded from them. A list is short for `levels`."""
 
     preset: Literal["vllm_offloading", "sglang_hicache"] | None = Field(
         None,
@@ -165,7 +165,7 @@ class TiersConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the rules of loads out where they are the usual ones: then results are those of before."""
+        """Omit rules of loads at their defaults, so that the written form of older files stays the same."""
         data: dict[str, Any] = handler(self)
         preset = {} if self.preset is None else TIER_PRESETS[self.preset][0]
         if self.loads == preset.get("loads", "in_turn") == "in_turn":

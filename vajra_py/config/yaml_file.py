@@ -16,12 +16,13 @@ from vajra_py.errors import ConfigError, Problem
 TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
-"""Limit on values: a few lines of nested aliases can expand to billions."""
+"""Largest number of values in a file: a few lines of nested aliases can expand to billions."""
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read the tree of a file (`Entries`, if it is a mapping); raises `ConfigError` with every mistake that reading can
-    find.
+    """Read the tree of a file, an `Entries` if the file contains a mapping.
+
+    Raises `ConfigError` with every mistake that can be found without a schema.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -33,8 +34,9 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def read_mapping(path: str | Path) -> Entries:
-    """Read the tree of a file that contains a mapping or nothing; raises `ConfigError` like `read_yaml`, and for any
-    other value.
+    """Read the tree of a file that contains a mapping or nothing.
+
+    Raises `ConfigError` like `read_yaml`, and if the file contains any other value.
     """
     return mapping_of(read_yaml(path), Place(str(path), 1))
 
@@ -49,8 +51,9 @@ def mapping_of(root: Any, place: Place) -> Entries:
 
 
 def parse_yaml(text: str, place: Place) -> Any:
-    """Parse a text into a tree. With a line in `place` it is a file, and values get their own lines; else all get
-    `place`.
+    """Parse a text into a tree.
+
+    If `place` has a line, the text is a file and each value gets its own line; otherwise all values get `place`.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError

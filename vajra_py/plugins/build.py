@@ -51,9 +51,12 @@ def build_policy(
 ) -> SchedulingPolicy:
     """Build the policy of this name (or alias) from its parameters and check it against the layer's Protocol.
 
-    Parameters that are an instance of the policy's own model are already validated and used as they are. Raises
-    `UnknownNameError`; `ConfigError` if the parameters are wrong or do not fit the replica (a `ValueError` raised by
-    the policy); `PluginError` if the package builds something that is not such a policy.
+    Parameters that are an instance of the policy's own model count as validated.
+
+    Raises:
+        UnknownNameError: there is no such policy in the layer.
+        ConfigError: the parameters are wrong or do not fit the replica (the policy raised `ValueError`).
+        PluginError: the package builds an object that is not a policy of the layer.
     """
     offer = (registry or load_registry()).policy(layer, name)
     where = f"scheduling.{layer.value}"
@@ -108,10 +111,13 @@ def _built_beside(
 
 
 def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
-    """Return the function for `PolicyContext.build_part`: it builds parts of the registry (by default the installed ones)."""
+    """Return the function for `PolicyContext.build_part`, which builds routing parts of the registry.
+
+    `registry` defaults to the installed plug-ins.
+    """
 
     def build(choice: RoutingPartChoice, context: RoutingContext) -> Any:
-        """Raise like `build_policy`."""
+        """Build the chosen part; raises like `build_policy`."""
         offer = (registry or load_registry()).routing_part(choice.kind, choice.name)
         where = f"{choice.kind.value} {choice.name}"
         config = _validated(offer.spec.config, choice.params, f"{where}: params")
@@ -189,7 +195,7 @@ def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, w
     if isinstance(params, BaseModel):
         if isinstance(params, config):
             return params
-        params = params.model_dump(mode="json", by_alias=True)  # made by another registry
+        params = params.model_dump(mode="json", by_alias=True)  # an instance of another registry's model class
     try:
         return config.model_validate(dict(params))
     except ValidationError as error:
@@ -200,8 +206,9 @@ def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, w
 
 
 def _built(offer: Offer[Any], where: str, build: Callable[[], Any]) -> Any:
-    """Return the object that the plug-in builds; a `ValueError` is an error of the user's settings, any other exception
-    one of the plug-in.
+    """Return the object that the plug-in builds.
+
+    A `ValueError` of the plug-in becomes `ConfigError` (wrong settings), any other exception `PluginError`.
     """
     try:
         return build()

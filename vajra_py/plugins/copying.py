@@ -1,4 +1,4 @@
-"""Copies of library policies: the file of one, renamed, as the start of a package of one's own."""
+"""Copy the file of a library policy, with names changed, as the start of a new package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BESIDE_LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class CopiedPolicy:
-    """The file of a library policy under names of its own."""
+    """Copy of a library policy's file, in which every policy has a new name."""
 
     original: str
     """Name of the policy in the library."""
@@ -54,16 +54,17 @@ class CopiedPolicy:
     """Name of the file without its suffix."""
     source: str
     specs: tuple[str, ...]
-    """Variables of the file that hold what it offers."""
+    """Variables of the file that hold the specs of its policies."""
     helpers: tuple[str, ...]
     """Modules of the library that the file imports."""
 
 
 def copied_policy(name: str, prefix: str, registry: Registry, kind: str | None = None) -> CopiedPolicy:
-    """Copy the file of the library policy `name`; names of policies in it begin with `prefix` and `_`.
+    """Copy the file of the library policy `name`; the copy's policies are named `prefix`, `_` and their old names.
 
-    `kind`: of package (`scaffold.KINDS`), where policies of several kinds have the name; without it those of the layers come first.
-    Raises `UnknownNameError` if the library has no such policy, and `ConfigError` if its file does not state its policies' names.
+    `kind` (of `scaffold.KINDS`) selects among policies of different kinds that share the name; by default, policies of
+    the layers take precedence. Raises `UnknownNameError` if the library has no such policy, and `ConfigError` if its
+    file does not state its policies' names as literals.
     """
     spec, interface = _library_policy(name, registry, kind)
     module = sys.modules[spec.build.__module__]
@@ -94,7 +95,7 @@ def _library_policy(name: str, registry: Registry, kind: str | None) -> tuple[An
 
 
 def _offers_in(tree: ast.Module, spec: str) -> Iterator[tuple[str, tuple[str, ast.Call]]]:
-    """Each policy that a file offers as `VARIABLE = Spec(name="…", …)`: its name, the variable and the call."""
+    """Yield name, variable and call of each policy that a file offers as `VARIABLE = Spec(name="…", …)`."""
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(variable)], value=ast.Call(func=ast.Name(called)) as call) if (
@@ -106,7 +107,10 @@ def _offers_in(tree: ast.Module, spec: str) -> Iterator[tuple[str, tuple[str, as
 
 
 def _renamed(source: str, offers: Mapping[str, tuple[str, ast.Call]], prefix: str) -> str:
-    """The source with the policies' names behind the prefix, without aliases, which would clash with the library's."""
+    """Return the source with the prefix before the policies' names.
+
+    Aliases are removed: they would clash with those of the library.
+    """
     lines = source.splitlines(keepends=True)
     for name, (_, call) in offers.items():
         for keyword in call.keywords:

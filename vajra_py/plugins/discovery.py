@@ -31,7 +31,7 @@ Claim: TypeAlias = tuple[PluginSource, object]
 def load_registry() -> Registry:
     """Return the registry of installed plug-ins, built once per process (and per value of `VAJRA_DISABLE_PLUGINS`).
 
-    Raises `PluginError` that names entry point, package and version.
+    Raises `PluginError` with entry point, package and version of the first unusable plug-in.
     """
     return _cached_registry(os.environ.get(DISABLE_VARIABLE, ""))
 
@@ -42,9 +42,7 @@ def _cached_registry(disabled: str) -> Registry:
 
 
 def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = "") -> Registry:
-    """Build the registry of these entry points, except those that `disabled` names (comma-separated); nothing is
-    cached.
-    """
+    """Build the registry of these entry points, without those in `disabled` (comma-separated), and cache nothing."""
     found = sorted(((_source(entry), entry) for entry in entry_points), key=lambda pair: _load_order(pair[0]))
     switched_off = _disabled(disabled, [source for source, _ in found])
     loader = _Loader(pluggy.PluginManager(hookspecs.PROJECT), {})
@@ -104,7 +102,7 @@ class _Loader:
         return claims
 
     def claims_with_builtins(self, hook: str) -> Sequence[Claim]:
-        """Return the results of `claims`, preceded by the framework's own."""
+        """Return the framework's own specs for a hook, followed by the results of `claims`."""
         return [*((BUILTIN, spec) for spec in _builtin_specs(hook)), *self.claims(hook)]
 
 
@@ -141,8 +139,9 @@ def _source(entry: metadata.EntryPoint) -> PluginSource:
 
 
 def _load_order(source: PluginSource) -> tuple[bool, str, str]:
-    """Return the sort key of plug-ins: the framework's own first, then by name. It decides the order of lists and the
-    culprit of a clash.
+    """Return the sort key of plug-ins: the framework's own first, then by name.
+
+    The order determines lists, and which of two plug-ins with the same name an error blames.
     """
     return normalised(source.package) != "vajra-py", normalised(source.package), source.entry_point
 
@@ -153,8 +152,9 @@ def normalised(package: str) -> str:
 
 
 def _disabled(names: str, sources: Sequence[PluginSource]) -> frozenset[str]:
-    """Return the entry points and packages to leave out; a name that matches no plug-in is an error, because it would
-    disable nothing.
+    """Return the names of entry points and packages to leave out.
+
+    Raises `PluginError` for a name that matches no plug-in, because it would disable nothing.
     """
     known: dict[str, str] = {}
     for source in sources:

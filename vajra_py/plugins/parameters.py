@@ -24,7 +24,7 @@ UNITS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter, ready for listing."""
+    """One parameter of a policy, with texts for listings."""
 
     name: str
     type: str
@@ -34,7 +34,7 @@ class Parameter:
     unit: str
     """Unit; empty if there is none."""
     limits: str
-    """Constraints of the model beyond the type, such as `> 0`; empty if there are none."""
+    """Constraints on the value in addition to its type, such as `> 0`; empty if there are none."""
     description: str
 
 

@@ -1,7 +1,7 @@
 """Registry of installed policies, routing parts, presets, models and observers.
 
-A registry is read-only. Policies and presets are checked when it is built; policies that are imported when they are used
-(`PolicyAt`), routing parts, latency models, output-length predictors and observers then.
+A registry is read-only. Policies and presets are checked when the registry is built. Policies that are imported on
+demand (`PolicyAt`), routing parts, latency models, output-length predictors and observers are checked on first use.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Offer(Generic[SpecT]):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[SpecT]):
-    """Kind of policy beside the layers, or part of a policy.
+    """Kind of policy that belongs to no layer, or kind of part of a policy.
 
     Attributes:
-        key: at which one is selected under `scheduling:`; empty: it is named in another policy's parameters.
-        noun: term for it in messages.
-        hook: the hook that offers it.
+        key: key under `scheduling:` that selects one; empty if it is named in another policy's parameters.
+        noun: term in messages.
+        hook: hook by which plug-ins offer it.
         spec: class of its specs.
     """
 
@@ -97,7 +97,7 @@ class Kind(Generic[SpecT]):
     spec: type[SpecT]
 
     def __str__(self) -> str:
-        """Return the noun behind its article."""
+        """Return the noun with its indefinite article."""
         return _a(self.noun)
 
 
@@ -110,23 +110,23 @@ ROUTING_PART = Kind("", "routing part", "vajra_routing_parts", RoutingPartSpec)
 _OTHERS = (AdmissionSpec, ScalerSpec, RetentionSpec, RoutingPartSpec)
 
 OfferBeside: TypeAlias = Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[RetentionSpec]
-"""Policy beside the layers."""
+"""Offer of a policy that belongs to no layer: of admission, scaling or retention."""
 OffersBeside: TypeAlias = (
     Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]] | Mapping[str, Offer[RetentionSpec]]
 )
-"""Policies of one kind beside the layers, by name."""
+"""Offers of policies of one such kind, by name."""
 AnyOffer: TypeAlias = Offer[PolicySpec] | OfferBeside | Offer[RoutingPartSpec]
-"""Policy, of a layer or beside the layers, or a part of one."""
+"""Offer of a policy of any kind, or of a routing part."""
 OfferOfPolicy: TypeAlias = Offer[PolicySpec] | Offer[PolicyAt]
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
-"""Return values of hooks: the plug-in, and one returned value."""
+"""Pairs of a plug-in and one of the values that its hook returned."""
 
 
 @dataclass(frozen=True, eq=False)
 class Registry:
     """Offers of the installed plug-ins, by name.
 
-    `lazy` calls a hook of every plug-in, at most once for each kind that is used.
+    `lazy` calls one hook of every plug-in; it is called at most once for each kind of offer, on first use.
     """
 
     plugins: tuple[PluginSource, ...]
@@ -134,15 +134,16 @@ class Registry:
     preset_claims: Sequence[tuple[PluginSource, object]]
     lazy: Callable[[str], Claims]
     given_others: Sequence[tuple[PluginSource, object]] = ()
-    """Policies beside the layers, and routing parts, that no installed package provides."""
+    """Further policies of admission, scaling and retention, and routing parts, that no installed package provides."""
 
     def __post_init__(self) -> None:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
-        """Return a copy with policies and routing parts that no installed package provides; raises `PluginError` like any
-        clash or broken offer.
+        """Return a copy with additional policies and routing parts that no installed package provides.
+
+        Raises `PluginError` for a broken spec, or a name that is taken.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]
@@ -203,7 +204,7 @@ class Registry:
 
     @property
     def beside_layers(self) -> Mapping[str, OffersBeside]:
-        """Policies beside the layers by name, by their key under `scheduling:`."""
+        """Policies that belong to no layer: offers by name, for each key under `scheduling:`."""
         return {
             ADMISSION.key: self.admission_policies,
             SCALER.key: self.scalers,
@@ -241,7 +242,7 @@ class Registry:
 
     @property
     def others(self) -> Mapping[str, Mapping[str, AnyOffer]]:
-        """Everything but the policies of the layers, by kind (the name in lists) and name."""
+        """Offers by kind (as named in listings) and name, without the policies of the layers."""
         parts = {f"routing {kind.value}": self.routing_parts(kind) for kind in RoutingPartKind}
         return {**self.beside_layers, **parts}
 
@@ -326,7 +327,7 @@ class _Policies(Mapping[str, Offer[PolicySpec]]):
 
 
 def _policy_offer(source: PluginSource, claim: object) -> OfferOfPolicy:
-    """Return the claim as an offer if it is a well-formed policy, or the place of one; raises `PluginError` otherwise."""
+    """Return the claim as an offer. Raises `PluginError` unless it is a well-formed `PolicySpec` or `PolicyAt`."""
     if isinstance(claim, PolicyAt):
         _check_name(source, claim.name, "policy")
         offer = Offer(claim, source)
@@ -336,7 +337,7 @@ def _policy_offer(source: PluginSource, claim: object) -> OfferOfPolicy:
 
 
 def _loaded(offer: OfferOfPolicy) -> Offer[PolicySpec]:
-    """Return the offer with its policy imported; raises `PluginError` if there is none, or another one."""
+    """Import the policy of an offer; raises `PluginError` if it is missing, or differs from what `PolicyAt` states."""
     given, source = offer.spec, offer.source
     if isinstance(given, PolicySpec):
         return Offer(given, source)
@@ -390,7 +391,7 @@ def _check_name(source: PluginSource, name: object, noun: str) -> None:
 
 
 def _a(noun: str) -> str:
-    """Return a noun behind its article."""
+    """Return a noun with its indefinite article."""
     return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
@@ -433,7 +434,7 @@ def _check_layer_and_aliases(offer: OfferOfPolicy) -> None:
 
 
 def _check_parameters(offer: AnyOffer, noun: str) -> None:
-    config: type[BaseModel] = offer.spec.config  # a plug-in may offer another type
+    config: type[BaseModel] = offer.spec.config  # a plug-in may ignore the annotation and pass another type
     if not issubclass(config, PolicyConfig):
         what = f"{noun} {offer.spec.name!r} with {config.__name__}"
         raise PluginError(str(offer.source), f"offers the {what}, which is not a PolicyConfig")

@@ -75,7 +75,7 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3, "evict_adapter": 2},
 }
-"""Optional methods of each layer's policies; an attribute with another signature is an error."""
+"""Optional methods of each layer's policies, with the number of arguments of each call."""
 
 ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
 """Methods required of an admission policy, with the number of arguments of each call."""
@@ -98,14 +98,14 @@ RETENTION_OPTIONS: Mapping[str, int] = {
     "on_withdrawn": 2,
     "on_cleared": 1,
 }
-"""Optional methods of a retention policy about the content that it ranks."""
+"""Optional methods of a retention policy, with the number of arguments of each call."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
-"""Declarations of each layer's policies."""
+"""Names of attributes by which each layer's policies declare properties of their decisions."""
 
 TRAITS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset(),
@@ -204,7 +204,10 @@ def _check_step_runs(policy: object, what: str, plugin: str) -> None:
 
 
 def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
-    """Return all attribute names that the mechanism calls of a policy beside the layers with these required methods."""
+    """Return all attribute names that the mechanism calls on a policy that belongs to no layer.
+
+    `methods` are the methods that its kind requires.
+    """
     return frozenset((*methods, *LISTENING_METHODS))
 
 
@@ -236,7 +239,7 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
 
 
 def _layers_served(policy: object) -> list[Layer]:
-    """Return the layers whose methods the object has; there may be several."""
+    """Return the layers whose required methods the object has; there may be several."""
     return [layer for layer in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[layer])]
 
 
@@ -300,7 +303,10 @@ def _check_groups(policy: object, what: str, plugin: str) -> None:
 
 
 def check_methods(target: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
-    """Check that an object has these methods, with so many arguments. Raises `PluginError`."""
+    """Check that an object has these methods, and that each accepts the given number of arguments.
+
+    Raises `PluginError`.
+    """
     for name, num_arguments in methods.items():
         method = getattr(target, name, None)
         if not callable(method):

@@ -20,10 +20,13 @@ from vajra_py.errors import DidNotReturn, RunError, place_of_frame
 _log = logging.getLogger(__name__)
 
 _CALLERS = tuple(f"vajra_py.{name}" for name in ("runtime", "testing", "serve", "latency", "plugins"))
-"""Packages of the framework that call policies, directly or through another one of these."""
+"""Packages of the framework that call plug-in code, directly or through one another."""
 _DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})
 _LOOKS = 8
-"""Samples per time limit; a sample counts at most twice its share, so that a suspended process does not age calls."""
+"""Samples per time limit.
+
+A gap between samples counts as two at most, so that a suspended process does not age calls.
+"""
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -31,9 +34,10 @@ _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 def no_endless_calls(limit_s: float | None, on_blocked: Callable[[str], None] | None = None) -> Iterator[None]:
     """Watch this thread while the context is active: interrupt a plug-in call that takes longer than `limit_s`.
 
-    `DidNotReturn` is raised inside the call; the caller of a policy converts it to `PolicyError`. Elsewhere (an
-    observer) it becomes a `RunError` here. A call that blocks outside Python cannot be interrupted: it is logged, and
-    `on_blocked` is called with its description, and with "" after it has returned. None disables the watchdog.
+    `DidNotReturn` is raised inside the call; the caller of a policy converts it to `PolicyError`, and this context
+    converts it to `RunError` for other plug-ins (observers). A call that blocks outside Python cannot be interrupted:
+    it is logged, and `on_blocked` is called with its description, and with "" after it has returned.
+    `limit_s=None` disables the watchdog.
     """
     if limit_s is None:
         yield
@@ -91,7 +95,7 @@ class _Watchdog(threading.Thread):
             self._interrupt(top, call)
 
     def _interrupt(self, top: FrameType, call: FrameType) -> None:
-        """Raise inside the call; if that had no effect, log it once and try again at every sample."""
+        """Raise `DidNotReturn` inside the call; if that has no effect, log it once and raise again at every sample."""
         self._num_interrupts += 1
         message = f"did not return within {self._limit_s:g} s"
         if self._num_interrupts == 3:

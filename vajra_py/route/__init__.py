@@ -1,1 +1,1 @@
-"""A router in front of model servers: the mechanism decides where each request goes, and other processes compute it."""
+"""Router in front of model servers: the mechanism selects the server of each request, and the servers compute."""

@@ -1,4 +1,4 @@
-"""The router's HTTP application: OpenAI's paths, passed on, and a few of its own."""
+"""The router's HTTP application: OpenAI's paths, forwarded to servers, and a few paths of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RouteService:
     """A router's session with its options."""
 
     def __init__(self, session: RouteSession, options: ServeOptions) -> None:
-        """Raises `ConfigError` when the tokenizer cannot be read."""
+        """Create the service; raises `ConfigError` if the tokenizer cannot be read."""
         self.session = session
         self.options = options
         self.statuses: Counter[int] = Counter()

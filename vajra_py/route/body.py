@@ -1,4 +1,4 @@
-"""Requests as a router reads them: what decides where they go. Everything else is the server's to check."""
+"""Read the fields of request bodies that routing depends on. The servers check all other fields."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ RouteBody: Any = create_model(
     continue_final_message=(Any, None),
     **body_fields(),
 )
-"""Fields of a body by which policies decide."""
+"""Model of the body's fields that policies use."""
 
 BYTES_PER_TOKEN = 4
-"""Bytes of text that count as a token where there is no tokenizer."""
+"""Bytes of text that count as one token if there is no tokenizer."""
 
 
 class PromptTokenizer(Protocol):
-    """Gives the tokens of prompts, as far as a router can compute them."""
+    """Tokenizer of prompts, as far as a router can compute their tokens."""
 
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
-        """Return a text's tokens, with the special tokens that a model expects around it, unless a template wrote them."""
+        """Return a text's token ids; special tokens are added unless a chat template did (`is_rendered`)."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
-        """Return the text of a conversation. Raises `ConfigError` where there is no template, or it does not fit."""
+        """Return the text of a conversation.
+
+        Raises `ConfigError` if there is no template, or it rejects the messages.
+        """
 
 
 class _PlainTokenizer:
@@ -62,14 +65,17 @@ class _PlainTokenizer:
 
 
 def by_bytes(text: str) -> Sequence[int]:
-    """Return a number for each four bytes of a text: as many as it has tokens, about, and equal where prefixes are."""
+    """Return one number for each four bytes of a text, as a substitute for token ids.
+
+    Their count approximates the number of tokens, and equal prefixes of texts give equal numbers.
+    """
     raw = text.encode("utf-8", "replace")
     raw += bytes(-len(raw) % BYTES_PER_TOKEN)
     return cast("list[int]", np.frombuffer(raw, "<u4").tolist())
 
 
 def tokenizer_of(path: str | None) -> PromptTokenizer:
-    """Return what gives the tokens of prompts. Raises `OSError` or `ValueError` when the file is no tokenizer's, `ConfigError`."""
+    """Load the tokenizer of this path. Raises `OSError`, `ValueError` or `ConfigError` if it cannot be read."""
     if path is None:
         return _PlainTokenizer(lambda text, adds_special: by_bytes(text))
     if Path(path).expanduser().is_dir():
@@ -78,13 +84,13 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
 
     try:
         found = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises plain `Exception`
         raise ValueError(str(error)) from None
     return _PlainTokenizer(lambda text, adds_special: found.encode(text, add_special_tokens=adds_special).ids)
 
 
 def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
-    """Return the tokens of a prompt, as far as a router can compute them; of several prompts, one after the other."""
+    """Return the token ids of a body's prompt, as far as a router can compute them, for all its prompts in turn."""
     found: list[int] = []
     if body.messages is None:
         _collect(body.prompt, partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), found)
@@ -102,7 +108,7 @@ def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
 
 
 def _plain_messages(given: Any) -> list[dict[str, Any]] | None:
-    """Return the messages of a conversation with their parts joined; None where something is in them that is no text."""
+    """Return the messages of a conversation with their text parts joined; None if they contain anything but text."""
     found = []
     for one in given if isinstance(given, list) else [None]:
         content = one.get("content") if isinstance(one, dict) else None
@@ -131,7 +137,7 @@ def _collect(given: Any, tokenize: Callable[[str], Sequence[int]], found: list[i
 
 
 def for_prompt(body: Mapping[str, Any]) -> bytes:
-    """Return the body by which a server computes a prompt alone, and keeps its KV for another one."""
+    """Return the body that makes a server compute only the prompt, and keep its KV for the decode server."""
     own = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
     limits: dict[str, Any] = {"max_tokens": 1, "stream": False}
     if "max_completion_tokens" in own:
@@ -148,5 +154,5 @@ def for_prompt(body: Mapping[str, Any]) -> bytes:
 
 
 def with_kv(body: Mapping[str, Any], params: Any) -> bytes:
-    """Return the body by which a server goes on with a prompt whose KV another one has."""
+    """Return the body that makes a server decode with KV from another server; `params` are its `kv_transfer_params`."""
     return json.dumps({**body, "kv_transfer_params": params}).encode()

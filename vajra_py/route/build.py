@@ -1,4 +1,4 @@
-"""Build the controller of a router: replicas are servers, everything else is as in a simulation."""
+"""Build the controller of a router: replicas are servers; everything else is built as for a simulation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 
 class _Servers:
-    """Executor of requests that other processes compute: nothing is known of their outputs beforehand."""
+    """Executor of requests that servers compute: no output is known in advance."""
 
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
@@ -36,7 +36,7 @@ class _Servers:
         return 0
 
     def withheld_token(self, request: Request) -> StepResult:
-        """See `Executor`; no server is asked for a token that another one was to sample."""
+        """See `Executor`; the router never withholds a token."""
         raise AssertionError("a router takes no tokens of prompts back")
 
     def release(self, request: Request) -> None:
@@ -44,7 +44,10 @@ class _Servers:
 
 
 def route_settings(config: SystemConfig) -> RouteConfig:
-    """Return the settings of a router. Raises `ConfigError` where they do not go together with the system, or it has another backend."""
+    """Return the settings of a router.
+
+    Raises `ConfigError` if they conflict with the system, or its backend differs.
+    """
     settings = config.backend.settings
     if not isinstance(settings, RouteConfig):
         message = f"nothing is routed there (got {config.backend.kind})"
@@ -60,7 +63,10 @@ def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Re
 
 
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
-    """Build the replicasets, empty. Raises `ConfigError`, with file and line where they are known, and what building a policy raises."""
+    """Build a controller without requests.
+
+    Raises `ConfigError`, with file and line if known, and any error of building a policy.
+    """
     with naming_lines(config):
         return _build_router(config, registry)
 

@@ -1,4 +1,4 @@
-"""Requests to servers: those of clients, and for metrics, health and models."""
+"""HTTP requests to servers: forwarded ones of clients, and those for metrics, health and models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vajra_py.route.config import RouteConfig
 from vajra_py.route.connections import Address, Connection, ConnectionPool, ServerAnswer, ServerFault
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
-"""Names and values, as they came."""
+"""Header names and values, unchanged."""
 _MOST_METRICS_BYTES = 4 * 2**20
 _POLL_S = 2.0
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a server, from its /metrics."""
+    """Load of a server according to its /metrics."""
 
     num_running: int
     num_waiting: int
@@ -34,7 +34,10 @@ class Figures:
 
 
 def read_figures(text: str) -> Figures | None:
-    """Return the figures of a Prometheus exposition, those of several engines added (usage: their mean); None if it has none."""
+    """Return the figures in a text of Prometheus metrics; None if it contains none.
+
+    Figures of several engines are summed, except for the KV usage, which is averaged.
+    """
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         found_name = _NAME.match(line)
@@ -56,7 +59,7 @@ def read_figures(text: str) -> Figures | None:
 
 
 class ServerClient:
-    """Requests to all servers."""
+    """HTTP client for all servers."""
 
     def __init__(self, settings: RouteConfig, key: str | None) -> None:
         self._settings = settings
@@ -73,7 +76,10 @@ class ServerClient:
         return await self._pool.connect(self._addresses[url])
 
     async def post(self, connection: Connection, path: str, body: bytes, headers: Headers) -> ServerAnswer:
-        """Send a request; its answer is for the caller to read and to release. Raises `ServerFault`, as reading does."""
+        """Send a request and return its answer, which the caller must read and release.
+
+        Raises `ServerFault`, as does reading the answer.
+        """
         lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
         lines += [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
         return await self._send(connection, b"POST", path, lines, body)
@@ -89,7 +95,7 @@ class ServerClient:
         return await connection.ask(head, body, self._settings.first_token_timeout_s)
 
     async def read(self, answer: ServerAnswer, most: int) -> bytes:
-        """Return the whole body of an answer. Raises `ServerFault`, also where it is larger."""
+        """Return the whole body of an answer. Raises `ServerFault`, also if it exceeds `most` bytes."""
         body = bytearray()
         while piece := await answer.read():
             body += piece
@@ -98,7 +104,10 @@ class ServerClient:
         return bytes(body)
 
     async def prompt_params(self, connection: Connection, path: str, body: bytes, headers: Headers) -> Any:
-        """Let a server compute a prompt; returns the `kv_transfer_params` by which another one gets its KV. Raises `ServerFault`."""
+        """Make a server compute a prompt; return the `kv_transfer_params` with which another server fetches its KV.
+
+        Raises `ServerFault`.
+        """
         answer = await self.post(connection, path, body, headers)
         try:
             text = await self.read(answer, self._settings.max_answer_bytes)
@@ -113,7 +122,7 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return a server's figures; None if it has none. Raises `ServerFault` when it does not answer."""
+        """Return a server's figures; None if it exposes none. Raises `ServerFault` if it does not answer."""
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 

@@ -1,4 +1,4 @@
-"""Settings under `backend: {route: …}`: the servers that requests are sent to, and what is believed of them."""
+"""Settings under `backend: {route: …}`: the servers, and how their load and cached content are estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+")
 
 
 class KvEventsConfig(Section):
-    """Addresses of a server's KV events (`--kv-events-config` of vLLM and SGLang)."""
+    """Addresses at which a server publishes KV events (`--kv-events-config` of vLLM and SGLang)."""
 
     endpoint: Text = Field(description="ZeroMQ address of its publisher: such as tcp://10.0.0.5:5557.")
     replay_endpoint: Text | None = Field(
@@ -38,7 +38,7 @@ class KvEventsConfig(Section):
 
 
 class ServerConfig(Section):
-    """One server; it is a replica of its pool, in the order of the file."""
+    """One server: a replica of its pool. Replica ids follow the order of the file."""
 
     url: Text = Field(description="Where its OpenAI API is, without the path: such as http://10.0.0.5:8000.")
     pool: Text | None = Field(None, description="Pool that it belongs to; null: the only one.")
@@ -106,7 +106,7 @@ class RouteConfig(Section):
     )
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return what does not go together with the replicasets of the system."""
+        """Return the settings that conflict with the replicasets of the system."""
         problems = self._unknown(replicasets)
         for name, one in {} if problems else replicasets.items():
             if one.scheduling.scaling is not None:

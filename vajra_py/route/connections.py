@@ -1,7 +1,7 @@
 """HTTP/1.1 connections to servers: kept for the next request, with limits on everything that a server may send.
 
-A piece of an answer goes from the parser's callback to the reader that waits for it, without a layer in between: a router passes on
-thousands of them a second.
+The parser's callback passes each piece of an answer directly to the waiting reader, without a layer in between: a
+router forwards thousands of pieces per second.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import httptools
 
 _MOST_HEAD_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**18
-"""Bytes of an answer that wait to be read, above which its connection is not read."""
+"""Unread bytes of an answer above which reading from its connection is paused."""
 _KEPT_S = 15.0
-"""Time for which an idle connection may serve another request."""
+"""Seconds for which an idle connection is kept for another request."""
 _LAST_BYTES_S = 1.0
-"""Time to wait for the end of an answer that is no longer needed, so that its connection can be kept, seconds."""
+"""Seconds to wait for the end of an unneeded answer, so that its connection can be kept."""
 _JOINED_BYTES = 2**16
-"""Size of a body up to which it is sent in one piece with the head."""
+"""Largest size in bytes of a body that is sent in one piece with the head."""
 
 
 class ServerFault(Exception):
-    """A server did not answer as it should.
+    """Raised if a server does not answer, or answers wrongly.
 
     Attributes:
-        is_down: True if it takes no connections.
-        status: its answer's; 0: there was none.
+        is_down: True if it accepts no connections.
+        status: HTTP status of its answer; 0 without an answer.
     """
 
     def __init__(self, message: str, *, is_down: bool = False, status: int = 0, body: bytes = b"") -> None:
@@ -49,8 +49,8 @@ class Address:
     """Address of a server.
 
     Attributes:
-        name: host and port, as the header `Host` has them.
-        path: what precedes each path.
+        name: host and port in the form of the header `Host`.
+        path: prefix of the path of each request.
     """
 
     host: str
@@ -61,7 +61,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Return the address in a URL."""
+        """Parse the address of a URL."""
         parts = urlsplit(url)
         is_secure = parts.scheme == "https"
         host = parts.hostname or ""
@@ -90,7 +90,7 @@ class ServerAnswer:
     )
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """`limit_s`: longest silence of the server, seconds, while a request waits for it."""
+        """Create an empty answer; `limit_s` is the longest silence of the server in seconds while a reader waits."""
         self.status = 0
         self.content_type = ""
         self.has_head = False
@@ -112,7 +112,10 @@ class ServerAnswer:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return what has come of the body since the last call, or comes next; empty at its end. Raises `ServerFault`."""
+        """Return the part of the body received since the last call; waits for one if there is none.
+
+        Empty at the end of the body. Raises `ServerFault`.
+        """
         while not self._pieces:
             if self.is_complete:
                 return b""
@@ -126,7 +129,7 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Set the longest silence from now on, seconds; `silence` is the value for messages."""
+        """Set the longest silence from now on in seconds; `silence` describes it in messages."""
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)
@@ -142,7 +145,7 @@ class ServerAnswer:
             self._waiter = None
 
     def _check(self) -> None:
-        """End a silence that has lasted too long; the time in which no request waited does not count."""
+        """Fail the answer if the server has been silent for too long; time without a waiting reader does not count."""
         if self.is_complete or self._fault is not None:
             return
         now = self._loop.time()
@@ -152,10 +155,10 @@ class ServerAnswer:
         else:
             self._timer = self._loop.call_later(left_s, self._check)
 
-    # For the connection
+    # Called by the connection
 
     def wake(self) -> None:
-        """Let the reader go on."""
+        """Resume the waiting reader."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -174,14 +177,14 @@ class ServerAnswer:
         self.wake()
 
     def fail(self, fault: ServerFault) -> None:
-        """Note that no more comes; what has come can still be read."""
+        """End the answer with a fault; the part already received can still be read."""
         if not self.is_complete and self._fault is None:
             self._fault = fault
             self._timer.cancel()
             self.wake()
 
     def release(self, *, is_at_end: bool = False) -> None:
-        """Give its connection back: it is kept if the answer is complete, or will be at once (`is_at_end`), else closed."""
+        """Release the connection: keep it if the answer is complete or about to be (`is_at_end`), otherwise close it."""
         self._timer.cancel()
         self._connection.release(self.is_complete, is_at_end=is_at_end and self._fault is None)
 
@@ -196,32 +199,35 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: ServerAnswer | None = None
         self._is_wanted = False
-        """False: the rest of the answer is left out."""
+        """False if the rest of the answer is discarded."""
         self._num_head_bytes = 0
         self._has_length = False
-        """True if the end of the body is known by something else than the end of the connection."""
+        """True if the end of the body does not depend on the end of the connection."""
         self._is_kept = True
         self.is_paused = False
-        """True while it is not read."""
+        """True while reading is paused."""
         self._is_ended = False
-        """True if it is to be closed, perhaps before it has been made."""
+        """True if the connection is to be closed, even if it is not yet established."""
         self._ending: asyncio.TimerHandle | None = None
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods, but not the type
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass, but has the methods
         self._pool.open.add(self)
         if self._is_ended:
             self._transport.abort()
 
     @property
     def is_open(self) -> bool:
-        """True if a request could be sent."""
+        """True if a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, head: Sequence[bytes], body: bytes, limit_s: float) -> ServerAnswer:
-        """Send a request whose head's lines are given; returns its answer when status and headers are there. Raises `ServerFault`."""
+        """Send a request; return its answer once status and headers have arrived.
+
+        `head` holds the lines of the request's head. Raises `ServerFault`.
+        """
         answer = self._send(b"\r\n".join((*head, b"", b"")), body, limit_s)
         try:
             await answer.head()
@@ -242,7 +248,7 @@ class Connection(asyncio.Protocol):
         return answer
 
     def release(self, is_complete: bool, *, is_at_end: bool) -> None:
-        """Take the next request, now or when the rest of the answer has come, or close."""
+        """Return to the pool, at once or after the rest of the answer, or close."""
         if self.is_paused:
             self.resume()
         if is_complete:
@@ -262,7 +268,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close at once: the server aborts what it computes."""
+        """Close at once, so that the server aborts the request."""
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
@@ -271,13 +277,13 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def pause(self) -> None:
-        """Read no more for the time being."""
+        """Pause reading."""
         if self._transport is not None and not self.is_paused and self.is_open:
             self.is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._transport is not None and self.is_paused:
             self.is_paused = False
             if self.is_open:
@@ -324,7 +330,7 @@ class Connection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Begin an answer; one that was not requested ends the connection."""
+        """Begin an answer; an unrequested one ends the connection."""
         if self._answer is None or self._answer.is_complete:
             self._is_kept = False
 
@@ -339,7 +345,7 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Take the status; one that is followed by another (1xx) is left out."""
+        """Store the status; interim ones (1xx) are ignored."""
         answer, status = self._answer, self._parser.get_status_code()
         if answer is not None and not answer.has_head and status >= 200:
             answer.status, answer.has_head = status, True
@@ -378,11 +384,11 @@ class ConnectionPool:
         self._all_closed = asyncio.Event()
 
     async def connect(self, address: Address) -> Connection:
-        """Return a connection on which a request must be sent at once: an idle one, or a new one. Raises `ServerFault`."""
+        """Return an idle or new connection; the caller must send a request at once. Raises `ServerFault`."""
         return self._take(address) or await self._connect(address)
 
     def _take(self, address: Address) -> Connection | None:
-        """Return the connection that was used last; those that have been idle for too long are closed."""
+        """Return the most recently used idle connection; those idle for too long are closed."""
         idle = self._idle.get(address)
         if not idle:
             return None
@@ -420,16 +426,16 @@ class ConnectionPool:
         return connection
 
     def put(self, address: Address, connection: Connection) -> None:
-        """Keep a connection that is idle."""
+        """Store an idle connection for reuse."""
         self._idle.setdefault(address, []).append(connection)
 
     @property
     def num_idle(self) -> int:
-        """Connections that wait for a request."""
+        """Number of idle connections."""
         return sum(map(len, self._idle.values()))
 
     def forget(self, address: Address, connection: Connection) -> None:
-        """Forget a connection that is lost."""
+        """Remove a lost connection."""
         self.open.discard(connection)
         idle = self._idle.get(address, [])
         if connection in idle:
@@ -448,7 +454,7 @@ class ConnectionPool:
 
 
 def _why(error: OSError) -> str:
-    """Return why a server takes no connection, without its address: clients read it."""
+    """Return the reason why a server accepts no connection, without its address, because clients see the text."""
     if error.errno is None or isinstance(error, gaierror | ssl.SSLError):
         return type(error).__name__
     return os.strerror(error.errno)

@@ -1,7 +1,7 @@
 """The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
 
-The owner of the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
-an input, so that a replay that makes the same calls decides the same.
+The owner of the clock calls one method per event, each with a later tick. Every event that affects decisions is
+recorded as an input, so that a replay with the same inputs makes the same decisions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND, to_seconds
 
 AGAIN = "again"
-"""`Answer.end` of a request that is placed again, since its server failed it before a token."""
+"""`Answer.end` of a request that is placed again because its server failed before the first token."""
 PROMPT = "prompt"
-"""`Answer.end` of a request whose prompt is computed by a server that it leaves."""
+"""`Answer.end` of a request whose prompt is computed and which now leaves the server for another one."""
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NOTHING = StepPlan(0, 0, 0, BatchFeatures(), (), None, 0)
 _NO_RESULT = StepResult()
@@ -48,14 +48,14 @@ _NO_RESULT = StepResult()
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request that arrived, with the caller's own object for it."""
+    """An arrived request, with the object that the caller associates with it."""
 
     arrival: Arrival
     payload: Any = None
 
 
 class RouteCore(Backend[BackendReplica]):
-    """Places requests at servers. Not thread-safe."""
+    """Selects servers for requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -66,14 +66,22 @@ class RouteCore(Backend[BackendReplica]):
         is_replay: bool = False,
         tenant_salt: bool = False,
     ) -> None:
-        """`is_replay`: nothing happens by the clock, only by inputs."""
+        """Create the core.
+
+        Args:
+            controller: replicasets with policies.
+            max_tries: largest number of attempts to send a request.
+            note: called with each input, for recording.
+            is_replay: all events come from recorded inputs, none from the clock.
+            tenant_salt: tenants do not share cached prefixes.
+        """
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
-        """Callback for each request that is to go to a server, with replicaset and replica."""
+        """Called for each request that is to be sent to a server, with replicaset and replica."""
         self.on_taken_in: Callable[[Request, Any], None] | None = None
-        """Callback for each request that arrived, with the caller's own object; it may have ended already."""
+        """Called for each arrived request, with the caller's object; the request may have ended already."""
         self.on_ended: Callable[[Request, EndReason], None] | None = None
-        """Callback for each request that has ended, whatever the reason."""
+        """Called for each ended request, for any reason."""
         self._note = note
         self._max_tries = max_tries
         self._tenant_salt = tenant_salt
@@ -90,7 +98,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.form_through(_send_waiting)
         self._is_replay = is_replay
         self._on_their_way: list[TransferEnd] = []
-        """Hand-offs that take effect with the next turn."""
+        """Hand-offs that complete in the next turn."""
 
     def _send_to(self, replicaset: str) -> Callable[[Request, int], None]:
         def send(request: Request, replica_id: int) -> None:
@@ -101,11 +109,11 @@ class RouteCore(Backend[BackendReplica]):
 
     @property
     def now(self) -> int:
-        """The tick of the last thing that happened."""
+        """Tick of the last event."""
         return self._driver.now
 
     def next_due(self) -> int:
-        """Return the tick at which `advance` has something to do; `NEVER` where nothing is due."""
+        """Return the tick of the next scheduled event, at which `advance` must be called; `NEVER` if there is none."""
         if self._on_their_way:
             return self.now
         return self._driver.next_due()
@@ -113,7 +121,7 @@ class RouteCore(Backend[BackendReplica]):
     # Events
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
-        """Apply these events, and all that are due, at a tick after all earlier ones; returns the tick."""
+        """Apply these events and all that are due, at `clock` or the first free tick after it; return the tick used."""
         driver, now = self._driver, self._begin(clock)
         for phase, payload in events:
             driver.events.push(now, phase, payload)
@@ -122,7 +130,7 @@ class RouteCore(Backend[BackendReplica]):
         return now
 
     def _begin(self, clock: int) -> int:
-        """Begin a turn, at a tick after all others; returns it."""
+        """Begin a turn at a tick after all earlier ones; return the tick."""
         now = max(clock, self._driver.now + _NANOSECOND)
         self._driver.advance_to(now)
         on_their_way, self._on_their_way = self._on_their_way, []
@@ -148,14 +156,14 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(tick)
 
     def answer(self, clock: int, request: Request, num_tokens: int, end: str = "", detail: str = "") -> None:
-        """Take news of a request that is at a server; nothing happens where it has ended or is elsewhere by now."""
+        """Record the progress of a request at its server; ignored if it has ended or moved in the meantime."""
         now = self._begin(clock)
         self._push_answer(Answer(now, request.request_id, request.replica_id, num_tokens, end, detail), now)
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
     def report(self, clock: int, replicaset: str, replica_id: int, figures: tuple[int, int, float]) -> None:
-        """Record a server's figures: requests running and waiting, and the part of its KV memory in use."""
+        """Record a server's figures: running requests, waiting requests, fraction of KV memory in use (0 to 1)."""
         now = self._begin(clock)
         self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
         self._driver.events.bring_forward(now)
@@ -175,7 +183,7 @@ class RouteCore(Backend[BackendReplica]):
     ) -> None:
         """Take a server out of service; its requests without output are placed again. Does nothing if it was down.
 
-        `sent`: the requests for which that was a try, since they were really sent; None: all that are at it.
+        `sent` lists the requests that had really been sent, for which this counts as an attempt; None for all.
         """
         if self.controller.replicasets[replicaset].is_up(replica_id):
             failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
@@ -187,7 +195,7 @@ class RouteCore(Backend[BackendReplica]):
             self._happen(clock, Restart(0, replicaset, replica_id))
 
     def abandon(self, clock: int, replicaset: str, detail: str) -> None:
-        """End what waits for a server, since none is up."""
+        """End the waiting requests of a replicaset, because none of its servers is up."""
         self._happen(clock, Abandonment(0, replicaset, detail))
 
     def _happen(self, clock: int, what: Failure | Restart | Abandonment) -> None:
@@ -223,7 +231,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.events.push(now, Phase.STEP_END, (one, answer, one.epoch), one.rank)
         return True
 
-    # The driver's side
+    # Called by the driver
 
     def on_step_end(self, replica: BackendReplica, payload: Any) -> None:
         """See `Backend`."""
@@ -278,7 +286,7 @@ class RouteCore(Backend[BackendReplica]):
             self.on_taken_in(request, payload)
 
     def on_adapter_load(self, replica: BackendReplica, load: AdapterLoad) -> None:
-        """See `Backend`; adapters are the servers' own affair."""
+        """See `Backend`; servers load adapters by themselves."""
         raise AssertionError("a router loads no adapter")
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
@@ -303,7 +311,7 @@ class RouteCore(Backend[BackendReplica]):
         """See `Backend`."""
 
     def on_transfer(self, transfer: Transfer[Any]) -> None:
-        """See `Backend`; servers move KV by themselves, once the request has come to the other one."""
+        """See `Backend`; servers move KV by themselves, once the request has been sent to the target."""
         if self._is_replay:
             return
         replica: Replica = transfer.target.replica
@@ -322,12 +330,12 @@ class RouteCore(Backend[BackendReplica]):
 
 
 def _send_waiting(replica: Replica, now: int) -> None:
-    """Send the requests that wait for a server, instead of forming a step."""
+    """Send the waiting requests of a server; replaces the forming of a step."""
     cast(RemoteReplica, replica).send_waiting(now)
 
 
 def _event_of(one: Input) -> tuple[Phase, Any]:
-    """Return the phase and payload of an input that the driver handles by itself."""
+    """Return phase and payload of the driver event for an input that needs no handling by the core."""
     kinds: Mapping[str, tuple[Phase, str | None]] = {
         "Abort": (Phase.ABORT, "request_id"),
         "Expiry": (Phase.EXPIRY, "request_id"),

@@ -1,4 +1,4 @@
-"""One client's request: sent to the server that the core chose, its answer passed on as it comes."""
+"""One client's request: send it to the server that the core chose, and stream the answer back."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FAILED = EndReason.FAILED.value
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 _DONE = b"data: [DONE]"
 _KEPT = 64
-"""Bytes kept of the last piece of a stream, in which a mark may begin."""
+"""Bytes kept from the end of a piece of a stream, since a mark may extend into the next piece."""
 _BUSY = (429, 503)
 
 
 class StreamScan:
-    """Counts the events of a stream, and sees its end, without parsing what is passed on."""
+    """Counts the events of a stream and detects its end, without parsing the events."""
 
     __slots__ = ("_rest", "num_events", "reason", "saw_end")
 
@@ -43,7 +43,7 @@ class StreamScan:
         self.reason = ""
 
     def feed(self, piece: bytes) -> None:
-        """Look at the next piece."""
+        """Scan the next piece."""
         self.num_events += piece.count(b"\n\n")
         if self._rest.endswith(b"\n") and piece.startswith(b"\n"):
             self.num_events += 1
@@ -58,12 +58,12 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a complete stream: its events, without the last one, which marks the end."""
+        """Number of tokens of a complete stream: that of its events, except for the one that marks the end."""
         return max(1, self.num_events - self.saw_end)
 
     @property
     def end(self) -> str:
-        """Reason of the end, as the mechanism names it."""
+        """Reason of the end, in the mechanism's terms."""
         return _LENGTH if self.reason == "length" else _STOPPED
 
 
@@ -81,15 +81,15 @@ class Exchange:
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
-        """Status, body and type of the last refusal by a server, for a client whose request no server takes."""
+        """Status, body and content type of the last refusal by a server, for a client that every server refuses."""
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
-            self._task.cancel()  # the request was placed elsewhere, or ended, while its server was silent
+            self._task.cancel()  # the request moved or ended before its server began to answer
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
-        """Answer, and end the request when the client leaves first. Raises `ApiError` where nothing was sent."""
+        """Answer the client; abort the request if the client disconnects. Raises `ApiError` if nothing was sent."""
         answering, has_left = asyncio.current_task(), False
         assert answering is not None
 
@@ -136,7 +136,7 @@ class Exchange:
                 return
 
     async def _end(self) -> None:
-        """Send the client the reason for which its request has ended without an answer."""
+        """Send the client the reason why its request ended without an answer."""
         end = self.routed.end
         assert end is not None
         if self._refused is not None and end.reason is EndReason.FAILED:
@@ -149,7 +149,7 @@ class Exchange:
         raise error
 
     async def _at(self, place: Place) -> None:
-        """Let one server answer, or compute the prompt."""
+        """Send the request to one server, to answer it or to compute its prompt."""
         try:
             if place.leaves:
                 await self._prompt_at(place)
@@ -177,7 +177,7 @@ class Exchange:
                 self._refused = fault.status, fault.body, "application/json"
                 session.answer(self.routed, 0, _FAILED, f"server {place} refuses it: {fault}")
                 return
-            self.routed.kv_params = None  # the server that decodes computes the prompt, too
+            self.routed.kv_params = None  # the decode server then computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
                 session.hand_on()  # first: a request on its way from a lost server is placed anew
@@ -220,7 +220,10 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
-        """Pass a stream on; returns whether its end was received. Raises `ServerFault` before anything was passed on."""
+        """Forward a stream; return whether its end was received.
+
+        Raises `ServerFault` only before anything is forwarded.
+        """
         session, routed, scan = self._session, self.routed, StreamScan()
         idle_s, send = session.settings.idle_timeout_s, self._scope.get(DIRECT_SEND, self._send)
         fault = "its stream ended before it was complete"
@@ -249,7 +252,7 @@ class Exchange:
         return False
 
     async def _failed(self, place: Place, fault: ServerFault) -> None:
-        """Let a request be placed again whose server failed before it gave anything."""
+        """Have the request placed again, because its server failed before any output."""
         if self.routed.has_begun:
             raise ApiError(503, f"server {place}: {fault}", code="server_failed")
         if fault.is_down:
@@ -272,7 +275,7 @@ async def _left(receive: Receive) -> None:
 
 
 def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
-    """Return the headers of a client that servers get; its key, unless that is the router's own."""
+    """Return the client's headers to forward to servers; the API key is left out if the router has its own keys."""
     kept: tuple[bytes, ...] = (b"x-request-id", b"traceparent", b"tracestate", b"accept")
     if not has_own_keys:
         kept = (*kept, b"authorization")
@@ -280,7 +283,7 @@ def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
 
 
 def _usage(body: bytes) -> tuple[int, str]:
-    """Return the number of tokens of an answer, and why it ended."""
+    """Return the number of output tokens of an answer, and the reason of its end."""
     try:
         answer: Any = from_json(body)
         reason = answer["choices"][0]["finish_reason"]

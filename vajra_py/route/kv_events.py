@@ -1,7 +1,7 @@
 """Content of a server's prefix cache by its KV events (vLLM's `BlockStored`, `BlockRemoved`, `AllBlocksCleared`).
 
-Events name blocks by hashes of the server's, which depend on its seed and algorithm, and carry the tokens. The index gives each block
-the hash that this project's caches have for the same tokens, so that prompts are matched by tokens alone.
+Events identify blocks by the server's hashes, which depend on its seed and algorithm, and contain their tokens. The
+index maps each block to this project's hash of the same tokens, so that matching prompts depends only on tokens.
 """
 
 from __future__ import annotations
@@ -21,49 +21,57 @@ _ORDER: Mapping[str, Sequence[str]] = {
     _REMOVED: ("block_hashes", "medium", "group_idx"),
     _CLEARED: (),
 }
-"""Fields of each kind of event, where events are arrays: SGLang's, and those of older vLLMs."""
+"""Names of fields by kind of event, for events encoded as arrays (SGLang, and older versions of vLLM)."""
 _DEVICE = (None, "GPU")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV groups whose blocks are needed from the first token on; of others, a part serves."""
+"""Kinds of KV groups that need all blocks from the first token on; a prefix hit in others needs only some."""
 _Key: TypeAlias = tuple[int, int | bytes]
-"""Group and hash by which a server names a block."""
+"""Group and hash that identify a block of a server."""
 
 
 class ServerBlocks:
     """Index of the blocks that a server holds on its device."""
 
     def __init__(self, block_size: int, most_blocks: int) -> None:
-        """`block_size`: tokens of a block of the server; `most_blocks`: more than it can have."""
+        """Create an empty index.
+
+        Args:
+            block_size: tokens of a block of the server.
+            most_blocks: bound on the number of blocks, above what the server can hold.
+        """
         self._block_size = block_size
         self._most_blocks = most_blocks
         self._digests: dict[_Key, bytes] = {}
         self._num_names: dict[bytes, int] = {}
-        """Names of each block, by its hash: blocks of several groups have the same tokens."""
+        """Number of the server's names for each hash: blocks of several groups hold the same tokens."""
         self._was_held: dict[bytes, bool] = {}
-        """Blocks that changed since the last news, and whether they were held then."""
+        """Blocks that changed since the last call of `news`, and whether they were held at that time."""
         self.other_block_size = 0
-        """Block size of an event that was left out, since it is not that of the settings; 0: there was none."""
+        """Block size of an event that was ignored because it differs from the settings; 0 if there was none."""
 
     @property
     def content(self) -> list[str]:
-        """Hashes of all blocks that are held, hexadecimal."""
+        """Hexadecimal hashes of all blocks held."""
         return [one.hex() for one in self._num_names]
 
     def clear(self) -> None:
-        """Hold nothing, and have no news."""
+        """Drop all blocks and pending changes."""
         self._digests.clear()
         self._num_names.clear()
         self._was_held.clear()
 
     def news(self) -> tuple[list[str], list[str]]:
-        """Return the hashes of blocks that have come since the last call, and of those that have gone, hexadecimal."""
+        """Return the hexadecimal hashes of blocks added, and of blocks removed, since the last call."""
         changed, self._was_held = self._was_held, {}
         held = self._num_names
         stored = [one.hex() for one, was_held in changed.items() if not was_held and one in held]
         return stored, [one.hex() for one, was_held in changed.items() if was_held and one not in held]
 
     def apply(self, batch: Any) -> None:
-        """Apply a decoded batch: its time, its events, and perhaps more. Raises `ValueError` where it is no such thing."""
+        """Apply a decoded batch: a sequence of a time, events, and possibly more.
+
+        Raises `ValueError` if it is malformed.
+        """
         if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
             raise ValueError("it is not a batch of KV events")
         for event in batch[1]:
@@ -91,7 +99,7 @@ class ServerBlocks:
         if size != self._block_size or len(ids) != len(keys) * size:
             if (
                 isinstance(size, int) and len(keys) > 1 and size != self._block_size
-            ):  # a single one may be a part of a block
+            ):  # a single one may be a partial block
                 self.other_block_size = size
             return
         parent = fields.get("parent_block_hash")
@@ -100,7 +108,7 @@ class ServerBlocks:
             self._digests.get((group, parent)) if parent is not None else None if salt is None else root_digest(salt)
         )
         if before is None or salt is None:
-            return  # what it follows is not known, or its content is not its tokens alone
+            return  # its parent block is unknown, or its content depends on more than tokens
         if len(self._digests) + len(keys) > self._most_blocks:
             raise ValueError(f"its events name more than {self._most_blocks} blocks")
         for key, digest in zip(keys, token_digests(before, ids, size), strict=True):
@@ -121,7 +129,7 @@ class ServerBlocks:
 
 
 def _fields(event: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the kind and the fields of an event, which is a map or an array."""
+    """Return the kind and the fields of an event, which is encoded as a map or an array."""
     if isinstance(event, dict):
         return str(event.get("type")), event
     if isinstance(event, list) and event:
@@ -130,7 +138,7 @@ def _fields(event: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:
-    """Return the salt of blocks; None: something else than tokens is in them, such as an image."""
+    """Return the salt of an event's blocks; None if their content depends on more than tokens, such as an image."""
     adapter = fields.get("lora_name") or ""
     found: list[Hashable] = []
     for keys in fields.get("extra_keys") or ():

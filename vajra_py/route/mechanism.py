@@ -1,9 +1,9 @@
-"""A server as a replica of the mechanism: its load is that of the requests sent to it, corrected by its own figures.
+"""A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
 
-A request runs here from when it is sent until its answer ends. It takes blocks of a memory as large as the server's, so that the
-memory's prefix cache is an approximate index of what the server's holds, and so that what cannot fit waits in the router. A
-server's own figures go before this estimate: load that was not sent from here is added until its next report. So do
-its KV events: while they are followed, prefix hits are those of the content that it reported.
+A request counts as running from when it is sent until its answer ends. It occupies blocks of a memory of the server's
+size. So the prefix cache of this memory approximates the server's, and requests that cannot fit wait in the router. A
+server's own figures take precedence over this estimate: load from other sources is added until its next report. While
+its KV events are followed, prefix hits are those of the reported content.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Figures of a server, with the number of requests that this router had sent and that ran there at that time.
+    """Figures that a server reported, and the router's own estimate at the same time.
 
     Attributes:
-        num_running, num_waiting: requests, those of others included.
-        num_used_blocks: KV blocks, by its usage.
-        num_sent: requests from here that were at it.
-        num_taken_blocks: blocks that these took in the estimate.
+        num_running: requests that the server computed, whoever sent them.
+        num_waiting: requests that waited in the server, whoever sent them.
+        num_used_blocks: KV blocks in use, computed from the reported usage.
+        num_sent: requests of this router at the server.
+        num_taken_blocks: KV blocks of these in the estimate.
     """
 
     num_running: int
@@ -42,11 +43,11 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """News of one request at a server.
+    """Progress of one request at a server.
 
     Attributes:
         num_tokens: output tokens so far.
-        end: reason that it ended; None: it goes on, or its prompt is computed and it leaves.
+        end: reason of its end; None if it continues here, or leaves for another server after its prompt.
     """
 
     request: Request
@@ -56,7 +57,7 @@ class Answered:
 
 
 class RemoteReplica(Replica):
-    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not called."""
+    """Replica that stands for a server. The server schedules itself, so the replica scheduler is not called."""
 
     __slots__ = ("news", "on_sent", "reported")
 
@@ -65,24 +66,24 @@ class RemoteReplica(Replica):
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(parts)
         self.news: Answered | None = None
-        """News that the next `complete_step` applies."""
+        """Progress that the next `complete_step` applies."""
         self.on_sent: Callable[[Request, int], None] | None = None
-        """Callback for each request that is to be sent to the server, with its replica."""
+        """Called for each request that is to be sent to the server, with the replica's id."""
         self.reported: ServerReport | None = None
-        """The server's last report; None: none since it came up."""
+        """The server's last report; None if there was none since it came up."""
 
     @property
     def leaves(self) -> bool:
-        """True if requests leave the server when their prompt is computed."""
+        """True if requests leave the server once their prompt is computed."""
         return self.parts.role is PoolRole.PREFILL
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether the server may have room for the prompt; the server bounds the length of outputs."""
+        """Return whether the prompt can fit into the server's memory; the server itself limits output lengths."""
         num_tokens = request.num_prompt_tokens
         return num_tokens < self.limits.max_model_len and self.memory.fits(num_tokens)
 
     def send_waiting(self, now: int) -> None:
-        """Send waiting requests, most urgent first, while there is room for them by what was sent."""
+        """Send waiting requests, most urgent first, while the estimate leaves room for them."""
         running_set, seconds = self.running_set, to_seconds(now)
         self._view.now = seconds
         self.builder.start(seconds)
@@ -106,7 +107,7 @@ class RemoteReplica(Replica):
                 self.on_sent(request, self.replica_id)
 
     def _take_blocks(self, request: Request) -> bool:
-        if request.state is RequestState.ARRIVED:  # they were set aside when its prompt was computed
+        if request.state is RequestState.ARRIVED:  # its blocks were reserved when its prompt was computed
             return True
         memory = self.memory
         is_new = not memory.is_registered(request)
@@ -139,7 +140,7 @@ class RemoteReplica(Replica):
         return [(request, news.end)]
 
     def _add_tokens(self, request: Request, num_tokens: int, now: int) -> None:
-        """Count tokens that came since the last news; their times lie evenly in between."""
+        """Record the tokens received since the last progress; their times are spread evenly over the interval."""
         before = request.num_output_tokens
         num_new = num_tokens - before
         if num_new <= 0:
@@ -154,7 +155,7 @@ class RemoteReplica(Replica):
                 self.lifecycle.first_token(request, now)
 
     def take_back(self, request: Request) -> None:
-        """Remove a request whose answer has not begun from the server; it is then in no queue."""
+        """Remove a request whose answer has not begun from the server, without placing it in a queue."""
         memory = self.memory
         if self.memory.is_registered(request):
             memory.free(request, 0, for_good=True)
@@ -170,7 +171,7 @@ class RemoteReplica(Replica):
 
 
 class RemoteLoad(LiveLoad):
-    """Load of a server: what was sent to it and has not ended, corrected by its last report."""
+    """Load of a server: the requests sent to it that have not ended, corrected by its last report."""
 
     __slots__ = ()
 
@@ -180,7 +181,7 @@ class RemoteLoad(LiveLoad):
 
     @property
     def _num_queued_there(self) -> int:
-        """Requests that wait in the server: as many as in its report, and those sent since if some waited then."""
+        """Requests that wait in the server: those in its report; if there were any, also those sent since then."""
         reported = self._reported
         if reported is None or not reported.num_waiting:
             return 0
@@ -193,17 +194,17 @@ class RemoteLoad(LiveLoad):
 
     @property
     def num_running(self) -> int:
-        """Requests that the server computes, those of others included."""
+        """Requests that the server computes, whoever sent them."""
         return max(0, self.replica.running_set.num_running + self._num_of_others - self._num_queued_there)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for it, in the router and in the server."""
+        """Requests that wait for the server, in the router or in the server itself."""
         return self.replica.queue.num_requests + self._num_queued_there
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks: those in its report, less what was sent since."""
+        """Free KV blocks: those in its report, less the blocks of requests sent since then."""
         free, reported = self.replica.memory.free_blocks, self._reported
         if reported is None:
             return free

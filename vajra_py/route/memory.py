@@ -1,4 +1,4 @@
-"""KV memory of a server: blocks by the requests sent to it, prefixes by its KV events, if it publishes any."""
+"""KV memory of a server: blocks estimated from the requests sent to it, prefix hits from its KV events if published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class ServerMemory(PagedKvMemory):
-    """Memory whose prefix hits are those of the server's KV events, as long as they are followed."""
+    """Memory whose prefix hits follow the server's KV events while these are received."""
 
     __slots__ = ("_recipient", "reported")
 
@@ -19,11 +19,14 @@ class ServerMemory(PagedKvMemory):
         """See `PagedKvMemory`."""
         super().__init__(num_blocks, block_size, **options)
         self.reported: dict[Hashable, None] | None = None
-        """Content of the server's cache by its events; None: they are not followed, and the prompts sent there count as its content."""
+        """Block hashes in the server's cache according to its events.
+
+        None while they are not followed; prompts sent to the server then count as its content.
+        """
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:
-        """Believe the server from now on; what was known before is void."""
+        """Use the server's events from now on; content estimated before is dropped."""
         self.reported = {}
         self._events = self._pool.events = self._pool.hits = None
         if self._hits is not None:
@@ -32,7 +35,7 @@ class ServerMemory(PagedKvMemory):
             self._recipient.cleared()
 
     def end(self) -> None:
-        """Take what was sent to the server for its content from now on."""
+        """Estimate the content from the prompts sent to the server from now on."""
         self.reported = None
         if self._hits is not None:
             self._hits.index.cleared()
@@ -42,7 +45,7 @@ class ServerMemory(PagedKvMemory):
             super().report_content(self._recipient)
 
     def change(self, stored: Sequence[Hashable], removed: Sequence[Hashable]) -> None:
-        """Take what the server gave up, and stored after that; nothing happens unless its events are followed."""
+        """Remove and then add blocks by the server's events; ignored unless they are followed."""
         reported, recipient = self.reported, self._recipient
         if reported is None:
             return
@@ -91,7 +94,7 @@ class ServerMemory(PagedKvMemory):
             events.stored(list(self.reported))
 
     def clear(self) -> None:
-        """See `PagedKvMemory`; the server's events are not followed then."""
+        """See `PagedKvMemory`; also stops following the server's events."""
         super().clear()
         if self.reported is not None:
             self.end()

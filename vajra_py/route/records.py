@@ -24,21 +24,21 @@ class PlacementLog(JsonLinesFile, Observer):
         self.write({**row, "replica_id": replica_id, **more})
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
-        """Write where it was placed; null: in the shared queue."""
+        """Write the server assigned; null for the shared queue."""
         self._write(request, "placed", replica_id, now)
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write where it was sent."""
+        """Write the server to which the request was sent."""
         self._write(request, "sent", replica_id, now, num_cached_tokens=request.num_computed_tokens)
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write which server lost it."""
+        """Write the server that lost the request."""
         self._write(request, "again", replica_id, now)
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write where its prompt was computed."""
+        """Write the server that computed the prompt."""
         self._write(request, "handed_off", replica_id, now)
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """Write how it ended."""
+        """Write the reason of the end."""
         self._write(request, "ended", None, now, reason=reason.value, detail=detail)

@@ -1,4 +1,4 @@
-"""Replay a router's recording: the same policies get the same events again, without servers, and must decide the same."""
+"""Replay a router's recording without servers: the same policies receive the same events and must decide the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from vajra_py.runtime.records.json_lines import read_rows
 
 
 def replay_route(path: Path, config: SystemConfig, registry: Registry) -> ReplayReport:
-    """Replay a recorded session of a router and compare. Raises `RunError` where it cannot be read, `ConfigError`."""
+    """Replay a recorded session of a router, and compare its decisions with the recorded ones.
+
+    Raises `RunError` if the recording cannot be read, and `ConfigError` for wrong settings.
+    """
     inputs = [one for one in read_inputs(path / INPUTS_FILE) if not isinstance(one, PolicyViolation)]
     settings = route_settings(config)
     controller = build_router(config, registry)

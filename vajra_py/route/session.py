@@ -1,4 +1,4 @@
-"""A router at work: gives the core the time and the news of servers, in the event loop's thread."""
+"""A running router: passes time and events of servers to the core, in the event loop's thread."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.serve.session.output_streams import End
 from vajra_py.serve.session.session import STOP_S, SessionState
 
-if TYPE_CHECKING:  # its packages may not be there
+if TYPE_CHECKING:  # it imports optional packages
     from vajra_py.route.subscription import KvFeeds
 
 _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
-"""Looks at /metrics in a row without an answer, after which a server counts as down."""
+"""Number of consecutive unanswered polls of /metrics after which a server counts as down."""
 _MOST_NAMES = 8
-"""Names that a server's KV events may have for each of its blocks in the settings: it has a name for each group of layers."""
+"""Largest number of names per block that a server's KV events may use: one for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A server that a request was sent to."""
+    """Server that serves a request next or now."""
 
     replicaset: str
     replica_id: int
     url: str
     leaves: bool
-    """True if the server computes the prompt alone."""
+    """True if the server computes only the prompt."""
 
     def __str__(self) -> str:
-        """The server's name in answers to clients and in records, as in the header `x-vajra-server`: not its address."""
+        """Return the server's name for clients and records (as in the header `x-vajra-server`), without address."""
         return f"{self.replicaset}/{self.replica_id}"
 
 
@@ -60,19 +60,19 @@ class Routed:
     """One request of a client."""
 
     on_news: Callable[[], None]
-    """Called when it has a new place, or has ended."""
+    """Called after `place` has changed, and after the end."""
     request: Request | None = None
     place: Place | None = None
-    """Its next replica, until it is sent there."""
+    """Server to which the request is to be sent next; None once it is being sent."""
     end: End | None = None
     kv_params: Any = None
-    """Parameters by which the next server gets its KV."""
+    """`kv_transfer_params` for the decode server."""
     is_sent: bool = False
-    """True if the server that it is at has taken a connection for it, so that this counts as a try."""
+    """True if the current server accepted a connection for the request, so that it counts as an attempt."""
     has_begun: bool = False
-    """True if its client has got a part of the answer."""
+    """True if a part of the answer was sent to the client."""
     server: _Server | None = None
-    """The server that it is at."""
+    """Server that has the request now; None if there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,14 +81,14 @@ class _Server:
     url: str
     leaves: bool
     num_silences: int = 0
-    """Looks at its /metrics in a row that failed while it answered nothing else."""
+    """Number of consecutive failed polls of its /metrics during which it answered no request either."""
     has_answered: bool = False
-    """True if it has given news of a request since the last look."""
+    """True if it answered any request since the last poll."""
     routed: dict[Routed, None] = field(default_factory=dict)
 
 
 class RouteSession:
-    """The core with its clock, servers and recording."""
+    """Session of a router: the core with its clock, servers and recording."""
 
     def __init__(self, config: SystemConfig, registry: Registry, save_run: Path | None = None) -> None:
         self.settings = settings = route_settings(config)
@@ -135,10 +135,10 @@ class RouteSession:
         self._ended_event: asyncio.Event | None = None
         self.client: ServerClient | None = None
 
-    # For the server
+    # Called by the HTTP server
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._ended_event = asyncio.Event()
         self.client = ServerClient(self.settings, self._key)
         self.state = SessionState.READY
@@ -153,20 +153,20 @@ class RouteSession:
                     self._kv_feeds.follow(key, one.kv_events, blocks, self._take_kv_report)
 
     async def ended(self) -> None:
-        """Wait until nothing will be served any more."""
+        """Wait until the session has stopped serving."""
         assert self._ended_event is not None
         await self._ended_event.wait()
 
     def end_if_out_of_service(self) -> None:
-        """Do nothing: other replicasets go on, and /ready lists those that do not."""
+        """Do nothing: the remaining replicasets keep serving, and /ready lists those out of service."""
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         if self.state is SessionState.READY:
             self.state = SessionState.DRAINING
 
     async def close(self, stop_s: float = STOP_S) -> None:
-        """End what is left, and the recording."""
+        """End the remaining requests, and finish the recording."""
         if self.state in (SessionState.CLOSED, SessionState.FAILED):
             return
         self.drain()
@@ -193,18 +193,18 @@ class RouteSession:
 
     @property
     def num_up(self) -> int:
-        """Servers that take requests."""
+        """Number of servers in service."""
         return sum(one.num_up for one in self.controller.replicasets.values())
 
     def _can_serve(self, name: str) -> bool:
-        """Return whether servers are up that compute prompts, and some that decode."""
+        """Return whether the replicaset has servers in service for both prompts and decodes."""
         replicaset = self.controller.replicasets[name]
         return replicaset.can_serve_with(
             one.replica_id for one in replicaset.replicas if replicaset.is_up(one.replica_id)
         )
 
     def unavailable(self) -> dict[str, str]:
-        """Return the replicasets that take no requests, and why."""
+        """Return the reason for each replicaset that accepts no requests."""
         found = {name: one.out_of_service for name, one in self.controller.replicasets.items() if one.out_of_service}
         for name in self.controller.replicasets:
             if not self._can_serve(name):
@@ -213,20 +213,20 @@ class RouteSession:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether a request sent now would be taken."""
+        """True if new requests are accepted."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.controller.replicasets)
 
     # Requests
 
     def submit(self, facts: RequestFacts, token_ids: tuple[int, ...], salt: str | None, routed: Routed) -> None:
-        """Let a request in. `routed.end` is set at once if it is refused."""
+        """Submit a request. If it is refused, `routed.end` is set at once."""
         now = max(self._clock.now(), self.core.now + 1000)
         arrival = Arrival(now, to_seconds(now), facts, None, token_ids, None, salt)
         self.core.advance(now, (Phase.ARRIVAL, Submitted(arrival, routed)))
         self._set_timer()
 
     def answer(self, routed: Routed, num_tokens: int, end: str = "", detail: str = "") -> None:
-        """Take news of a request from its server."""
+        """Pass the progress of a request at its server to the core."""
         if routed.request is not None and routed.end is None:
             if routed.server is not None and end not in (AGAIN, EndReason.FAILED.value):
                 routed.server.has_answered = True
@@ -234,7 +234,7 @@ class RouteSession:
             self._set_timer()
 
     def hand_on(self) -> None:
-        """Let requests whose prompt is computed go to the servers that go on with them."""
+        """Send requests with computed prompts on to their decode servers."""
         self.core.advance(self._clock.now())
 
     def abort(self, routed: Routed) -> None:
@@ -244,7 +244,7 @@ class RouteSession:
             self._set_timer()
 
     def lose(self, place: Place, why: str) -> None:
-        """Handle a server that takes no connections: what it has not begun to answer is placed again."""
+        """Take a server that accepts no connections out of service; requests without output are placed again."""
         replicaset = self.controller.replicasets[place.replicaset]
         if not replicaset.is_up(place.replica_id):
             return
@@ -289,7 +289,7 @@ class RouteSession:
     # Time
 
     def _set_timer(self) -> None:
-        """Wake when the next thing is due that happens by the clock."""
+        """Set the timer to the next event that is due by the clock."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -307,7 +307,7 @@ class RouteSession:
     # Servers
 
     async def _watch(self, server: _Server) -> None:
-        """Look at a server now and then: at its figures while it is up, at its health while it is down."""
+        """Poll a server periodically: its figures while it is up, its health while it is down."""
         assert self.client is not None
         loop, settings = asyncio.get_running_loop(), self.settings
         place = Place(*server.key, server.url, server.leaves)
@@ -353,7 +353,7 @@ class RouteSession:
         self._set_timer()
 
     def _abandon_after(self, replicaset: str, now: float) -> None:
-        """End what waits once no server has been up for too long."""
+        """End the waiting requests of a replicaset once no server has been up for too long."""
         if self._can_serve(replicaset):
             self._down_since.pop(replicaset, None)
             return
@@ -385,7 +385,10 @@ class RouteSession:
 
 
 def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:
-    """Return the subscriptions to KV events; None: no server publishes any. Raises `ConfigError` where its packages are not installed."""
+    """Return the class of subscriptions to KV events; None if no server publishes any.
+
+    Raises `ConfigError` if its packages are not installed.
+    """
     if not settings.follows_kv_events:
         return None
     try:

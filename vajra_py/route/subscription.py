@@ -1,4 +1,4 @@
-"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is gone."""
+"""Follow a server's KV events over ZeroMQ: subscribe, request missed batches, and start over if these are gone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REPLAY_S = 5.0
 """Longest silence of the replay socket, seconds."""
 _HEARTBEAT_MS = 2000
 _MOST_QUEUED = 100_000
-"""Batches that wait to be read; more are lost, and asked for again."""
+"""Largest number of unread batches; further ones are lost and requested again."""
 _MOST_BYTES = 64 * 2**20
-"""Size of a batch above which a connection is closed."""
+"""Largest size of a batch in bytes; a larger one closes the connection."""
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Subscription:
-    """Keeps the index of one server's blocks by its events, and reports changes."""
+    """Updates the index of one server's blocks by its events, and reports changes."""
 
     def __init__(
         self,
@@ -38,7 +38,15 @@ class Subscription:
         blocks: ServerBlocks,
         on_report: Callable[[CacheReport], None],
     ) -> None:
-        """`key`: replicaset and replica of the server; `on_report` is called in the event loop's thread."""
+        """Create a subscription; `run` starts it.
+
+        Args:
+            context: ZeroMQ context.
+            key: replicaset and replica of the server.
+            settings: addresses of the server's events.
+            blocks: index to update.
+            on_report: called with changes, in the event loop's thread.
+        """
         self._context = context
         self._key = key
         self._name = f"{key[0]}/{key[1]}"
@@ -47,11 +55,11 @@ class Subscription:
         self._on_report = on_report
         self._turn = asyncio.Lock()
         self._next: int | None = None
-        """Number of the next batch; None: any."""
+        """Sequence number of the next batch; None to accept any."""
         self.is_following = False
-        """True while it is connected, and the index follows the server's events."""
+        """True while the subscription is connected and the index is up to date."""
         self._is_new = True
-        """True if earlier events are void."""
+        """True if the next report replaces all earlier content."""
         self._warned: set[str] = set()
 
     async def run(self) -> None:
@@ -74,7 +82,7 @@ class Subscription:
             socket.close(linger=0)
 
     async def restart(self) -> None:
-        """Read the events from the start if connected, since the router has forgotten the server's content."""
+        """Read the events from the start if connected, because the router has dropped the server's content."""
         async with self._turn:
             if self.is_following:
                 await self._begin()
@@ -100,7 +108,7 @@ class Subscription:
                     self._report(ends=True)
 
     async def _begin(self) -> None:
-        """Begin with an empty index, and with what is kept for a replay."""
+        """Clear the index, and apply the batches that the server keeps for replay."""
         self._void()
         self._next = None
         await self._replay(0)
@@ -108,9 +116,9 @@ class Subscription:
         self._notify()
 
     async def _take(self, frames: Sequence[bytes]) -> None:
-        """Take the next batch, after those that were missed before it."""
+        """Apply the next batch, after replaying any missed before it."""
         number = int.from_bytes(frames[-2], "big") if len(frames) > 1 else 0
-        if number == 0 and self._next:  # another publisher, behind a proxy
+        if number == 0 and self._next:  # the publisher behind a proxy was replaced
             await self._begin()
         if self._next is not None and number > self._next:
             await self._replay(self._next)
@@ -118,7 +126,7 @@ class Subscription:
         self._notify()
 
     def _apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch, unless it was applied before; behind a gap the index begins anew."""
+        """Apply a batch unless it was applied before; after a gap, the index starts empty."""
         if self._next is not None and number < self._next:
             return
         if self._next is not None and number > self._next:
@@ -136,7 +144,7 @@ class Subscription:
             )
 
     async def _replay(self, first: int) -> None:
-        """Apply the batches that are kept from this one on, as far as they come; nothing happens where none are kept."""
+        """Request the batches that the server keeps from number `first` on, and apply those received."""
         address = self._settings.replay_endpoint
         if address is None:
             return
@@ -149,7 +157,7 @@ class Subscription:
                 if len(frames) < 2 or frames[-2] == _END:
                     return
                 self._apply(int.from_bytes(frames[-2], "big"), frames[-1])
-                await asyncio.sleep(0)  # requests go first
+                await asyncio.sleep(0)  # let requests run in between
         except TimeoutError:
             self._warn(f"its replay socket says nothing ({address})")
         finally:
@@ -173,7 +181,7 @@ class Subscription:
         self._on_report(CacheReport(0, *self._key, stored, removed, begins, ends))
 
     def _warn(self, message: str) -> None:
-        """Log trouble, each kind once."""
+        """Log a warning, each message only once."""
         kind = message.lstrip("0123456789")
         if kind not in self._warned:
             self._warned.add(kind)
@@ -181,7 +189,7 @@ class Subscription:
 
 
 class KvFeeds:
-    """The subscriptions to all servers that publish KV events."""
+    """Subscriptions to all servers that publish KV events."""
 
     def __init__(self) -> None:
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
@@ -200,13 +208,16 @@ class KvFeeds:
         self._begin(one.run())
 
     def restart(self, key: tuple[str, int]) -> None:
-        """Read a server's events from the start, since the router has forgotten its content; does nothing for a server without events."""
+        """Read a server's events from the start, because the router has dropped its content.
+
+        Does nothing for a server without events.
+        """
         one = self._ones.get(key)
         if one is not None:
             self._begin(one.restart())
 
     def is_followed(self, key: tuple[str, int]) -> bool:
-        """Return whether the content of a server is known by its events."""
+        """Return whether the index of a server is up to date with its events."""
         return key in self._ones and self._ones[key].is_following
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -215,7 +226,7 @@ class KvFeeds:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Follow nothing more."""
+        """End all subscriptions."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -18,12 +18,12 @@ ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
 
 def int64s(size: int, value: int = 0) -> I64:
-    """`size` whole numbers, all `value`."""
+    """Return an array of shape [size], filled with `value`."""
     return np.full(size, value, dtype=np.int64)
 
 
 def objects(values: Sequence[object]) -> ObjectArray:
-    """One object per row, also where the objects are sequences themselves."""
+    """Return an object array with one element per value, even if the values are sequences."""
     array = np.empty(len(values), dtype=np.object_)
     for index, value in enumerate(values):
         array[index] = value
@@ -32,9 +32,9 @@ def objects(values: Sequence[object]) -> ObjectArray:
 
 @dataclass(frozen=True, slots=True)
 class StringColumn:
-    """A string per row in 12 bytes: a label from a small table, followed by a number where one is kept (>= 0).
+    """Column of strings in 12 bytes per row: a label from a small table, and optionally a number (>= 0) after it.
 
-    `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`.
+    The string of a row is `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`.
     """
 
     labels: tuple[str, ...]
@@ -48,19 +48,19 @@ class StringColumn:
 
     @classmethod
     def numbered(cls, prefix: str, numbers: I64) -> StringColumn:
-        """`prefix` and a number in each row."""
+        """Return a column whose strings are `prefix` followed by the row's number."""
         return cls((prefix,), np.zeros(len(numbers), dtype=np.int32), numbers)
 
     @classmethod
     def of(cls, values: Iterable[str]) -> StringColumn:
-        """Make the column of any strings; equal ones are kept once."""
+        """Return a column of arbitrary strings; equal ones are stored once."""
         known: dict[str, int] = {}
         codes = np.fromiter((known.setdefault(value, len(known)) for value in values), dtype=np.int32)
         return cls(tuple(known), codes)
 
     @classmethod
     def concat(cls, parts: Sequence[StringColumn]) -> StringColumn:
-        """The columns one after the other."""
+        """Return the concatenation of the columns."""
         known: dict[str, int] = {}
         codes: list[npt.NDArray[np.int32]] = []
         for part in parts:
@@ -92,11 +92,11 @@ class StringColumn:
         return [f"{labels[code]}{number}" if number >= 0 else labels[code] for code, number in pairs]
 
     def take(self, rows: I64) -> StringColumn:
-        """A selection of rows."""
+        """Return the given rows, in that order."""
         return StringColumn(self.labels, self.codes[rows], None if self.numbers is None else self.numbers[rows])
 
     def slice(self, start: int, stop: int) -> StringColumn:
-        """The rows [start, stop), without a copy."""
+        """Return a view of the rows [start, stop)."""
         return StringColumn(
             self.labels, self.codes[start:stop], None if self.numbers is None else self.numbers[start:stop]
         )
@@ -109,7 +109,7 @@ class StringColumn:
         return StringColumn.of(prefix + value if value else "" for value in self.tolist())
 
     def groups(self) -> I64:
-        """A number per row, from 0 in order of first appearance, equal where the strings are equal."""
+        """Return a group number per row: equal strings have equal numbers, from 0 in order of first appearance."""
         keys = self.codes.astype(np.int64)
         if self.numbers is not None and len(self):
             keys = keys * (int(self.numbers.max()) + 2) + self.numbers + 1

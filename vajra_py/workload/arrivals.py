@@ -1,8 +1,9 @@
 """Arrival processes of synthetic workloads.
 
-Each process is stationary at its rate (requests per second) from time 0 on, draws from the streams it is given only, and gives the same
-first arrivals whatever number is asked for. Renewal processes draw gaps; modulated ones (on/off, piecewise, Cox) draw a Poisson process
-of rate 1 in operational time and map it through the inverse of the integrated rate.
+Each process is stationary at its rate (requests per second) from time 0 on, draws only from the random streams passed
+to it, and yields the same first arrivals for any number of requests. Renewal processes draw gaps; modulated ones
+(on/off, piecewise, Cox) draw a Poisson process of rate 1 in operational time and map it through the inverse of the
+integrated rate.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ class _Process(BaseModel):
 
     @abstractmethod
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
-        """Arrival times, ascending, block after block; `modulation` is for what changes the rate."""
+        """Yield arrays of arrival times in seconds, ascending throughout.
+
+        `rng` draws the arrivals, and `modulation` the changes of the rate.
+        """
 
 
 class _Renewal(_Process):
     @abstractmethod
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
-        """Inter-arrival times."""
+        """Return `size` inter-arrival times in seconds."""
 
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
-        """Sums of the gaps."""
+        """Yield the cumulative sums of the gaps."""
         now = 0.0
         while True:
             times = now + np.cumsum(self.gaps(rng, BLOCK))
@@ -98,7 +102,10 @@ class Weibull(_Renewal):
 
 
 class QuantileGaps(_Renewal):
-    """Gaps drawn from a table of quantiles, the logarithm interpolated linearly in probability, scaled to the rate."""
+    """Gaps drawn from a table of quantiles and scaled to the rate.
+
+    Between entries, the logarithm of the gap is linear in the probability.
+    """
 
     type: Literal["quantile_gaps"] = "quantile_gaps"
     rate: Positive = Field(description="Mean rate in requests per second.")
@@ -124,7 +131,7 @@ class QuantileGaps(_Renewal):
         return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
 
     def _mean_gap_s(self) -> float:
-        """Mean of the table as interpolated: the integral of exp(linear) over each interval."""
+        """Return the mean gap of the interpolated table, in seconds: the sum of the integrals of exp(linear)."""
         low, high = np.array(self.gaps_s[:-1]), np.array(self.gaps_s[1:])
         ratio = np.log(high / low)
         flat = ratio < 1e-9
@@ -139,7 +146,7 @@ class FixedInterval(_Process):
     rate: Positive = Field(description="Rate in requests per second.")
 
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
-        """Multiples of the interval."""
+        """Yield the multiples of the interval."""
         start = 0
         while True:
             yield np.arange(start, start + BLOCK) / self.rate
@@ -152,7 +159,7 @@ class AtOnce(_Process):
     type: Literal["at_once"] = "at_once"
 
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
-        """Zeros."""
+        """Yield arrays of zeros."""
         while True:
             yield np.zeros(BLOCK)
 
@@ -160,12 +167,12 @@ class AtOnce(_Process):
 class _Modulated(_Process):
     @abstractmethod
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """Durations in seconds and rates of the next pieces of constant rate."""
+        """Yield arrays of durations (seconds) and rates (requests per second) of the next pieces of constant rate."""
 
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
-        """A Poisson process of rate 1, mapped through the inverse of the integrated rate."""
+        """Yield the arrivals of a Poisson process of rate 1, mapped through the inverse of the integrated rate."""
         stretches = self.stretches(modulation)
-        begin_s = work = 0.0  # start of the pieces at hand, and the integrated rate up to there
+        begin_s = work = 0.0  # start of the current pieces, and the integral of the rate up to it
         durations = rates = np.zeros(0)
         drawn = 0.0
         while True:
@@ -185,7 +192,7 @@ class _Modulated(_Process):
 
 
 def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F64) -> F64:
-    """Times at which the integrated rate reaches each target; targets never reached are left out."""
+    """Return the times in seconds at which the integrated rate reaches each target; unreached targets are dropped."""
     begin_s, work = origin
     reached = np.concatenate([[work], work + np.cumsum(durations * rates)])
     starts = np.concatenate([[begin_s], begin_s + np.cumsum(durations)])
@@ -196,7 +203,7 @@ def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F
 
 
 class OnOff(_Modulated):
-    """Bursts: exponentially long on and off times, Poisson arrivals within (a Markov-modulated Poisson process of two states)."""
+    """Bursts: on and off times of exponential length with Poisson arrivals (a two-state Markov-modulated process)."""
 
     type: Literal["on_off"] = "on_off"
     rate: Positive = Field(description="Mean rate over on and off times, in requests per second.")
@@ -207,7 +214,7 @@ class OnOff(_Modulated):
     )
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """On, off, on, off, …; which one is first is drawn by their share of time."""
+        """Yield on and off times in turn; the first state is drawn by the states' shares of time."""
         cycle_s = self.mean_on_s + self.mean_off_s
         on_rate = self.rate * cycle_s / (self.mean_on_s + self.off_rate_fraction * self.mean_off_s)
         states = ((self.mean_on_s, on_rate), (self.mean_off_s, on_rate * self.off_rate_fraction))
@@ -220,7 +227,7 @@ class OnOff(_Modulated):
 
 
 class Piece(BaseModel):
-    """A stretch of time at one rate."""
+    """Interval of constant rate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -229,7 +236,7 @@ class Piece(BaseModel):
 
 
 class PiecewiseConstant(_Modulated):
-    """Poisson arrivals whose rate changes at given times: ramps, steps, a day's profile."""
+    """Poisson arrivals whose rate changes at given times, for ramps, steps or the profile of a day."""
 
     type: Literal["piecewise"] = "piecewise"
     pieces: tuple[Piece, ...] = Field(
@@ -263,7 +270,7 @@ class PiecewiseConstant(_Modulated):
 
 
 class CoxGamma(_Modulated):
-    """Poisson arrivals whose rate is drawn anew for each window from a gamma distribution: a load that wanders, as in Azure's traces."""
+    """Poisson arrivals whose rate is drawn for each window from a gamma distribution, which resembles Azure's traces."""
 
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
@@ -271,7 +278,7 @@ class CoxGamma(_Modulated):
     window_s: Positive = Field(60.0, description="How long a rate stays, in seconds.")
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """Windows with their rates."""
+        """Yield the windows with their drawn rates."""
         while True:
             yield np.full(64, self.window_s), modulation.gamma(self.shape, self.rate / self.shape, 64)
 
@@ -291,10 +298,13 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> F64:
-    """Return the first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
+    """Return arrival times in seconds: the first `num_requests`, those before `duration_s`, or the fewer of both.
+
+    Without both, all arrivals of piecewise rates that end.
 
     Raises:
-        WorkloadError: neither is given for a process without an end, the rates end before `num_requests` arrivals, or nothing arrives.
+        WorkloadError: both are missing for a process without an end, the rates end before `num_requests` arrivals, or
+            no request arrives.
     """
     ends = isinstance(process, PiecewiseConstant) and not process.repeat
     if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):

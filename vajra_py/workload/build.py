@@ -51,15 +51,19 @@ __all__ = ["build_workload", "source_of"]
 def build_workload(
     config: WorkloadConfig, rng_for: RngFor, base_dir: Path, *, source: Workload | None = None
 ) -> Workload:
-    """The workload that `config` describes; relative paths are seen from `base_dir`.
+    """Build the workload that `config` describes.
 
-    `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
-    `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
-    (else its `type`, numbered as `azure#2`) and a slash are put before it. The streams used are named in `source["streams"]`. With the result of
-    `source_of` as `source` it is not read again.
+    Args:
+        config: section `workload:`.
+        rng_for: returns the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`,
+            `system_prompts`, `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`,
+            `priorities`, `tenants`, `slo_classes`. In a merged workload, the part's `name` (or its `type`, numbered as
+            `azure#2`) and a slash precede the name. `source["streams"]` of the result lists the streams used.
+        base_dir: folder for relative paths.
+        source: result of `source_of` for the same configuration, so that files are not read again.
 
     Raises:
-        WorkloadError: a file is broken (names the line), or the configuration asks for what the source cannot give.
+        WorkloadError: a file is broken (with its line), or the source cannot provide what the configuration requires.
     """
     used: dict[str, np.random.Generator] = {}
 
@@ -77,12 +81,12 @@ def build_workload(
 
 
 def source_of(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
-    """The requests before the options that all types share are applied; raises as `build_workload` does."""
+    """Return the requests before the options common to all types are applied; raises like `build_workload`."""
     return _source(config, rng_for, base_dir)
 
 
 def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -> Workload:
-    """The options all types share, in the order that the documentation of `config` gives."""
+    """Apply the options common to all types, in the order documented in `vajra_py.workload.config`."""
     if config.name is not None:
         workload = workload.renamed(config.name)
     if config.start_s is not None or config.end_s is not None or config.skip:
@@ -95,7 +99,7 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
     rate = None if rate is None else rate * kept
     if isinstance(config, FileOptions):
         if rate is None and (config.window is not None or config.bootstrap is not None):
-            rate = workload.rate or None  # the whole trace's rate: samples vary about it
+            rate = workload.rate or None  # rate of the whole trace, which is the mean over samples
         workload = _sampled(workload, config, rng_for)
     if config.first is not None and getattr(config, "window", None) is None:
         workload = workload.slice(first=config.first)
@@ -126,7 +130,7 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
 
 
 def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Workload:
-    """Another sample of a trace, drawn by the seed, where one is asked for."""
+    """Return a sample of the trace drawn with the seed, or the trace itself if no sampling is configured."""
     if config.bootstrap is not None:
         blocks = config.bootstrap
         workload = block_bootstrap(
@@ -144,7 +148,10 @@ def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Worklo
 
 
 def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
-    """The workload at `config.rate`: on average over seeds where its rate before is known so, else exactly."""
+    """Return the workload stretched to `config.rate`.
+
+    If `expected`, the mean rate over seeds before, is known, the result has this rate on average; otherwise exactly.
+    """
     assert config.rate is not None  # checked by the caller
     if isinstance(config, ProfileConfig) and workload.columns.session_id is not None:
         return workload  # sessions already start at this rate
@@ -165,7 +172,7 @@ def _starts(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:
 
 @singledispatch
 def _source(config: Any, rng_for: RngFor, base_dir: Path) -> Workload:
-    """The workload before any of the common options."""
+    """Return the workload of one type before any common option is applied."""
     raise TypeError(f"no kind of workload ({type(config).__name__})")
 
 

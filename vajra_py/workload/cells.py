@@ -1,7 +1,7 @@
 """Parse cells of traces into numbers, a million at a time.
 
-A parser takes the cells of one column and gives an array, or raises ValueError if any of them is not accepted; the cell is found by
-trying them one by one.
+A parser converts the cells of one column to an array, or raises ValueError if it rejects any of them; the caller finds
+that cell by parsing cells one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ DATETIME = re.compile(
 
 
 def _checked(cells: Sequence[str]) -> Sequence[str]:
-    """The cells, when they are made of the signs of decimal numbers only (no `1_000`, `nan`, `inf`, other scripts' digits)."""
+    """Return the cells. Raises ValueError if one has other characters than those of ASCII decimal numbers.
+
+    This rejects `1_000`, `nan`, `inf` and digits of other scripts, which Python's conversions accept.
+    """
     if not NUMERALS.issuperset("".join(cells)):
         raise ValueError("not a decimal number")
     return cells
@@ -55,7 +58,7 @@ def _numbers(cells: Sequence[str]) -> F64:
 
 
 def whole_numbers(cells: Sequence[str]) -> I64:
-    """Whole numbers, of either sign; `374.0` is one too."""
+    """Parse integers of either sign; `374.0` counts as an integer."""
     try:
         return np.array(list(map(int, _checked(cells))), dtype=np.int64)
     except ValueError:
@@ -67,7 +70,7 @@ def whole_numbers(cells: Sequence[str]) -> I64:
 
 
 def token_counts(minimum: int) -> Parser:
-    """Numbers of tokens, at least `minimum`."""
+    """Return a parser of numbers of tokens, at least `minimum`."""
 
     def parse(cells: Sequence[str]) -> I64:
         values = whole_numbers(cells)
@@ -79,7 +82,7 @@ def token_counts(minimum: int) -> Parser:
 
 
 def finite_times(cells: Sequence[str]) -> F64:
-    """Numbers >= 0."""
+    """Parse finite numbers >= 0."""
     values = _numbers(cells)
     if bool(np.any(values < 0)):
         raise ValueError("negative")
@@ -87,7 +90,7 @@ def finite_times(cells: Sequence[str]) -> F64:
 
 
 def _or_nothing(parse: Parser, nothing: float) -> Parser:
-    """A parser that also takes empty cells, which become `nothing`."""
+    """Return a parser that also accepts empty cells, which become `nothing`."""
 
     def parse_some(cells: Sequence[str]) -> npt.NDArray[Any]:
         blank = [not cell.strip() for cell in cells]
@@ -99,20 +102,20 @@ def _or_nothing(parse: Parser, nothing: float) -> Parser:
 
 
 durations = _or_nothing(finite_times, np.nan)
-"""Parser of seconds >= 0; an empty cell is NaN: no value."""
+"""Parser of seconds >= 0; an empty cell becomes NaN (no value)."""
 maybe_numbers = _or_nothing(_numbers, np.nan)
-"""Parser of numbers; an empty cell is NaN."""
+"""Parser of numbers; an empty cell becomes NaN (no value)."""
 limits = _or_nothing(token_counts(1), -1)
-"""Parser of whole numbers >= 1; an empty cell is -1: no value."""
+"""Parser of integers >= 1; an empty cell becomes -1 (no value)."""
 
 
 def maybe_whole_numbers(nothing: int) -> Parser:
-    """Parser of whole numbers of either sign; an empty cell is `nothing`."""
+    """Return a parser of integers of either sign; an empty cell becomes `nothing`."""
     return _or_nothing(whole_numbers, nothing)
 
 
 def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
-    """Any text, as it stands."""
+    """Return the cells unchanged, as an object array."""
     return objects([cell.strip() for cell in cells])
 
 
@@ -120,7 +123,7 @@ _FLAGS = {"": 0, "0": 0, "false": 0, "1": 1, "true": 1}
 
 
 def flags(cells: Sequence[str]) -> I64:
-    """1 for `true` or `1`, 0 for `false`, `0` or nothing."""
+    """Parse flags: 1 for `true` or `1`; 0 for `false`, `0` or an empty cell."""
     values = [_FLAGS.get(cell.strip().lower()) for cell in cells]
     if None in values:
         raise ValueError("neither true nor false")
@@ -128,12 +131,12 @@ def flags(cells: Sequence[str]) -> I64:
 
 
 def texts(cells: Sequence[str]) -> npt.NDArray[np.object_]:
-    """Several texts a cell, with `;` between them; an empty cell has none."""
+    """Split each cell at `;` into a tuple of texts; an empty cell gives an empty tuple."""
     return objects([tuple(filter(None, (part.strip() for part in cell.split(";")))) for cell in cells])
 
 
 def _datetimes(cells: Sequence[str]) -> I64:
-    """Nanoseconds since 1970 of `YYYY-MM-DD hh:mm:ss[.fraction]`, with no zone or UTC."""
+    """Parse `YYYY-MM-DD hh:mm:ss[.fraction]`, in UTC or without a zone, to nanoseconds since 1970."""
     matches = [DATETIME.fullmatch(cell) for cell in cells]
     stamps = np.array([match[1] for match in matches if match is not None], dtype="datetime64[ns]")
     if len(stamps) < len(cells):
@@ -142,7 +145,10 @@ def _datetimes(cells: Sequence[str]) -> I64:
 
 
 def times_in(unit: TimeUnit) -> tuple[Parser, str]:
-    """Return the parser of arrival times in this unit (seconds; datetimes: nanoseconds since 1970), and the allowed values."""
+    """Return the parser of arrival times in this unit, and a description of the allowed values.
+
+    The parser returns seconds, or nanoseconds since 1970 for datetimes.
+    """
     if unit == "datetime":
         return _datetimes, "A date and time from 1970 to 2259: YYYY-MM-DD hh:mm:ss[.fraction], no zone or UTC"
     units_per_second = UNITS_PER_SECOND[unit]

@@ -1,7 +1,7 @@
 """Columnar storage of a workload's requests.
 
-Invariants: all columns are as long as `arrived_at`; a request comes after those it follows; an absent column means the default of
-`RequestSpec` in every row.
+Invariants: all columns are as long as `arrived_at`; the row of a request comes after the rows of its parents (the
+requests that it follows); an absent column stands for the default of `RequestSpec` in every row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _make_request = maker(
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a workload. None is -1 in `max_tokens` and `follows` (a row), and NaN in floats."""
+    """Columns of a workload.
+
+    None is stored as -1 in `max_tokens` and `follows` (a row number), and as NaN in floats.
+    """
 
     arrived_at: F64
     num_prompt_tokens: I64
@@ -44,13 +47,13 @@ class Columns:
     request_id: StringColumn
     max_tokens: I64 | None = None
     stated: Mapping[str, FactColumn] = field(default_factory=dict)
-    """Columns of facts that clients stated, by name; in the order of `FACTS`, which `stating` keeps."""
+    """Columns of facts stated by clients, by name, in the order of `FACTS`; `stating` preserves this order."""
     content: ContentColumn | None = None
     prompt_token_ids: ObjectArray | None = None
     follows: I64 | None = None
-    """Row of the first request that each follows."""
+    """Row of each request's first parent; -1 if it has none."""
     joins: ObjectArray | None = None
-    """Rows of the others that it follows, a tuple each; None: no request follows several."""
+    """Tuple of the rows of each request's further parents; None if no request has several."""
     think_time_s: F64 | None = None
     metadata: ObjectArray | None = None
 
@@ -59,26 +62,26 @@ class Columns:
         return len(self.arrived_at)
 
     def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
-        """Return the requests with other values of these facts."""
+        """Return a copy with the columns of these facts replaced."""
         return replace(self, stated=in_order({**self.stated, **changes}))
 
     def values(self, name: str) -> list[Any]:
-        """The values of a fact, a request each."""
+        """Return the value of a fact for each request."""
         return self._stated(name, 0, len(self))
 
     @property
     def session_id(self) -> StringColumn | None:
-        """The conversation of each request; None where no request has one."""
+        """Session of each request; None if no request has one."""
         return self._texts("session_id")
 
     @property
     def program_id(self) -> StringColumn | None:
-        """The program of each request; None where no request has one."""
+        """Program of each request; None if no request has one."""
         return self._texts("program_id")
 
     @property
     def unit_id(self) -> StringColumn | None:
-        """The program of each request, else its session: what belongs together. None where no request has either."""
+        """Program of each request, or its session if it has no program; None if no request has either."""
         programs, sessions = self.program_id, self.session_id
         if programs is None or sessions is None:
             return sessions if programs is None else programs
@@ -90,9 +93,9 @@ class Columns:
         return column if isinstance(column, StringColumn) else None
 
     def take(self, rows: I64) -> Columns:
-        """The rows asked for, in that order.
+        """Return the given rows, in that order.
 
-        A request follows, in place of a parent that is left out, that parent's nearest kept ancestors, if there are any.
+        A parent that is not among them is replaced by its nearest ancestors that are.
         """
         changed: dict[str, Any] = {}
         for column in fields(self):
@@ -116,9 +119,9 @@ class Columns:
         return self.take(np.argsort(self.arrived_at, kind="stable"))
 
     def renamed(self, prefix: str, *, share_content: bool) -> Columns:
-        """Return the requests with `prefix` before their ids, their sessions' and their programs'.
+        """Return the requests with `prefix` before the ids of requests, sessions and programs.
 
-        Content stays equal only with `share_content`.
+        Without `share_content`, segment ids are renamed too, so that the prompts share nothing with other workloads.
         """
         named = {"session_id": self.session_id, "program_id": self.program_id}
         changes: dict[str, FactColumn] = {
@@ -135,18 +138,18 @@ class Columns:
         )
 
     def parents(self, row: int) -> tuple[int, ...]:
-        """The rows that this row follows."""
+        """Return the rows of a request's parents."""
         first = -1 if self.follows is None else int(self.follows[row])
         if first < 0:
             return ()
         return (first,) if self.joins is None else (first, *self.joins[row])
 
     def row(self, row: int) -> RequestSpec:
-        """The request in this row (from 0)."""
+        """Return the request in this row (from 0)."""
         return next(self.rows(row, row + 1))
 
     def rows(self, start: int, stop: int) -> Iterator[RequestSpec]:
-        """The requests [start, stop)."""
+        """Yield the requests of rows [start, stop)."""
         for begin in range(start, stop, BLOCK_ROWS):
             yield from self._block(begin, min(begin + BLOCK_ROWS, stop))
 
@@ -178,7 +181,7 @@ class Columns:
         return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
 
     def _parent_calls(self, programs: StringColumn, start: int, stop: int) -> list[tuple[str, ...]]:
-        """Parents of each call of a program, as its client would state them where the workload has no statement."""
+        """Return the ids of each program call's parents, for workloads whose clients do not state them."""
         ids = self.request_id
         return [
             tuple(ids[parent] for parent in self.parents(row)) if program else ()
@@ -212,7 +215,7 @@ def _optional_ints(column: I64 | None, start: int, stop: int) -> list[int | None
 
 
 def in_order(stated: Mapping[str, FactColumn]) -> dict[str, FactColumn]:
-    """Columns of facts in the order of their declaration."""
+    """Return the columns of facts in the order of `FACTS`."""
     return {name: stated[name] for name in _FORMATS if name in stated}
 
 
@@ -221,7 +224,10 @@ def _taken(column: Any, rows: I64) -> Any:
 
 
 def _kept_ancestors(follows: I64, rows: I64) -> I64:
-    """New row of the nearest ancestor that is kept, -1 where there is none."""
+    """Return for each of `rows` the new row of its nearest kept ancestor, -1 if there is none.
+
+    `follows` holds the row of each request's only parent.
+    """
     new_row = int64s(len(follows), -1)
     new_row[rows] = np.arange(len(rows))
     ancestor = follows[rows]
@@ -233,7 +239,10 @@ def _kept_ancestors(follows: I64, rows: I64) -> I64:
 
 
 def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64) -> list[tuple[int, ...]]:
-    """Return for each of `rows` the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
+    """Return for each of `rows` the new rows of its parents, where dropped ones are replaced by nearest kept ancestors.
+
+    Each row occurs once.
+    """
     new_row = int64s(size, -1)
     new_row[rows] = np.arange(len(rows))
     place = new_row.tolist()
@@ -256,7 +265,7 @@ def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64)
 
 
 def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The columns `follows` and `joins` of requests with these parents."""
+    """Return the columns `follows` and `joins` for requests with these rows of parents."""
     more = [tuple(rows[1:]) for rows in parents]
     return {
         "follows": np.array([rows[0] if rows else -1 for rows in parents], dtype=np.int64) if any(parents) else None,
@@ -265,7 +274,7 @@ def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
-    """One optional array column of all parts, filled with its default where a part has none."""
+    """Concatenate one optional column of all parts, with its default for parts that lack it; None if all lack it."""
     return _concatenated([getattr(part, name) for part in parts], parts, default)
 
 
@@ -292,7 +301,7 @@ def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
 
 
 def _shifted(part: Columns, offset: int) -> Columns:
-    """Return the requests with `offset` added to the row numbers of those that they follow."""
+    """Return the requests with `offset` added to the row numbers of their parents."""
     if part.follows is None:
         return part
     joins = part.joins
@@ -302,7 +311,7 @@ def _shifted(part: Columns, offset: int) -> Columns:
 
 
 def concat_columns(parts: Sequence[Columns]) -> Columns:
-    """The requests of all parts, one part after the other (not sorted)."""
+    """Concatenate the requests of all parts, without sorting them."""
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     shifted = [_shifted(part, offset) for part, offset in zip(parts, offsets[:-1].tolist(), strict=True)]
 
@@ -326,7 +335,7 @@ def concat_columns(parts: Sequence[Columns]) -> Columns:
 
 
 def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
-    """The columns of requests in arrival order (ids unique, predecessors first)."""
+    """Return the columns of requests, which must be in arrival order with unique ids and parents before children."""
     row_of = {request.request_id: row for row, request in enumerate(requests)}
 
     def ints(values: list[int], default: int) -> I64 | None:
@@ -352,7 +361,7 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
 
 
 def _stated_columns(requests: Sequence[RequestSpec]) -> dict[str, FactColumn]:
-    """A column for each fact that a request states."""
+    """Return a column for each fact that any of the requests states."""
     stated = {name: list(map(attrgetter(name), requests)) for name in _FORMATS}
     return {
         name: _FORMATS[name][1].column(values)

@@ -1,9 +1,9 @@
 """Settings under `workload:`.
 
-Each class is one `type`. The options that all types share are applied in this order, whatever order they are written in: cut by time
-(`start_s`, `end_s`), `skip`, limit lengths, for files `bootstrap`, `thin` and `window`, then `first`, set the pace (`rate` or `time_scale`), then
-`max_tokens`, `priorities`, `tenants`, `slo_classes`. Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
-context.
+Each class is one `type`. Options common to all types are applied in this order, regardless of their order in the file:
+cut by time (`start_s`, `end_s`), `skip`, limits on lengths, for files `bootstrap`, `thin` and `window`, then `first`,
+the pace (`rate` or `time_scale`), `max_tokens`, `priorities`, `tenants`, `slo_classes`. Relative paths start at the
+folder `base_folder` of pydantic's validation context, by default at the current folder.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class _Config(BaseModel):
 
 
 class PriorityShare(_Config):
-    """A client priority and how many requests have it."""
+    """Client priority, and the share of requests that have it."""
 
     priority: _Priority = Field(description="The priority; lower is more urgent.")
     share: Positive = Field(description="Share of the requests, relative to the other priorities'.")
 
 
 class TenantShares(_Config):
-    """Senders of the requests: given names, or a number of tenants of Zipf-distributed size."""
+    """Tenants of the requests: given names with shares, or a number of tenants with Zipf-distributed shares."""
 
     shares: dict[str, Positive] | None = Field(
         None, min_length=1, description="Share of each tenant by name, relative to the others'."
@@ -121,7 +121,7 @@ else:
 
 
 class SloClassConfig(_ClassDurations):
-    """A service class and what its requests expect."""
+    """SLO class: the share of its requests, their priority, and their objectives."""
 
     priority: _Priority | None = Field(
         None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
@@ -201,7 +201,7 @@ class WorkloadOptions(_Config):
 
 
 class BootstrapConfig(_Config):
-    """Blocks of a trace that the seed puts together anew. Requests of one session stay together."""
+    """Block bootstrap: replace a trace by blocks of it drawn with the seed. Requests of one session stay together."""
 
     block_s: Positive | None = Field(None, description="Length of a block, in the source's seconds.")
     block_requests: _Count | None = Field(
@@ -216,7 +216,7 @@ class BootstrapConfig(_Config):
 
 
 class ThinConfig(_Config):
-    """Requests of a trace that the seed keeps. Requests of one session stay together."""
+    """Thinning: keep a random part of a trace, drawn with the seed. Requests of one session stay together."""
 
     rate: Positive | None = Field(
         None, description="Requests per second (of the source's) that are left on average; below the trace's own rate."
@@ -268,7 +268,7 @@ class FileOptions(WorkloadOptions):
 
 
 SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
-"""Options of files that draw another sample of what was read."""
+"""Options of file types that replace the trace by a random sample of it."""
 
 
 class _TraceOptions(FileOptions):
@@ -331,7 +331,7 @@ class LengthsConfig(_TraceOptions):
 
 
 class JsonlConfig(FileOptions):
-    """A workload in this project's own format: one request a line."""
+    """A workload in this project's own format: JSON Lines with one request per line."""
 
     type: Literal["jsonl"]
     sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
@@ -364,7 +364,7 @@ class AgenticConfig(FileOptions):
 
 
 class SyntheticConfig(WorkloadOptions, Lengths):
-    """Independent requests, or users who wait for their answers, with drawn lengths."""
+    """Requests with drawn lengths that arrive independently, or from users in a closed loop."""
 
     type: Literal["synthetic"]
     arrivals: Annotated[ArrivalProcess | ClosedLoop, Field(discriminator="type")] = Field(
@@ -400,7 +400,10 @@ class SessionsConfig(WorkloadOptions, Sessions):
 
 
 class ProfileConfig(WorkloadOptions):
-    """A built-in workload with the figures of a public trace. Profiles of sessions start their sessions at `rate` / mean turns."""
+    """A built-in workload fitted to a public trace.
+
+    A profile of sessions starts them at `rate` divided by the mean number of turns.
+    """
 
     type: Literal["profile"]
     profile: ProfileName = Field(description="Which one.")
@@ -408,7 +411,10 @@ class ProfileConfig(WorkloadOptions):
 
 
 class ProgramsConfig(WorkloadOptions, ProgramCalls):
-    """Programs of calls with drawn graphs: chains, fork and join, trees, random graphs. A call is sent when its parents have ended."""
+    """Programs of calls with drawn graphs: chains, fork-join, trees, random graphs.
+
+    A call is sent once all its parents have ended.
+    """
 
     type: Literal["programs"]
     arrivals: ArrivalProcess = Field(description="When programs start (rates in programs per second).")
@@ -424,7 +430,7 @@ class ProgramsConfig(WorkloadOptions, ProgramCalls):
 
 
 class ProgramFileConfig(FileOptions):
-    """Programs of a file (CSV, JSON lines or Parquet): a row for each call, with its program, its parents and its delay."""
+    """Programs read from CSV, JSON Lines or Parquet: one row per call, with its program, parents and delay."""
 
     type: Literal["program_file"]
     arrivals: ArrivalProcess | None = Field(
@@ -441,7 +447,7 @@ class ProgramFileConfig(FileOptions):
 
 
 class MergeConfig(WorkloadOptions):
-    """Several workloads on one clock."""
+    """Several workloads merged on one clock."""
 
     type: Literal["merge"]
     workloads: tuple[WorkloadConfig, ...] = Field(min_length=1, description="The parts, each with options of its own.")

@@ -1,7 +1,7 @@
 """Prompt contents stored without repeating shared prefixes.
 
-Prompts are leaves of a forest: a node is one segment after its parent's segments. Invariants: a parent's index is below its children's;
-nodes are never changed, so workloads cut or merged from one another may share a store.
+Prompts are leaves of a forest: a node adds one segment to the segments of its parent. Invariants: a parent's index is
+below those of its children; nodes never change, so workloads cut or merged from one another may share a store.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _Segments: TypeAlias = tuple[tuple[SegmentId, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpace:
-    """Segment ids by number.
+    """Rule that maps numbers to segment ids.
 
-    `number`: the number itself, or (label, number) under a label. `output`: ("out", label + number), the output of the request of that
-    id. `explicit`: an entry of a table, as a file gave it.
+    By kind, the id of a number is:
+        `number`: the number itself, or (label, number) with a label.
+        `output`: ("out", label + number), the output of the request of that id.
+        `explicit`: an entry of a table, as read from a file.
     """
 
     kind: Literal["number", "output", "explicit"]
@@ -44,7 +46,7 @@ class SegmentSpace:
         return (self.label, number) if self.label else number
 
     def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
-        """The space once its requests' ids carry `prefix`; with `share`, other content keeps its ids."""
+        """Return the space for requests whose ids get `prefix`; with `share`, ids of other content stay unchanged."""
         if self.kind == "output":
             return SegmentSpace("output", prefix + self.label)
         if self.kind == "explicit":
@@ -64,7 +66,7 @@ def _renamed_id(entry: SegmentId, prefix: str, *, share: bool) -> SegmentId:
 
 @dataclass(frozen=True, slots=True)
 class ContentStore:
-    """The forest. Arrays have one entry per node; `tokens` counts the node's own segment."""
+    """Forest of segments. Arrays have one entry per node; `tokens` holds the length of the node's own segment."""
 
     spaces: tuple[SegmentSpace, ...]
     parent: I64
@@ -72,16 +74,16 @@ class ContentStore:
     number: I64
     tokens: I64
     _recent: dict[int, _Segments] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The latest prompts by node: those that continue them share their segments, as objects too."""
+    """Segments of recent prompts by node, so that prompts that continue them reuse the same objects."""
 
     def segment_id(self, node: int) -> SegmentId:
         """The id of the node's own segment."""
         return self.spaces[int(self.space[node])].segment_id(int(self.number[node]))
 
     def prompt(self, node: int, num_prompt_tokens: int) -> PromptContent:
-        """The content that ends at `node`, cut to the prompt's length."""
+        """Return the content from the root to `node`, cut to the prompt's length in tokens."""
         segments: list[tuple[SegmentId, int]] = []
-        # Elements of memoryviews are Python's integers, and read faster than those of arrays.
+        # Indexing a memoryview returns a Python integer, and is faster than indexing an array.
         spaces, parent, space = self.spaces, self.parent.data, self.space.data
         number, tokens = self.number.data, self.tokens.data
         recent, last = self._recent, node
@@ -107,7 +109,7 @@ class ContentStore:
 
 @dataclass(frozen=True, slots=True)
 class ContentColumn:
-    """The content of each request: a node of the store, or NO_NODE where nothing is known."""
+    """Content of each request: a node of the store, or NO_NODE if it is unknown."""
 
     store: ContentStore
     nodes: I64
@@ -122,14 +124,14 @@ class ContentColumn:
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:
-        """The column once its requests' ids carry `prefix`; with `share`, other content keeps its ids."""
+        """Return the column for requests whose ids get `prefix`; with `share`, ids of other content stay unchanged."""
         store = self.store
         spaces = tuple(space.renamed(prefix, share=share) for space in store.spaces)
         return ContentColumn(ContentStore(spaces, store.parent, store.space, store.number, store.tokens), self.nodes)
 
 
 def concat_content(parts: list[tuple[ContentColumn | None, int]]) -> ContentColumn | None:
-    """The columns (each with its number of rows) one after the other."""
+    """Concatenate columns, each given with its number of rows; None if no part has content."""
     if all(column is None for column, _ in parts):
         return None
     empty = int64s(0)
@@ -152,7 +154,7 @@ def concat_content(parts: list[tuple[ContentColumn | None, int]]) -> ContentColu
 
 
 class ContentBuilder:
-    """Builds a store prompt by prompt; prefixes that are equal are kept once."""
+    """Builds a store prompt by prompt; equal prefixes are stored once."""
 
     def __init__(self, spaces: tuple[SegmentSpace, ...]) -> None:
         self._spaces = spaces
@@ -163,7 +165,7 @@ class ContentBuilder:
         self._known: dict[tuple[int, int, int, int], int] = {}
 
     def add(self, parent: int, space: int, number: int, num_tokens: int) -> int:
-        """The node of a segment after `parent` (NO_NODE: at the start of a prompt)."""
+        """Return the node of a segment after `parent` (NO_NODE at the start of a prompt); adds it if it is new."""
         key = (parent, space, number, num_tokens)
         node = self._known.get(key)
         if node is None:
@@ -175,13 +177,16 @@ class ContentBuilder:
         return node
 
     def store(self, spaces: tuple[SegmentSpace, ...] | None = None) -> ContentStore:
-        """Return everything added so far; `spaces` replaces those given at the start, where a table was not known before."""
+        """Return the store of everything added so far.
+
+        `spaces` replaces the spaces passed to the constructor, for tables that were not known then.
+        """
         arrays = (np.array(a, dtype=np.int64) for a in (self._parent, self._space, self._number, self._tokens))
         return ContentStore(spaces if spaces is not None else self._spaces, *arrays)
 
 
 def content_from_prompts(prompts: Sequence[PromptContent | None]) -> ContentColumn | None:
-    """The column for contents given one by one; None where none is known."""
+    """Return the column of contents given one by one; None if all are None."""
     if all(prompt is None for prompt in prompts):
         return None
     builder = ContentBuilder(())

@@ -1,8 +1,8 @@
 """Distributions of lengths, gaps and think times, and joint draws of two of them.
 
-A distribution is given by its inverse: it turns standard normal numbers z into values at the same quantile, so that any two are joined
-by a Gaussian copula (correlated z) and one more draw never moves another. Fields have their units where they are used: tokens for
-lengths, seconds for times.
+A distribution is defined by its inverse: it maps standard normal numbers z to the values at the same quantiles. So a
+Gaussian copula (correlated z) can join any two, and a further draw never changes earlier ones. The unit of values
+depends on the use: tokens for lengths, seconds for times.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Constant(_Model):
     value: Bounded = Field(description="The value.")
 
     def quantiles(self, z: F64) -> F64:
-        """The value, any number of times."""
+        """Return the value for each element of z."""
         return np.full(len(z), float(self.value))
 
 
 class Uniform(_Model):
-    """Any value between two bounds, equally likely; as lengths, any whole number from min to max."""
+    """Uniform between two bounds; for lengths, each whole number from min to max is equally likely."""
 
     type: Literal["uniform"] = "uniform"
     min: Bounded = Field(description="Smallest value.")
@@ -120,7 +120,7 @@ class LognormalMixture(_Clipped):
         return self
 
     def quantiles(self, z: F64) -> F64:
-        """Values at the quantiles of z: the mixture's distribution function inverted on a grid of the logarithm."""
+        """Return the values at the quantiles of z, by inverting the distribution function on a logarithmic grid."""
         low = min(part.mu - MIXTURE_REACH * part.sigma for part in self.parts)
         high = max(part.mu + MIXTURE_REACH * part.sigma for part in self.parts)
         edges = [
@@ -136,7 +136,7 @@ class LognormalMixture(_Clipped):
 
 
 class Geometric(_Model):
-    """Number of tries up to the first success: 1, 2, …, with mean 1 / p."""
+    """Number of trials up to and including the first success: 1, 2, …, with mean 1 / p."""
 
     type: Literal["geometric"] = "geometric"
     p: float = Field(gt=0, le=1, description="Chance that a try is the last one.")
@@ -152,7 +152,10 @@ class Geometric(_Model):
 
 
 class QuantileTable(_Model):
-    """Values at given probabilities; between them the logarithm (or, for `linear`, the value) is interpolated linearly in probability."""
+    """Values at given probabilities, interpolated in between.
+
+    The logarithm of the value, or with `linear` the value itself, is linear in the probability.
+    """
 
     type: Literal["quantiles"] = "quantiles"
     probabilities: tuple[float, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
@@ -189,25 +192,28 @@ Distribution: TypeAlias = Annotated[
 
 
 def normal_cdf(z: F64) -> F64:
-    """The standard normal distribution function, to double precision also in the tails."""
+    """Return the standard normal distribution function at z, to double precision even in the tails."""
     scaled = (z * -math.sqrt(0.5)).tolist()
     return np.fromiter(map(math.erfc, scaled), dtype=np.float64, count=len(scaled)) * 0.5
 
 
 def correlated_normals(rng: np.random.Generator, size: int, correlation: float) -> tuple[F64, F64]:
-    """Two columns of standard normal numbers with this correlation; the first ones stay when `size` grows."""
+    """Return two arrays of shape [size] of standard normal numbers with this correlation.
+
+    A larger `size` extends the arrays without changing their first elements.
+    """
     z = rng.standard_normal((size, 2))
     first = z[:, 0]
     return first, correlation * first + math.sqrt(1.0 - correlation * correlation) * z[:, 1]
 
 
 def sample(distribution: Distribution, rng: np.random.Generator, size: int) -> F64:
-    """Independent values."""
+    """Draw `size` independent values."""
     return distribution.quantiles(rng.standard_normal(size))
 
 
 def to_tokens(distribution: Distribution, z: F64, least: int = 1) -> I64:
-    """Values at the quantiles of z as whole numbers of tokens, at least `least`."""
+    """Return the values at the quantiles of z, rounded to whole numbers of tokens, at least `least`."""
     if isinstance(distribution, Uniform):
         low, high = math.ceil(distribution.min), math.floor(distribution.max)
         values = low + np.floor(normal_cdf(z) * (high - low + 1))

@@ -1,4 +1,4 @@
-"""The workloads that several seeds draw of one configuration, compared without being run."""
+"""Compare the workloads that several seeds draw from one configuration, without running them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Fingerprints of what seeds draw. A file that several configurations or seeds read in the same way is read once."""
+    """Fingerprints of workloads by configuration and seed.
+
+    A file that several configurations or seeds read with the same options is read once.
+    """
 
     def __init__(self, base_dir: Path) -> None:
         self._base_dir = base_dir
@@ -25,7 +28,10 @@ class Draws:
         self._source: Workload | None = None
 
     def fingerprints(self, config: WorkloadConfig, seeds: Sequence[RngFor]) -> list[str]:
-        """One for each of the seeds, given by their random streams. Raises `WorkloadError` as building the workload does."""
+        """Return the fingerprint of the workload for each seed, which is given by its random streams.
+
+        Raises `WorkloadError` like `build_workload`.
+        """
         found: list[str] = []
         for rng_for in seeds:
             noted = _Noted(rng_for)
@@ -36,7 +42,7 @@ class Draws:
         return found
 
     def _known(self, config: WorkloadConfig, noted: _Noted) -> Workload:
-        """The requests before the options that all types share; kept where no seed has a part in them."""
+        """Return the requests before common options are applied; cached if they do not depend on the seed."""
         key = config.model_dump_json(exclude={*WorkloadOptions.model_fields, *SAMPLING_OPTIONS})
         if self._source is not None and key == self._key:
             return self._source
@@ -47,7 +53,7 @@ class Draws:
 
 
 class _Noted:
-    """Streams, and whether one was asked for."""
+    """Random streams that record whether any of them was used."""
 
     def __init__(self, rng_for: RngFor) -> None:
         self._rng_for = rng_for

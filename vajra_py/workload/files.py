@@ -63,10 +63,11 @@ def file_facts(kind: str, file: Path) -> dict[str, Any]:
 
 
 def iter_lines(file: Path) -> Iterator[str]:
-    """Iterate over the lines of a file, with their line ends.
+    """Yield the lines of a file, with their line ends.
 
     Raises:
-        WorkloadError: the file cannot be opened, is not UTF-8, or its gzip stream is cut short or damaged: names the line reached.
+        WorkloadError: the file cannot be opened, is not UTF-8, or its gzip stream is truncated or damaged; the error
+            gives the line reached.
     """
     num_lines = 0
     with _open_bytes(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
@@ -86,7 +87,10 @@ def iter_lines(file: Path) -> Iterator[str]:
 
 
 def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
-    """Line and first byte that is not UTF-8 (text is decoded ahead of the lines handed out)."""
+    """Return the line and value of the first byte that is not UTF-8.
+
+    The position reached while reading lines does not tell, because text is decoded in larger pieces.
+    """
     with _open_bytes(file) as raw:
         for number, line in enumerate(raw, start=1):
             try:
@@ -97,10 +101,10 @@ def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
 
 
 def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file with one a line, with their line numbers; blank lines are passed over.
+    """Yield line number and JSON object of each line of a file; blank lines are skipped.
 
     Raises:
-        WorkloadError: as `iter_lines`; a line is not a JSON object, or the file has none.
+        WorkloadError: as for `iter_lines`, and if a line is not a JSON object or the file contains none.
     """
     empty = True
     for number, line in enumerate(iter_lines(file), start=1):
@@ -123,12 +127,15 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 Array: TypeAlias = npt.NDArray[Any]
 Parser: TypeAlias = Callable[[Sequence[str]], Array]
-"""Cells of one column to values. Raises ValueError at a cell it does not accept; a list of one cell is tried to find it."""
+"""Function that converts the cells of one column to an array; raises ValueError if it rejects any cell.
+
+It is called with single cells to find a rejected one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column wanted from a table as `key`: how its cells are read and what they may hold (a sentence without its stop)."""
+    """Column to read from a table and store under `key`: its parser and allowed values (a sentence without full stop)."""
 
     key: str
     name: str
@@ -137,7 +144,7 @@ class Column:
 
 
 class Table:
-    """The wanted columns of a CSV file as arrays, and the line of each row."""
+    """Requested columns of a CSV file as arrays, and the line number of each row."""
 
     def __init__(self, file: Path, header: Sequence[str], columns: dict[str, Array]) -> None:
         self.file = file
@@ -145,20 +152,20 @@ class Table:
         self.columns = columns
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(next(iter(self.columns.values())))
 
     def __getitem__(self, key: str) -> Array:
-        """The values of a column."""
+        """Return the values of the column stored under `key`."""
         return self.columns[key]
 
     def error(self, row: int, message: str, allowed: str) -> WorkloadError:
-        """A problem with this row (from 0), as an error that names the line."""
+        """Return an error about this row (from 0) that gives the line."""
         return WorkloadError(self.file, line_of_row(self.file, row), message, allowed)
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV file that are not blank, the header included, with the number of their (last) line."""
+    """Yield (last) line number and cells of each non-blank row of a CSV file, header included."""
     reader = csv.reader(iter_lines(file))
     while True:
         try:
@@ -174,7 +181,7 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def line_of_row(file: Path, row: int) -> int:
-    """Line number of data row `row` (from 0)."""
+    """Return the line number of data row `row` (from 0)."""
     for index, (line, _) in enumerate(_rows(file)):
         if index == row + 1:
             return line
@@ -182,7 +189,7 @@ def line_of_row(file: Path, row: int) -> int:
 
 
 def read_header(file: Path) -> list[str]:
-    """The column names of a CSV file, without blanks around them."""
+    """Return the column names of a CSV file, stripped of surrounding blanks."""
     for line, cells in _rows(file):
         names = [cell.strip() for cell in cells]
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -193,10 +200,11 @@ def read_header(file: Path) -> list[str]:
 
 
 def read_table(file: Path, wanted: Sequence[Column]) -> Table:
-    """The wanted columns of a CSV file with a header; other columns are passed over.
+    """Read the requested columns of a CSV file with a header; other columns are ignored.
 
     Raises:
-        WorkloadError: as `iter_lines`; a column is missing, a row has too few or too many cells, a cell is not accepted, no row at all.
+        WorkloadError: as for `iter_lines`, and if a column is missing, a row has too few or too many cells, a cell is
+            rejected, or the file has no rows.
     """
     header = read_header(file)
     for column in wanted:
@@ -235,10 +243,10 @@ def _parse_block(file: Path, block: Sequence[tuple[int, list[str]]], place: int,
 
 
 def iter_csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV file with a header, as cells by column without blanks around them, with their line numbers.
+    """Yield line number and cells by column name of each row of a CSV file with a header; cells are stripped of blanks.
 
     Raises:
-        WorkloadError: as `iter_lines`; a row has too few or too many cells, or there is no row.
+        WorkloadError: as for `iter_lines`, and if a row has too few or too many cells, or the file has no rows.
     """
     header = read_header(file)
     rows = _rows(file)

@@ -19,9 +19,10 @@ _SIZE = 16
 
 
 def fingerprint(columns: Columns) -> str:
-    """A digest of all facts of these requests, in hexadecimal; equal requests have equal ones.
+    """Return a hexadecimal digest of all facts of these requests.
 
-    Requests drawn or read in the same way are meant: the same prompts put together otherwise have another one.
+    It is for workloads that were drawn or read in the same way: equal prompts that are composed of different segments
+    have different digests.
     """
     digest = hashlib.blake2b(digest_size=_SIZE)
     for name, value in _named(columns):
@@ -52,9 +53,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _bytes(array: Any) -> bytes:
-    """An array's bytes; for objects, those of their text."""
+    """Return the bytes of an array; for an object array, those of the elements' `repr`."""
     if array.dtype != np.object_:
         return np.ascontiguousarray(array).tobytes()
-    known = {id(one): one for one in array}  # rows of equal values often share one object
+    known = {id(one): one for one in array}  # rows with equal values often share one object
     texts = {key: repr(one) for key, one in known.items()}
     return "\n".join(texts[id(one)] for one in array).encode()

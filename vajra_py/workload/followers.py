@@ -1,4 +1,4 @@
-"""Requests that follow others: their release, and checks of the links between them."""
+"""Requests that follow others: release them once their parents have ended, and check links to parents."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Followers", "problem_with_parents"]
 
 
 class Followers:
-    """Requests that have not arrived because they follow others; each is released when the last of its parents has ended."""
+    """Holds requests with parents that have not ended; each is released when the last of its parents ends."""
 
     def __init__(self) -> None:
         self._children: dict[str, list[RequestSpec]] = {}
         self._num_parents_left: dict[str, int] = {}  # requests with several parents
 
     def add(self, spec: RequestSpec) -> bool:
-        """Keep a request until its parents have ended; False for one without parents."""
+        """Hold a request until its parents have ended; returns False for one without parents, which is not held."""
         parents = spec.parents
         for parent in parents:
             self._children.setdefault(parent, []).append(spec)
@@ -26,7 +26,7 @@ class Followers:
         return bool(parents)
 
     def released_by(self, request_id: str) -> Sequence[RequestSpec]:
-        """The requests that waited for this one alone, or for it as the last, now that it has ended (however it did)."""
+        """Return the requests whose last unfinished parent was this one, which has ended for whatever reason."""
         children = self._children.pop(request_id, ())
         return [child for child in children if self._is_last_parent(child)] if children else ()
 
@@ -42,7 +42,11 @@ def problem_with_parents(
 ) -> tuple[str, str] | None:
     """Return the fault of a request's parents and the allowed values; None if there is no fault.
 
-    `earlier` are the ids of the requests above it, `parents_of` gives the parents of every request of the workload.
+    Args:
+        request_id: id of the request.
+        parents: ids of its parents.
+        earlier: ids of the requests before it in the workload.
+        parents_of: ids of the parents of every request in the workload.
     """
     allowed = "The id of an earlier request, or several different ones"
     if len(set(parents)) < len(parents):
@@ -59,7 +63,7 @@ def problem_with_parents(
 
 
 def _cycle(request_id: str, parent: str, parents_of: Mapping[str, Sequence[str]]) -> list[str]:
-    """The way from a request through this parent back to itself; empty when there is none."""
+    """Return the ids on a cycle from a request through this parent back to itself; empty if there is no cycle."""
     child_of = {parent: request_id}
     pending = [parent]
     while pending:

@@ -1,6 +1,7 @@
-"""The rate that a drawn workload has on average over seeds.
+"""Compute the rate of a random workload on average over seeds.
 
-A rate that is set stretches what a seed drew by a factor that is the same for every seed: its mean rate is the one asked for, and what a seed drew stays above or below it.
+To set a rate, every seed's workload is stretched by the same factor: the mean over seeds is the given rate, while the
+workload of one seed keeps its deviation from the mean.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CUTS = ("start_s", "end_s", "first", "max_prompt_tokens", "max_total_tokens")
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Requests and seconds on average."""
+    """Mean number of requests, and mean duration in seconds."""
 
     num_requests: float
     duration_s: float
@@ -29,7 +30,10 @@ class _Stretch:
 
 @singledispatch
 def expected_rate(config: Any) -> float | None:
-    """Requests per second of the source before the options that all types share; None where the seed does not draw it, or where its mean is not known."""
+    """Return the mean rate of the source in requests per second, before common options are applied.
+
+    None if the rate does not depend on the seed, or if its mean is unknown.
+    """
     return None
 
 
@@ -61,7 +65,7 @@ def _(config: MergeConfig) -> float | None:
 
 
 def _stretch(config: WorkloadOptions) -> _Stretch | None:
-    """A part of a merged workload."""
+    """Return mean requests and seconds of one part of a merged workload; None if they are unknown."""
     rate = expected_rate(config)
     if rate is None or config.skip or any(getattr(config, name) is not None for name in _CUTS):
         return None

@@ -1,7 +1,8 @@
 """Built-in workload profiles fitted to public traces.
 
-A profile is figures fitted to a trace (quantiles, rates, session shapes), never its rows; `profiles.json` holds them with source and
-licence. Requests drawn from a profile have its lengths and arrivals, not the trace's exact bursts: replay the trace when these matter.
+A profile holds figures fitted to a trace (quantiles, rates, session shapes), never its rows; `profiles.json` stores
+them with source and licence. Requests drawn from a profile follow its distributions of lengths and arrivals, but do not
+repeat the exact bursts of the trace: replay the trace if these matter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FILE = Path(__file__).with_name("profiles.json")
 
 
 class RequestClass(BaseModel):
-    """A kind of request in a mix: a prefix that all of its kind share, then text of its own."""
+    """A class of requests in a mix: prompts are a prefix that the whole class shares, followed by text of their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -49,8 +50,9 @@ class RequestClass(BaseModel):
 class ProfileInfo:
     """Description of a built-in profile.
 
-    `source` has repository, commit, licence and citation of the trace; `figures` what was measured on it (tokens, requests per second),
-    which a drawn workload comes close to; `has_arrivals` is false where a rate must be given.
+    `source` has repository, commit, licence and citation of the trace. `figures` are statistics of the trace (tokens,
+    requests per second), which a drawn workload approximates. `has_arrivals` is false if the trace has no arrivals, so
+    that a rate must be given.
     """
 
     name: str
@@ -70,7 +72,7 @@ def _profiles() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_probabilities(value: Any, probabilities: Sequence[float]) -> Any:
-    """Return the value with the common probabilities in every table that names none."""
+    """Return the value with the common probabilities added to every quantile table without its own."""
     if isinstance(value, list):
         return [_with_probabilities(entry, probabilities) for entry in value]
     if not isinstance(value, dict):
@@ -82,7 +84,7 @@ def _with_probabilities(value: Any, probabilities: Sequence[float]) -> Any:
 
 
 def profile_names() -> tuple[str, ...]:
-    """The names of the built-in profiles, sorted."""
+    """Return the names of the built-in profiles, sorted."""
     return tuple(sorted(_profiles()))
 
 
@@ -106,29 +108,33 @@ def profile_info(name: str) -> ProfileInfo:
 
 
 def own_rate(name: str) -> float | None:
-    """Requests per second of a profile on average; None for one of sessions or without arrivals. Raises as `profile_info`."""
+    """Return a profile's mean rate in requests per second; None for sessions or without arrivals.
+
+    Raises like `profile_info`.
+    """
     entry = _entry(name)
     return None if entry["arrivals"] is None or "sessions" in entry else float(_arrivals(entry).rate)
 
 
 def _arrivals(entry: Mapping[str, Any]) -> Any:
-    """The arrival process of a profile; one request a second where the trace has none."""
+    """Return the arrival process of a profile, by default at one request per second if the trace has no arrivals."""
     if entry["arrivals"] is None:
         return Poisson(rate=1.0)
     return TypeAdapter[Any](ArrivalProcess).validate_python(entry["arrivals"])
 
 
 def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Workload:
-    """`n` requests as the named trace has them.
+    """Draw `n` requests from the named profile.
 
-    `rate` in requests per second stretches time by one factor, the same for every seed: like the trace's own rate without it, it is the mean over seeds, and what one seed draws
-    varies about it as the trace does. A profile of
-    sessions holds whole sessions (the last one cut); its sessions start at `rate` over their mean number of turns, and gaps and thinking
-    times stay. Streams: `arrivals`, `arrival_rates`, `lengths`, and where the profile has them `classes`, `tenants`, `turns`,
-    `think_times`, `system_prompts`, `resets`.
+    `rate` in requests per second (by default the trace's own) is the mean over seeds: time is stretched by the same
+    factor for every seed, and a single draw varies about the mean as the trace does. A profile of sessions yields whole
+    sessions except for the last one, which may be cut. Its sessions start at `rate` divided by their mean number of
+    turns; gaps and think times are not stretched. Streams: `arrivals`, `arrival_rates`, `lengths`, and if the profile
+    uses them `classes`, `tenants`, `turns`, `think_times`, `system_prompts`, `resets`.
 
     Raises:
-        WorkloadError: no such profile, `n` below 1, a rate that is not a number > 0, or a trace without arrivals and no rate.
+        WorkloadError: there is no such profile, `n` is below 1, the rate is not a number > 0, or the trace has no
+            arrivals and no rate is given.
     """
     entry = _entry(name)
     place = f"profile {name}"
@@ -180,7 +186,7 @@ def _session_requests(
 
 
 class _Replayed:
-    """Streams that start anew each time they are asked for."""
+    """Random streams that restart from their initial state on each call."""
 
     def __init__(self, rng_for: RngFor) -> None:
         self._rng_for = rng_for
@@ -196,7 +202,7 @@ class _Replayed:
 
 
 def _mixed_requests(classes: Sequence[RequestClass], arrivals: ArrivalProcess, rng_for: RngFor, n: int) -> Workload:
-    """Requests whose class is drawn by share; each class's prompts start with its shared prefix."""
+    """Draw requests, each of a class drawn by the classes' shares; prompts start with the class's shared prefix."""
     times = arrival_times(arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=n)
     bounds = np.cumsum([kind.share for kind in classes])
     kinds = np.searchsorted(bounds / bounds[-1], rng_for("classes").random(n), side="right")

@@ -1,7 +1,8 @@
-"""Programs: calls that follow one another, run side by side and are joined, with tools that run in between.
+"""Draw programs: graphs of calls that run in sequence or in parallel, with tool calls in between.
 
-A graph of calls is drawn for each program; a call is sent some time after the last of its parents has ended. Its prompt is that of its
-first parent, the answers of its parents, and new text (what a tool gave back), so that caching finds the program's earlier answers.
+A graph is drawn for each program; a call is sent some time after the last of its parents has ended. Its prompt consists
+of the prompt of its first parent, the answers of its parents, and new text (such as the output of a tool), so that the
+program's earlier answers are prefix hits.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class _Shape(BaseModel):
 
 
 class Chain(_Shape):
-    """Calls one after the other, as a loop of an agent."""
+    """Calls in sequence, as in the loop of an agent."""
 
     type: Literal["chain"]
     calls: Distribution = Field(description="Calls of a program, at least 1.")
 
 
 class ForkJoin(_Shape):
-    """Rounds: a call that plans, calls that work side by side, and one that joins them, which plans the next round."""
+    """Rounds of a planning call, parallel worker calls, and a call that joins them and plans the next round."""
 
     type: Literal["fork_join"]
     rounds: Distribution = Field(Constant(value=1), description="Rounds of a program, at least 1.")
@@ -54,7 +55,7 @@ class ForkJoin(_Shape):
 
 
 class Tree(_Shape):
-    """A tree, as a search among thoughts."""
+    """A tree of calls, as in a tree-of-thoughts search."""
 
     type: Literal["tree"]
     depth: Distribution = Field(description="Levels below the first call, at least 1.")
@@ -62,7 +63,7 @@ class Tree(_Shape):
 
 
 class Dag(_Shape):
-    """A random graph: every call has parents drawn among the calls before it."""
+    """A random acyclic graph: the parents of each call are drawn among the calls before it."""
 
     type: Literal["dag"]
     calls: Distribution = Field(description="Calls of a program, at least 1.")
@@ -74,7 +75,7 @@ Declared: TypeAlias = Literal["parents", "end", "size", "next_call"]
 
 
 class ProgramCalls(BaseModel):
-    """Graphs and calls of programs."""
+    """Settings from which the graphs and calls of programs are drawn."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -117,7 +118,10 @@ class ProgramCalls(BaseModel):
 
 @dataclass(slots=True)
 class CallGraph:
-    """Calls of several programs, program after program: a list has an entry for each call, and parents are rows of it."""
+    """Calls of several programs, program after program.
+
+    Each list has one entry per call; parents are indices into it.
+    """
 
     programs: list[int]
     parents: Parents
@@ -144,12 +148,13 @@ def programs_workload(
     num_programs: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Programs that start by an arrival process (its rate in programs per second); `duration_s` bounds the starts.
+    """Draw programs that start by an arrival process (its rate in programs per second).
 
-    Streams: `arrivals`, `arrival_rates`, `shapes`, `graphs`, `lengths`, `think_times`, `system_prompts`.
+    Programs start until `num_programs` have started or `duration_s` seconds have passed. Streams: `arrivals`,
+    `arrival_rates`, `shapes`, `graphs`, `lengths`, `think_times`, `system_prompts`.
 
     Raises:
-        WorkloadError: the starts have no end, or no first call fits `max_context_tokens`.
+        WorkloadError: neither bound is given for an endless process, or no first call fits `max_context_tokens`.
     """
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_programs, duration_s=duration_s
@@ -179,7 +184,10 @@ def programs_workload(
 
 
 def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, I64]:
-    """Nominal arrivals, in which answers take no time (a program's start and the longest way of delays), and the rank of each."""
+    """Return the nominal arrival time of each call in seconds, and its rank among all.
+
+    Nominally answers take no time: a call arrives at its program's start plus the longest path of delays to it.
+    """
     arrived_at: list[float] = []
     begins = starts.tolist()
     for program, parents, delay in zip(graph.programs, graph.parents, delay_s.tolist(), strict=True):
@@ -191,13 +199,13 @@ def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, 
 
 
 def stated_of(graph: CallGraph, programs: StringColumn) -> dict[str, FactColumn]:
-    """Facts that every call states: its program, which is its session too, and its stage."""
+    """Return the facts that every call states: its program (which is also its session) and its stage."""
     stated: dict[str, FactColumn] = {"session_id": programs, "program_id": programs}
     return stated | ({"stage": StringColumn.of(graph.stages)} if any(graph.stages) else {})
 
 
 def _declared(declares: Sequence[Declared], graph: CallGraph, delay_s: F64) -> dict[str, FactColumn]:
-    """Columns of what clients state of a program's size, end and next call."""
+    """Return the columns of the facts in `declares`: a program's size, its end, and the delay until the next call."""
     size = len(graph.programs)
     children: list[list[int]] = [[] for _ in range(size)]
     for row, parents in enumerate(graph.parents):
@@ -301,7 +309,10 @@ _DRAWS: dict[type, Callable[[Any, np.random.Generator, int], tuple[Parents, list
 def _prompts(
     calls: ProgramCalls, graph: CallGraph, drawn: tuple[I64, I64, I64], rng_for: RngFor
 ) -> tuple[I64, ContentColumn]:
-    """Lengths and contents of the prompts, given new text, output and number (of the id) of each call."""
+    """Return lengths (tokens) and contents of the prompts.
+
+    `drawn` holds for each call the tokens of new text, the tokens of output, and the number in its id.
+    """
     number_of = max(graph.programs, default=-1) + 1
     systems, system_lengths = system_prompts(calls.system_prompts, rng_for, number_of)
     system_of, system_tokens = systems.tolist(), system_lengths.tolist()

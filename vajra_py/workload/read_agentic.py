@@ -26,7 +26,10 @@ TURN_LENGTH = 9
 
 @dataclass(frozen=True, slots=True)
 class AgenticTurn:
-    """One request of a session: seconds from the session's start, tokens, seconds of thought before it, (first block id, blocks) runs."""
+    """One request of a session: its time, lengths, think time and blocks.
+
+    Times are in seconds, from the session's start; blocks are runs of (first block id, number of blocks).
+    """
 
     at_s: float
     num_prompt_tokens: int
@@ -37,7 +40,7 @@ class AgenticTurn:
 
 @dataclass(frozen=True, slots=True)
 class AgenticSession:
-    """A session: the first `tool_tokens` tokens of a prompt are its tool definitions, the next `system_tokens` its system prompt."""
+    """A session; its prompts begin with `tool_tokens` tokens of tool definitions and `system_tokens` of system prompt."""
 
     session_id: str
     block_tokens: int
@@ -47,14 +50,16 @@ class AgenticSession:
 
 
 def read_agentic_sessions(file: Path) -> list[AgenticSession]:
-    """The sessions of a file with one JSON object a line: `id`, `block_size`, `tool_tokens`, `system_tokens`, `requests`.
+    """Read the sessions of a file with one JSON object per line.
 
-    A request is a list: seconds from the session's start, prompt tokens, output tokens, seconds at the server, seconds of thought before
-    it, seconds to the first token, user turn (0 or 1), leading blocks seen before, [first block id, number of blocks, …]. Where the
-    thought is null, it is what the clock leaves after the turn before. Source: kv-cache-tester (callanjfox), run-length coded.
+    Keys: `id`, `block_size`, `tool_tokens`, `system_tokens`, `requests`. A request is a list: seconds from the
+    session's start, prompt tokens, output tokens, seconds at the server, seconds of think time before it, seconds to
+    the first token, user turn (0 or 1), leading blocks seen before, [first block id, number of blocks, …]. A think time
+    of null stands for the time between the end of the previous turn and this one. Source: kv-cache-tester (callanjfox),
+    run-length coded.
 
     Raises:
-        WorkloadError: the file is not as described; names the line.
+        WorkloadError: the file is not as described; the error gives the line.
     """
     sessions: list[AgenticSession] = []
     seen: set[str] = set()
@@ -125,7 +130,7 @@ def _turn_problem(entry: Any, block_tokens: int, before_s: float) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Rows:
-    """The requests gathered so far, one list per column."""
+    """Requests read so far, one list per column."""
 
     arrived_at: list[float] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
@@ -143,16 +148,23 @@ def read_agentic(
     num_sessions: int | None = None,
     mode: Literal["closed", "open", "programs"] = "closed",
 ) -> Workload:
-    """The sessions of a file as a workload.
+    """Read the sessions of a file as a workload.
 
-    `starts` gives the ascending start times of so many sessions (the trace has no clock across sessions; None: all at 0);
-    `num_sessions` takes the first ones of the file. `closed`: a turn waits for the end of the one before, then for its thinking time;
-    `open`: it arrives at its recorded time; `programs`: as `closed`, and a session is a program whose calls state their parents, and the
-    last one that it is. Prompts share tool definitions (and with them the system prompt) between sessions that have
-    them equally long, and whatever its recorded block ids; requests without output are left out and counted.
+    Sessions whose tool definitions have equal lengths share them (and system prompts of equal length after them); other
+    content is unique to its session, even if recorded block ids are equal. Requests without output are dropped and
+    counted.
+
+    Args:
+        file: file as described at `read_agentic_sessions`.
+        starts: returns the ascending start times in seconds of a number of sessions, since the trace has no clock
+            across sessions; None starts all at 0.
+        num_sessions: number of sessions to take from the start of the file; None for all.
+        mode: `closed` sends a turn after the end of the previous one and a think time; `open` sends it at its recorded
+            time; `programs` is like `closed`, but each session is also a program whose calls state their parents, and
+            whose last call is marked as such.
 
     Raises:
-        WorkloadError: the file is not as `read_agentic_sessions` wants it, or has fewer sessions than asked for.
+        WorkloadError: the file is not as described, or has fewer than `num_sessions` sessions.
     """
     sessions = read_agentic_sessions(file)
     wanted = len(sessions) if num_sessions is None else num_sessions
@@ -208,7 +220,7 @@ def _gather(sessions: list[AgenticSession], starts: list[float]) -> tuple[_Rows,
 
 
 def _segments(session: AgenticSession, index: int) -> list[tuple[SegmentId, int]]:
-    """The content of a turn's prompt: tools, system prompt, the session's runs of blocks, and what fills no block."""
+    """Return the content of a turn's prompt: tools, system prompt, runs of blocks, and tokens after the last block."""
     turn = session.turns[index]
     tools, system = session.tool_tokens, session.system_tokens
     segments: list[tuple[SegmentId, int]] = []

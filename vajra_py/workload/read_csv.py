@@ -1,7 +1,7 @@
 """Read CSV traces (Azure, BurstGPT, length files, others by column names).
 
-Ids are the numbers of the data rows (from 0) where a file names none. Rows stay in the file's order, which must be the order of arrival
-unless sorting is asked for.
+Without an id column, ids are the numbers of the data rows (from 0). Rows keep the file's order, which must be the order
+of arrival unless sorting is enabled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths
 
 _STATED = {fact.name: format_of(fact) for fact in FACTS}
 MOST_SHOWN = 300
-"""Characters of a header in an error."""
+"""Largest number of characters of a header that an error shows."""
 
 COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "arrived_at": (
@@ -47,19 +47,20 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "tenant": ("tenant", "tenant_id", "client", "client_id", "user", "user_id"),
 }  # fmt: skip
-"""Column names (in lower case) under which length files are found in the field."""
+"""Usual column names (in lower case) by field, as found in public files of lengths."""
 
 PREFIX_BLOCKS = re.compile(r"prefix_block_ids_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class CsvLayout:
-    """Mapping of columns to facts, and how each is read.
+    """Mapping of columns to fields of requests, and options of reading.
 
-    `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata; `rebase` starts the
-    clock at the first arrival (always so for date and time); `drop_empty` leaves out and counts rows with 0 prompt or output tokens,
-    which are refused otherwise; `sort` sorts by arrival instead of refusing; `filters` keep the rows with that text in that column;
-    `blocks` is at most one column of prefix block ids.
+    `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata;
+    `rebase` starts the clock at the first arrival (always done for dates with times); `drop_empty` drops and counts
+    rows with 0 prompt or output tokens, which are errors otherwise; `sort` sorts by arrival, where descending times are
+    errors otherwise; `filters` keep only rows with the given text in the given column; `blocks` names at most one
+    column of prefix block ids.
     """
 
     columns: Mapping[str, str]
@@ -73,12 +74,13 @@ class CsvLayout:
 
 
 def read_azure(file: Path, *, sort: bool = False, drop_empty: bool = False) -> Workload:
-    """An Azure LLM inference trace: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`.
+    """Read an Azure LLM inference trace: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`.
 
-    The clock starts at the first request. Source: Azure Public Dataset, 2023 and 2024 LLM traces (Patel et al., Splitwise, ISCA 2024).
+    The clock starts at the first request. Source: Azure Public Dataset, 2023 and 2024 LLM traces (Patel et al.,
+    Splitwise, ISCA 2024).
 
     Raises:
-        WorkloadError: the file is not as described; names the line.
+        WorkloadError: the file is not as described; the error gives the line.
     """
     columns = {
         "arrived_at": "TIMESTAMP",
@@ -91,13 +93,15 @@ def read_azure(file: Path, *, sort: bool = False, drop_empty: bool = False) -> W
 def read_burstgpt(
     file: Path, *, sort: bool = False, drop_empty: bool = True, model: str | None = None, log_type: str | None = None
 ) -> Workload:
-    """A BurstGPT trace: `Timestamp` (seconds), `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`.
+    """Read a BurstGPT trace.
 
-    The clock starts at the first request kept. Failures (0 response tokens) are left out and counted unless `drop_empty` is false.
-    `model` and `log_type` keep the rows of one; both stay in each request's metadata. Source: Wang et al., BurstGPT, arXiv 2401.17644.
+    Columns: `Timestamp` (seconds), `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`. The clock
+    starts at the first request kept. Failures (0 response tokens) are dropped and counted unless `drop_empty` is false.
+    `model` and `log_type` keep only the rows with that value; both become metadata of each request. Source: Wang et
+    al., BurstGPT, arXiv 2401.17644.
 
     Raises:
-        WorkloadError: the file is not as described, or no row is left; names the line.
+        WorkloadError: the file is not as described (the error gives the line), or no row is left.
     """
     columns = {
         "arrived_at": "Timestamp",
@@ -119,12 +123,13 @@ def read_burstgpt(
 
 
 def read_csv(file: Path, layout: CsvLayout | None = None) -> Workload:
-    """Any CSV file with a header: the columns are `layout.columns`, or, without a layout, those named as in `RequestSpec`.
+    """Read any CSV file with a header, by the columns of `layout`.
 
-    `num_prefill_tokens` and `num_decode_tokens` (as Vidur writes them) and the other usual names are understood without a layout.
+    Without a layout, columns are found by the field names of `RequestSpec` and by usual names, such as
+    `num_prefill_tokens` and `num_decode_tokens` (Vidur).
 
     Raises:
-        WorkloadError: a column is missing or unknown, or the file is not as described; names the line.
+        WorkloadError: a column is missing or unknown, or the file is not as described; the error gives the line.
     """
     layout = layout or CsvLayout({})
     header = read_header(file)
@@ -147,15 +152,21 @@ def read_lengths(
     sample: np.random.Generator | None = None,
     layout: CsvLayout | None = None,
 ) -> Workload:
-    """A file of prompt and output lengths under any of the usual column names, with or without arrivals.
+    """Read a file of prompt and output lengths under any of the usual column names, with or without arrivals.
 
-    `arrivals` gives the arrival times of so many requests; without it the file's column is used. `num_requests` takes the first rows, or
-    with `sample` draws rows with replacement (either needs `arrivals` when the file is shorter). A tenant column is read, and so are
-    chained prefix block ids (`prefix_block_ids_16`: the ids of the prompt's full 16-token blocks). Of `layout`, columns add to those
-    found by name.
+    A column of tenants is read too, and one of chained prefix block ids (`prefix_block_ids_16` holds the ids of the
+    prompt's full 16-token blocks).
+
+    Args:
+        file: CSV file with a header.
+        arrivals: returns the arrival times in seconds of a number of requests; None uses the file's column.
+        num_requests: number of requests; None for all rows. More than the file has need `sample`.
+        sample: draws rows with replacement; None takes the first rows. Needs `arrivals`.
+        layout: columns in addition to those found by name.
 
     Raises:
-        WorkloadError: a column is missing, there are no arrivals, the file is too short or not as described; names the line.
+        WorkloadError: a column is missing, there are no arrivals, or the file is too short or not as described; the
+            error gives the line.
     """
     header = read_header(file)
     layout = layout or CsvLayout({})
@@ -184,12 +195,12 @@ def read_lengths(
 
 
 def _stem(file: Path) -> str:
-    """The file's name without its endings: what a workload is called by default."""
+    """Return the file's name without suffixes, the default name of its workload."""
     return file.name.split(".")[0] or file.name
 
 
 def _common_columns(header: Sequence[str]) -> dict[str, str]:
-    """The columns of a header that go by a usual name; the first usual name wins."""
+    """Return the columns of a header with a usual name, by field; earlier names in `COMMON_NAMES` take precedence."""
     lowered = {name.lower(): name for name in reversed(header)}
     found = ((key, next((lowered[n] for n in names if n in lowered), None)) for key, names in COMMON_NAMES.items())
     return {key: name for key, name in found if name is not None}
@@ -226,7 +237,7 @@ def _read(file: Path, kind: str, layout: CsvLayout) -> Workload:
 
 
 def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, dict[str, Any]]:
-    """The table, the requests of the rows kept, and their description in the manifest."""
+    """Return the table, the requests of the rows kept, and the facts about them for the manifest."""
     table = read_table(file, _wanted(layout))
     facts: dict[str, Any] = {**file_facts(kind, file), "num_rows": len(table), "columns": dict(layout.columns)}
     keep = np.ones(len(table), dtype=np.bool_)
@@ -251,14 +262,14 @@ def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, 
 
 
 def _seconds(stamps: Array, layout: CsvLayout) -> F64:
-    """Arrivals of the rows kept, on the workload's clock."""
+    """Return the arrivals of the rows kept, in seconds on the workload's clock."""
     if layout.rebase or layout.time_unit == "datetime":
         stamps = stamps - stamps.min()
     return stamps / 1e9 if layout.time_unit == "datetime" else stamps.astype(np.float64)
 
 
 def _all_rows(table: Table, layout: CsvLayout) -> Columns:
-    """Every row of the table, in the file's order; arrivals still in the file's unit."""
+    """Return all rows of the table in the file's order, with arrivals in the file's unit."""
     changes: dict[str, Any] = {"request_id": StringColumn.numbered("", np.arange(len(table), dtype=np.int64))}
     stated: dict[str, FactColumn] = {}
     for key in layout.columns:
@@ -296,7 +307,7 @@ def _check_ids(table: Table, name: str) -> None:
 
 
 def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
-    """A mapping per row; rows of equal values share one."""
+    """Return the metadata mapping of each row; rows with equal values share one object."""
     names = [name for name, _ in columns]
     known: dict[tuple[str, ...], Mapping[str, MetadataValue]] = {}
     cells = zip(*(values for _, values in columns), strict=True)
@@ -304,7 +315,7 @@ def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
 
 
 def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
-    """Return the columns of parents. A cell is an id or, where it is none, several ids with `;` between them."""
+    """Return the columns of parents. A cell that is not an id is a list of ids separated by `;`."""
     row_of = {request_id: row for row, request_id in enumerate(ids)}
     parents_of: dict[str, list[str]] = {}
     for request_id, cell in zip(ids, table["follows"].tolist(), strict=True):
@@ -320,7 +331,7 @@ def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
 
 
 def _block_content(table: Table, lengths: Sequence[int], name: str) -> ContentColumn:
-    """Contents from chained block ids; the tokens after the last full block are the prompt's own."""
+    """Return contents from chained block ids; the tokens after the last full block are unique to the prompt."""
     match = PREFIX_BLOCKS.fullmatch(name)
     block_tokens = int(match[1]) if match is not None else 0
     builder = ContentBuilder((SegmentSpace("number"), SegmentSpace("number", "rest")))

@@ -1,7 +1,7 @@
 """Write workloads to JSON Lines and read them back without loss.
 
-One request a line: a JSON object of the fields of `RequestSpec`, those at their defaults left out. What was written is read back equal,
-to the last bit of a time.
+Each line is one request: a JSON object with the fields of `RequestSpec` that differ from their defaults. Reading a
+written file restores equal requests, to the last bit of each time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FIELD_NAMES = (*REQUIRED, *OPTIONAL)
 
 
 def read_jsonl(file: Path, *, sort: bool = False) -> Workload:
-    """A workload in this project's own format, as `write_jsonl` writes it.
+    """Read a workload in this project's own format, as written by `write_jsonl`.
 
     Raises:
-        WorkloadError: a field is unknown, missing, of a wrong type or out of range; ids are not unique; a followed request does not come
-            before; times descend (and `sort` is false); names the line.
+        WorkloadError: a field is unknown, missing, of a wrong type or out of range; ids are not unique; a request comes
+            before one that it follows; times descend (and `sort` is false). The error gives the line.
     """
     requests: list[RequestSpec] = []
     lines: list[int] = []
@@ -49,7 +49,7 @@ def read_jsonl(file: Path, *, sort: bool = False) -> Workload:
 
 
 def write_jsonl(requests: Iterable[RequestSpec], file: Path) -> None:
-    """Write requests one a line; gzip'd when the name ends in `.gz`. The same requests give the same bytes."""
+    """Write one request per line, gzip-compressed if the name ends in `.gz`. Equal requests give equal bytes."""
     if file.suffix == ".gz":
         with file.open("wb") as raw, gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
             packed.writelines(line.encode() for line in _lines(requests))

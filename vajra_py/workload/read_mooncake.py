@@ -1,4 +1,4 @@
-"""Read Mooncake traces, whose prompts come as block ids."""
+"""Read Mooncake traces, which describe prompts by block ids."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ LARGEST_TOKENS = np.iinfo(np.int32).max
 class MooncakeOptions:
     """Options of reading the trace.
 
-    `block_tokens` is the length of a hashed block; `tick_s` > 0 spreads each request uniformly over that many seconds after its
-    timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` leaves out and counts requests without
-    output, which are refused otherwise; `sort` sorts by arrival instead of refusing.
+    `block_tokens` is the length of a hashed block in tokens; `tick_s` > 0 adds a delay drawn uniformly from [0, tick_s)
+    seconds to each timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` drops and
+    counts requests without output, which are errors otherwise; `sort` sorts by arrival, where descending times are
+    errors otherwise.
     """
 
     block_tokens: int = 512
@@ -39,14 +40,15 @@ class MooncakeOptions:
 def read_mooncake(
     file: Path, options: MooncakeOptions | None = None, dither: np.random.Generator | None = None
 ) -> Workload:
-    """A Mooncake trace: one JSON object a line with `timestamp` (ms), `input_length`, `output_length`, `hash_ids`.
+    """Read a Mooncake trace: one JSON object per line.
 
-    A hash id is a segment of 512 tokens, the last one of what is left of the prompt. The clock starts at the first timestamp. Source:
-    Qin et al., Mooncake, FAST 2025.
+    Keys: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. A hash id names a segment of `block_tokens` tokens; the last one covers the rest of the prompt. The clock starts at
+    the first timestamp. Source: Qin et al., Mooncake, FAST 2025.
 
     Raises:
-        WorkloadError: a field is missing or out of range, there is not one id per started block, or times descend; names the line.
-        ValueError: `tick_s` without a generator.
+        WorkloadError: a field is missing or out of range, the number of ids differs from the number of blocks, or times
+            descend; the error gives the line.
+        ValueError: `tick_s` is given without a generator.
     """
     options = options or MooncakeOptions()
     rows: list[tuple[int, float, int, int, int]] = []

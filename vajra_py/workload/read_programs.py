@@ -1,4 +1,4 @@
-"""Read programs of calls from CSV, JSON lines or Parquet: a row for each call, with its program, its parents and its delay."""
+"""Read programs of calls from CSV, JSON Lines or Parquet: one row per call, with its program, parents and delay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_TOKENS = 2**31 - 1
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls read so far, in the order of the file."""
+    """Calls read so far, in the order of the file."""
 
     graph: CallGraph = field(default_factory=CallGraph.empty)
     ids: list[str] = field(default_factory=list)
@@ -41,9 +41,9 @@ class _Calls:
     programs: dict[str, int] = field(default_factory=dict)
     starts: list[float | None] = field(default_factory=list)
     row_of: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Rows of each program's calls so far, by call."""
+    """Row of each call read so far, by program and call."""
     parents_of: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Parents of each program's calls in the whole file, by call."""
+    """Parents of every call in the file, by program and call."""
 
 
 def read_programs(
@@ -53,17 +53,25 @@ def read_programs(
     num_programs: int | None = None,
     context: ContextRule = "none",
 ) -> Workload:
-    """The programs of a file, which is CSV, JSON lines (`.jsonl`, `.json`) or Parquet by its name; the first two also gzip'd.
+    """Read programs from a file: CSV, JSON Lines (`.jsonl`, `.json`), both optionally gzip-compressed, or Parquet.
 
-    A row is a call: `program` and `call` (an id within the program), `num_prompt_tokens`, `num_output_tokens`, `parents` (ids of calls of the
-    program above it; with `;` between them, or a list), `delay_s` (seconds from the end of the last parent, or from the program's start),
-    `arrived_at` (the program's start, seconds; needed of its first call unless `starts` gives the start times of so many programs), and
-    `stage`, `tenant`, `slo_class`, `program_slo_s`. Ids of requests are `program/call`. With `context` "grow" a prompt begins with that of its first parent and with
-    its parents' answers, as far as it is long enough. Every call states its parents, and how many calls its program makes.
+    A row is a call. Its fields: `program` and `call` (an id within the program), `num_prompt_tokens`,
+    `num_output_tokens`, `parents` (ids of earlier calls of the program, a list or separated by `;`), `delay_s` (seconds
+    from the end of the last parent, or from the program's start), `arrived_at` (the program's start in seconds,
+    required for its first call unless `starts` is given), `stage`, `tenant`, `slo_class` and `program_slo_s`. Ids of
+    requests are `program/call`. Every call states its parents and the number of calls of its program.
+
+    Args:
+        file: file to read; its name determines the format.
+        starts: returns the start times in seconds of a number of programs; None uses `arrived_at`.
+        num_programs: number of programs to take from the start of the file; None for all.
+        context: "grow" lets a prompt begin with the prompt of its first parent and the answers of its parents, as far
+            as it is long enough; with "none", prompts share nothing.
 
     Raises:
-        WorkloadError: a field is missing or out of range, a call is there twice, a parent is unknown, comes later, or waits for itself, or the
-            file has too few programs; names the line (in Parquet the row, from 1).
+        WorkloadError: a field is missing or out of range, a call occurs twice, a parent is unknown, comes later or
+            depends on the call, or the file has too few programs; the error gives the line (for Parquet the row, from
+            1).
     """
     calls, records = _Calls(), list(_records(file))
     for _, record in records:
@@ -104,7 +112,7 @@ def _columns(calls: _Calls, begins: F64, context: ContextRule) -> Columns:
 
 
 def _content(calls: _Calls) -> ContentColumn:
-    """Prompts that begin with the first parent's prompt and the parents' answers."""
+    """Return prompts that begin with the first parent's prompt and the parents' answers."""
     outputs = tuple(("out", call) for call in calls.ids)
     texts = tuple(("text", call) for call in calls.ids)
     builder = ContentBuilder((SegmentSpace("explicit", table=outputs), SegmentSpace("explicit", table=texts)))
@@ -122,7 +130,7 @@ def _content(calls: _Calls) -> ContentColumn:
 
 
 def _take(calls: _Calls, file: Path, line: int, record: Mapping[str, Any], *, is_timed: bool) -> None:
-    """Add the call of one row."""
+    """Check the call of one row and append it; `is_timed`: programs start at their `arrived_at`."""
 
     def error(message: str, allowed: str) -> WorkloadError:
         return WorkloadError(file, line, message, allowed)
@@ -178,7 +186,7 @@ def _parents(value: Any) -> list[str]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, which CSV has as text; None: it is none."""
+    """Convert a value (text in CSV) to a finite number; None if it is not one."""
     try:
         number = float(value) if not isinstance(value, bool) else np.nan
     except (TypeError, ValueError):
@@ -187,7 +195,7 @@ def _number(value: Any) -> float | None:
 
 
 def _records(file: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The rows of a file, with their line numbers."""
+    """Yield line number and fields of each row of a file."""
     kinds = [one.lower() for one in file.suffixes if one.lower() != ".gz"]
     kind = kinds[-1] if kinds else ""
     if kind in (".jsonl", ".json"):

@@ -1,7 +1,7 @@
 """One request of a workload as its client sends it.
 
-A request is a fact: nothing here changes while it is served. What only a simulation may know (the true number of output tokens) stands
-beside what a client states, and never reaches a policy.
+A request is immutable: it has no state that changes while it is served. Facts that only a simulation may use (the true
+number of output tokens) are stored beside those that the client states, and are never shown to a policy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MetadataValue", "PromptContent", "RequestSpec", "SegmentId"]
 MetadataValue: TypeAlias = str | int | float
 
 SegmentId: TypeAlias = str | int | tuple[str | int, ...]
-"""Name of the content of a stretch of a prompt. `("out", request_id)` is the output of that request."""
+"""Identifier of the content of a segment of a prompt. `("out", request_id)` is the output of that request."""
 
 
 class _NoMetadata(Mapping[str, MetadataValue]):
@@ -46,21 +46,21 @@ NO_METADATA: Mapping[str, MetadataValue] = _NoMetadata()
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """Stretches of a prompt that it shares with other prompts.
+    """Content of a prompt as segments, which other prompts may share.
 
-    `segments` are (segment id, number of tokens >= 1) in prompt order. A token is identified by its segment's id and its offset in the
-    segment, so the same id means the same tokens, and a segment may be longer in one prompt than in another.
+    `segments` are pairs (segment id, number of tokens >= 1) in prompt order. A token is identified by its segment's id
+    and its offset in the segment: equal ids mean equal tokens, up to the shorter length if the lengths differ.
     """
 
     segments: tuple[tuple[SegmentId, int], ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens described: the prompt's length."""
+        """Total tokens of the segments, which is the prompt's length."""
         return sum(length for _, length in self.segments)
 
     def shared_prefix_tokens(self, other: PromptContent) -> int:
-        """Number of leading tokens that both prompts share."""
+        """Return the number of leading tokens that both prompts share."""
         shared = 0
         for (mine, my_length), (theirs, their_length) in zip(self.segments, other.segments, strict=False):
             if mine != theirs:
@@ -71,9 +71,10 @@ class PromptContent:
         return shared
 
     def span(self, start: int, stop: int) -> tuple[tuple[SegmentId, int, int], ...]:
-        """Identity of the tokens [start, stop): pieces of (segment id, offset in the segment, number of tokens).
+        """Return the identity of the tokens [start, stop): tuples (segment id, offset in segment, number of tokens).
 
-        Two prompts hold the same tokens there exactly when their pieces are equal; what a KV block's chained hash is made from.
+        Two prompts have the same tokens in this range if and only if the tuples are equal; the chained hashes of KV
+        blocks are computed from them.
         """
         pieces: list[tuple[SegmentId, int, int]] = []
         begin = 0
@@ -87,7 +88,7 @@ class PromptContent:
         return tuple(pieces)
 
     def first_tokens(self, num_tokens: int) -> PromptContent:
-        """The content of the prompt cut after `num_tokens` tokens."""
+        """Return the content of the prompt cut after `num_tokens` tokens."""
         kept: list[tuple[SegmentId, int]] = []
         left = num_tokens
         for segment_id, length in self.segments:
@@ -100,21 +101,22 @@ class PromptContent:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec(StatedFacts):
-    """One request of a workload, as its client would send it, plus the truth only a simulation knows. What clients state is in `StatedFacts`.
+    """One request of a workload: the facts that its client states (`StatedFacts`), and those only a simulation may use.
 
     Attributes:
         request_id: Unique in its workload.
-        arrived_at: Seconds from the workload's start. For a request that `follows` others, only a nominal time (it orders and cuts the
-            workload): the request arrives `think_time_s` after the last of them ends.
+        arrived_at: Seconds from the workload's start. For a request that `follows` others, only a nominal time (it
+            orders and cuts the workload): the request arrives `think_time_s` after the last of them ends.
         num_prompt_tokens: Tokens of the prompt, at least 1.
-        num_output_tokens: Tokens that the model would answer when nothing stops it, at least 1. The truth; never shown to a policy.
-        max_tokens: Most output tokens the client asked for; None: up to the model's length.
-        content: What prefix caching can reuse; None: shares nothing.
-        prompt_token_ids: The prompt itself, where known; `num_prompt_tokens` long.
-        follows: Id of the request whose end it waits for (closed-loop sessions), or the ids of several, of which it waits for the last
-            to end (a join in a graph of calls); None: arrives by the clock.
-        think_time_s: Seconds between the (last) end of what it follows and its own arrival.
-        metadata: Facts of the source that nothing here interprets.
+        num_output_tokens: True output length in tokens unless a limit stops it earlier, at least 1. Never shown to a
+            policy.
+        max_tokens: Largest number of output tokens that the client accepts; None: up to the model's length.
+        content: Content of the prompt for prefix caching; None: the prompt shares nothing.
+        prompt_token_ids: Token ids of the prompt if they are known, `num_prompt_tokens` in number.
+        follows: Id of the parent (closed-loop sessions), or ids of several parents (a join in a graph of calls): the
+            request arrives only after all of them have ended. None: it arrives at `arrived_at`.
+        think_time_s: Seconds between the end of the last parent and its own arrival.
+        metadata: Facts of the source that are kept but never interpreted.
     """
 
     request_id: str
@@ -130,14 +132,14 @@ class RequestSpec(StatedFacts):
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Ids of the requests that it follows; none: it arrives by the clock."""
+        """Ids of the requests that it follows; empty if it arrives at `arrived_at`."""
         if self.follows is None:
             return ()
         return (self.follows,) if isinstance(self.follows, str) else self.follows
 
 
 def follows_of(parents: Sequence[str]) -> str | tuple[str, ...] | None:
-    """Parents as `RequestSpec.follows` holds them: one as its id alone, none as None."""
+    """Return ids of parents in the form of `RequestSpec.follows`: a single one as a plain id, none as None."""
     if len(parents) > 1:
         return tuple(parents)
     return parents[0] if parents else None

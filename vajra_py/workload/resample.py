@@ -1,10 +1,12 @@
-"""Replications of a trace: other requests of the same kind, drawn from it by the seed.
+"""Draw replications of a trace with the seed: by random windows, block bootstrap or thinning.
 
-A window is a stretch of the trace as it stands. The block bootstrap puts blocks of it together anew, with the ends of the trace joined (D. N. Politis and J. P. Romano, "A circular
-block-resampling procedure for stationary data", 1992), so that every request is equally likely. Thinning keeps each request, or each session as a whole, with one probability.
+A window is an unchanged interval of the trace. The block bootstrap concatenates random blocks of the trace, whose ends
+are joined (D. N. Politis and J. P. Romano, "A circular block-resampling procedure for stationary data", 1992), so that
+every request is equally likely. Thinning keeps each request, or each session as a whole, with a fixed probability.
 
-A *unit* is what stays together: the requests of one session and those that follow each other, or a request alone. Thinning and bootstrap would change how often prompts find their
-prefix in a cache where requests share content beyond their unit, and refuse such traces.
+A *unit* is a set of requests that are kept together: those of one session or linked by `follows`, or a single request.
+If requests of different units share content, thinning and bootstrap would change the rate of prefix hits, so they
+reject such traces.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ __all__ = ["block_bootstrap", "random_window", "thin", "units_of"]
 
 
 def units_of(columns: Columns) -> I64:
-    """A number for each request, from 0 in order of first appearance; equal for those that stay together."""
+    """Return the number of each request's unit, from 0 in order of first appearance."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -56,7 +58,7 @@ def _column(pairs: Sequence[tuple[int, int]], side: int) -> I64:
 
 
 def _ranked(labels: Any) -> I64:
-    """The labels as numbers from 0 in order of first appearance."""
+    """Return the labels as numbers from 0 in order of first appearance."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
@@ -66,9 +68,10 @@ def _ranked(labels: Any) -> I64:
 def random_window(
     workload: Workload, rng: np.random.Generator, *, num_requests: int | None = None, duration_s: float | None = None
 ) -> Workload:
-    """A stretch of the workload that begins at a place drawn uniformly: `num_requests` in a row, or `duration_s` seconds. One of the two is given.
+    """Return a window of the workload with a uniformly random start.
 
-    It is cut as `Workload.slice` cuts: a follower of a request before the window arrives at its nominal time. The clock starts at the window's start.
+    Exactly one length is given: `num_requests`, or `duration_s` in seconds. The window is cut like `Workload.slice`: a
+    request whose parents are before the window arrives at its nominal time. The clock starts at the window's start.
 
     Raises:
         WorkloadError: the workload is no longer than the window.
@@ -95,11 +98,13 @@ def random_window(
 def thin(
     workload: Workload, rng: np.random.Generator, *, rate: float | None = None, fraction: float | None = None
 ) -> Workload:
-    """Each unit kept by itself with one probability: `fraction`, or the one that leaves `rate` requests per second on average. One of the two is given.
+    """Keep each unit independently with the same probability.
+
+    Exactly one of two is given: the probability `fraction`, or `rate`, the mean number of requests per second to keep.
 
     Raises:
-        WorkloadError: the trace is not denser than `rate`, has no rate or requests that follow each other (whose rate is not the trace's), or its
-            prompts share content and it has no sessions.
+        WorkloadError: the rate of the trace is not above `rate`, is undefined, or depends on the system because
+            requests follow each other; or its prompts share content and it has no sessions.
     """
     columns = workload.columns
     if rate is not None:
@@ -126,14 +131,17 @@ def block_bootstrap(
     block_requests: int | None = None,
     first: int | None = None,
 ) -> Workload:
-    """Blocks of the workload at places drawn uniformly, one after the other, until they are as long as it: `block_s` seconds, or `block_requests` units.
+    """Concatenate blocks of the workload, at uniformly random starts, until they are as long as the workload.
 
-    With `block_s` the sample is as long in time and its number of requests varies; with `block_requests` it has as many units, each at its own distance from the one before, and its
-    length varies. A unit belongs to the block that it begins in and comes whole. One of the two is given; `first` ends the sample once that many requests are there.
-    Ids are numbered anew; those of sessions have the number of the draw.
+    Exactly one size of blocks is given: `block_s` in seconds, or `block_requests` in units. With `block_s`, the sample
+    has the duration of the workload, and its number of requests varies. With `block_requests`, it has the same number
+    of units, each at its recorded gap after the previous one, and its duration varies. A unit belongs entirely to the
+    block that contains its first request. `first` ends the sample after that many requests. Ids are renumbered; those
+    of sessions include the number of the draw.
 
     Raises:
-        WorkloadError: the trace is no longer than a block, or its prompts share content: blocks that are drawn twice would be served from a cache.
+        WorkloadError: the trace is no longer than a block, or its prompts share content, so that blocks drawn twice
+            would be prefix hits.
     """
     _check_content(workload, "bootstrap", is_kept_whole=False)
     columns = workload.columns
@@ -153,7 +161,7 @@ def block_bootstrap(
     ends = np.cumsum(sizes)
     if (
         first is not None and sizes.max() == 1
-    ):  # no more than are needed; later turns of sessions may come earlier than new ones
+    ):  # only with one request per unit: later turns of a session may arrive after other units begin
         drawn, begins_s = drawn[:first], begins_s[:first]
     copies = np.repeat(np.arange(len(drawn), dtype=np.int64), sizes[drawn])
     place = np.arange(len(copies)) - np.repeat(np.cumsum(sizes[drawn]) - sizes[drawn], sizes[drawn])
@@ -165,7 +173,7 @@ def block_bootstrap(
 
 
 def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator, block_s: float) -> tuple[I64, F64]:
-    """The units drawn and when each begins, by blocks of equal time."""
+    """Return the units drawn, in blocks of `block_s` seconds, and their start times in seconds."""
     span_s = _circle_s(starts_s)
     _check_block(workload, f"{block_s:g} s", block_s < span_s, f"{span_s:g} s")
     origin_s = float(starts_s[0])
@@ -183,7 +191,7 @@ def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator,
 
 
 def _blocks_by_number(workload: Workload, starts_s: F64, rng: np.random.Generator, block: int) -> tuple[I64, F64]:
-    """Return the units drawn, in blocks of `block` units, and their start times; each keeps its gap of the trace."""
+    """Return the units drawn, in blocks of `block` units, and their start times in seconds; gaps are as recorded."""
     total = len(starts_s)
     _check_block(workload, f"{block:,}", block < total, f"{total:,} requests or sessions")
     gaps_s = np.diff(starts_s, prepend=starts_s[-1] - _circle_s(starts_s))
@@ -201,7 +209,7 @@ def _check_block(workload: Workload, block: str, is_shorter: bool, total: str) -
 
 
 def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
-    """Return these rows at these times, under ids of their own. Rows of one copy of a unit stay together, and follow each other as in the trace."""
+    """Return copies of these rows at these times, under new ids; links within the same copy of a unit are kept."""
     order = np.argsort(times, kind="stable")
     rows, copies, times = rows[order], copies[order], times[order]
     numbers = np.arange(len(rows), dtype=np.int64)
@@ -213,7 +221,7 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # with other ids
+    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # these are old ids
     copied = replace(replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}
     renamed = {
@@ -245,12 +253,12 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """Return the time from the first arrival to the one after the last, were it all to begin anew after a mean gap: arrivals over this are their rate."""
+    """Return the period in seconds if the arrivals repeated after one more mean gap; size over period is the rate."""
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 
 
 def _noted(workload: Workload, columns: Columns, **operation: Any) -> Workload:
-    """The sampled requests, with what was drawn among the operations of the source."""
+    """Return a workload of the sampled requests, with the sampling recorded in `source["operations"]`."""
     operations: Sequence[Any] = [*workload.source.get("operations", []), operation]
     return Workload(columns, workload.name, {**workload.source, "operations": operations})

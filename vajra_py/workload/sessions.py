@@ -1,7 +1,7 @@
-"""Conversations whose prompts grow by each answer and share system prompts.
+"""Draw conversations whose prompts grow by each answer and share system prompts.
 
-A turn's prompt is the prompt before it, that request's output, and new text; a session's first prompt is a system prompt and new text.
-So caching finds the whole history of a session and, across sessions, the system prompt.
+A turn's prompt is the previous prompt, its output, and new text; a session's first prompt is a system prompt and new
+text. So the history of a session, and across sessions the system prompt, are prefix hits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Sessions", "SystemPrompts", "sessions_workload", "system_prompts", "
 
 
 class SystemPrompts(BaseModel):
-    """System prompts that sessions start with, and how many sessions share one."""
+    """System prompts with which sessions start, and the distribution of their use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -37,7 +37,7 @@ class SystemPrompts(BaseModel):
 
 
 class Sessions(BaseModel):
-    """Shape of sessions."""
+    """Distributions from which sessions are drawn."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -81,7 +81,7 @@ class Sessions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """One row per turn, session after session."""
+    """Turns of all sessions, session after session; arrays have one element per turn."""
 
     session: I64
     first: BoolArray  # the session's first turn
@@ -102,7 +102,7 @@ class _Turns:
 
 
 def zipf_shares(count: int, exponent: float) -> F64:
-    """Shares of `count` entries, the k-th (from 1) in proportion to 1 / k^exponent; they add up to 1."""
+    """Return `count` shares that add up to 1; the k-th (from 1) is proportional to 1 / k^exponent."""
     weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
     shares: F64 = weights / weights.sum()
     return shares
@@ -116,12 +116,13 @@ def sessions_workload(
     num_sessions: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Sessions that start by an arrival process (its rate in sessions per second); `duration_s` bounds the starts.
+    """Draw sessions that start by an arrival process (its rate in sessions per second).
 
-    Streams: `arrivals`, `arrival_rates`, `turns`, `lengths`, `think_times`, `system_prompts`, `resets`.
+    Sessions start until `num_sessions` have started or `duration_s` seconds have passed. Streams: `arrivals`,
+    `arrival_rates`, `turns`, `lengths`, `think_times`, `system_prompts`, `resets`.
 
     Raises:
-        WorkloadError: the starts have no end, or no turn fits `max_context_tokens`.
+        WorkloadError: neither bound is given for an endless process, or no turn fits `max_context_tokens`.
     """
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_sessions, duration_s=duration_s
@@ -146,7 +147,10 @@ def sessions_workload(
 
 
 def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions: int) -> tuple[I64, I64]:
-    """The system prompt of each session or program, and the length of each prompt; without any, one of no tokens."""
+    """Return the index of each session's (or program's) system prompt, and the length of each system prompt in tokens.
+
+    Without `prompts`, all use a single one of 0 tokens.
+    """
     if prompts is None:
         return np.zeros(num_sessions, dtype=np.int64), np.zeros(1, dtype=np.int64)
     rng = rng_for("system_prompts")
@@ -157,7 +161,10 @@ def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions:
 
 
 def _turns(sessions: Sessions, rng_for: RngFor, system: I64) -> tuple[_Turns, I64]:
-    """The turns of the sessions (given the lengths of their system prompts), and the lengths of their prompts."""
+    """Draw the turns of the sessions; return them and the lengths of their prompts in tokens.
+
+    `system` holds the length of each session's system prompt in tokens.
+    """
     counts = to_tokens(sessions.turns, rng_for("turns").standard_normal(len(system)))
     session = np.repeat(np.arange(len(system), dtype=np.int64), counts)
     size = len(session)
@@ -180,7 +187,7 @@ def _turns(sessions: Sessions, rng_for: RngFor, system: I64) -> tuple[_Turns, I6
 
 
 def _since(marks: BoolArray, values: Any) -> Any:
-    """Running sum of the values since the last mark, its row included."""
+    """Return the running sum of the values, restarted at each marked row."""
     sums = np.cumsum(values)
     rows = np.nonzero(marks)[0]
     before = np.where(rows > 0, sums[rows - 1], 0)
@@ -188,13 +195,13 @@ def _since(marks: BoolArray, values: Any) -> Any:
 
 
 def _before_first(marks: BoolArray, turns: _Turns) -> BoolArray:
-    """The turns of each session before its first marked one."""
+    """Return a mask of the turns before the first marked turn of their session."""
     keep: BoolArray = _since(turns.first, marks.astype(np.int64)) == 0
     return keep
 
 
 def _session_columns(turns: _Turns, starts: F64, prompts: I64, *, closed: bool) -> Columns:
-    """The turns as requests, session after session; ids number them by arrival."""
+    """Return the turns as requests, session after session; ids are numbers in order of arrival."""
     rows = np.arange(len(prompts), dtype=np.int64)
     arrived_at = starts[turns.session] + _since(turns.first, turns.think_s)
     rank = np.empty(len(prompts), dtype=np.int64)
@@ -211,7 +218,10 @@ def _session_columns(turns: _Turns, starts: F64, prompts: I64, *, closed: bool) 
 
 
 def _content(turns: _Turns, request_id: StringColumn, system_of: I64, system_tokens: I64) -> ContentColumn:
-    """Nodes: the system prompts, then for each row its new text and its output."""
+    """Return the contents of the prompts.
+
+    Nodes of the store are the system prompts, and after them the new text and the output of each turn.
+    """
     num_systems, size = len(system_tokens), len(turns.session)
     text_node = num_systems + 2 * np.arange(size, dtype=np.int64)
     start = np.where(system_tokens > 0, np.arange(num_systems), NO_NODE)[system_of[turns.session]]

@@ -1,6 +1,6 @@
-"""Formats of stated facts: how each kind lies in a column, and how cells of CSV files and values of JSON files give it.
+"""Formats of stated facts: how each kind of fact is stored in columns, and parsed from CSV cells and JSON values.
 
-Everything here goes by a fact's kind; no fact is named.
+This module depends only on the kinds of facts, not on individual facts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vajra_py.workload.files import Parser
 __all__ = ["CSV_FIELDS", "REQUIRED_FIELDS", "FactColumn", "FactFormat", "format_of"]
 
 FactColumn: TypeAlias = F64 | I64 | StringColumn | ObjectArray
-"""The values of one fact. None is the smallest integer among integers, and NaN among floats."""
+"""Values of one fact. None is stored as the smallest integer in integer columns, and as NaN in float columns."""
 
 _NO_INTEGER = np.iinfo(np.int64).min
 
@@ -29,10 +29,12 @@ class FactFormat:
     """Storage and parsing of values of one kind.
 
     Attributes:
-        column: values to a column.
-        values: a column (or a stretch of one) to values.
-        read_json, json_allowed: a JSON value to a value (TypeError, ValueError), and what that may be.
-        parse_cells, cells_allowed: the same of a CSV column.
+        column: converts values to a column.
+        values: converts a column, or a slice of one, to values.
+        read_json: converts a JSON value; raises TypeError or ValueError if it is not allowed.
+        json_allowed: description of the JSON values allowed, for errors.
+        parse_cells: converts the cells of a CSV column to a column; raises ValueError.
+        cells_allowed: description of the cells allowed, for errors.
     """
 
     column: Callable[[Sequence[Any]], FactColumn]
@@ -44,13 +46,13 @@ class FactFormat:
 
 
 def format_of(fact: Fact) -> FactFormat:
-    """The format of a fact's kind."""
+    """Return the format of a fact's kind."""
     own = _OPTIONAL_INTEGER if fact.is_optional and fact.kind is FactKind.INTEGER else _FORMATS[fact.kind]
     return own if fact.least is None else _bounded(own, fact.least)
 
 
 def _bounded(plain: FactFormat, least: int) -> FactFormat:
-    """Return a format of whole numbers from `least` on."""
+    """Return the format `plain` restricted to integers >= `least`."""
 
     def read_json(value: Any) -> int:
         number: int = plain.read_json(value)
@@ -75,21 +77,21 @@ def _bounded(plain: FactFormat, least: int) -> FactFormat:
 
 
 def read_integer(value: Any) -> int:
-    """A whole number of JSON, of 64 bits."""
+    """Return a JSON integer that fits into 64 bits. Raises TypeError or ValueError."""
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise TypeError
     return value
 
 
 def read_number(value: Any) -> float:
-    """A finite number of JSON."""
+    """Return a finite JSON number as a float. Raises TypeError or ValueError."""
     if type(value) not in (int, float) or not abs(value) < float("inf"):
         raise TypeError
     return float(value)
 
 
 def read_seconds(value: Any) -> float:
-    """A finite number of JSON, 0 or more."""
+    """Return a finite JSON number >= 0 as a float. Raises TypeError or ValueError."""
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise TypeError
     return float(value)
@@ -102,7 +104,7 @@ def _read_flag(value: Any) -> bool:
 
 
 def read_text(value: Any) -> str:
-    """A text of JSON."""
+    """Return a JSON string. Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError
     return value
@@ -172,4 +174,4 @@ CSV_FIELDS = (
     *(fact.name for fact in FACTS if fact.kind in (FactKind.TEXT, FactKind.TEXTS)),
     "follows",
 )
-"""Fields that a column of a CSV file may hold."""
+"""Fields of a request that can be read from a column of a CSV file."""

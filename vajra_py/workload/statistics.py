@@ -17,7 +17,7 @@ __all__ = ["LengthStatistics", "WorkloadStatistics", "mean_rate", "shared_prompt
 
 @dataclass(frozen=True, slots=True)
 class LengthStatistics:
-    """Mean, percentiles (linear interpolation) and extremes of a number of tokens; all 0 for an empty workload."""
+    """Mean, percentiles (linear interpolation) and extremes of lengths in tokens; all 0 for an empty workload."""
 
     mean: float
     p5: float
@@ -30,7 +30,7 @@ class LengthStatistics:
 
     @classmethod
     def of(cls, lengths: I64) -> LengthStatistics:
-        """The statistics of these lengths."""
+        """Compute the statistics of these lengths."""
         if not len(lengths):
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
         p5, p50, p90, p95, p99 = np.percentile(lengths, [5, 50, 90, 95, 99]).tolist()
@@ -39,22 +39,22 @@ class LengthStatistics:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadStatistics:
-    """The numbers of one workload.
+    """Statistics of one workload.
 
     Attributes:
-        num_requests: Requests.
-        num_sessions: Different sessions; 0 where requests name none.
-        num_tenants: Different tenants; 0 where requests name none.
-        num_followers: Requests that wait for the end of another.
+        num_requests: Number of requests.
+        num_sessions: Number of distinct sessions; 0 if requests name none.
+        num_tenants: Number of distinct tenants; 0 if requests name none.
+        num_followers: Number of requests that follow others.
         duration_s: Seconds between the first and the last arrival.
-        rate: Requests per second: 1 / mean inter-arrival time; 0 where undefined. Nominal where requests follow one another.
-        iat_cv: Standard deviation of the inter-arrival times over their mean (1: Poisson); 0 where undefined.
+        rate: Requests per second: 1 / mean inter-arrival time; 0 if undefined. Nominal if requests follow one another.
+        iat_cv: Standard deviation of the inter-arrival times over their mean (1: Poisson); 0 if undefined.
         prompt: Prompt lengths in tokens.
         output: True output lengths in tokens.
-        total_prompt_tokens: All prompts together.
-        total_output_tokens: All outputs together.
-        prefix_share_fraction: Share of all prompt tokens that lie in a leading prefix of an earlier prompt (or earlier prompt and its
-            output), in workload order, with an unlimited cache and no block size; None where no content is known.
+        total_prompt_tokens: Tokens of all prompts.
+        total_output_tokens: Tokens of all outputs.
+        prefix_share_fraction: Fraction of prompt tokens that would be prefix hits in an unlimited cache with blocks of
+            one token, if each request ended before the next one arrived; None if no content is known.
     """
 
     num_requests: int
@@ -71,19 +71,22 @@ class WorkloadStatistics:
     prefix_share_fraction: float | None
 
     def to_dict(self) -> dict[str, object]:
-        """The numbers as JSON values."""
+        """Return the statistics as JSON values, by name."""
         return asdict(self)
 
 
 def mean_rate(arrived_at: F64) -> float:
-    """Requests per second as 1 / mean inter-arrival time; 0 where undefined (fewer than two requests, or all as good as at once)."""
+    """Return requests per second as 1 / mean inter-arrival time.
+
+    0 if it is undefined: for fewer than two requests, or practically simultaneous arrivals.
+    """
     duration_s = float(arrived_at[-1] - arrived_at[0]) if len(arrived_at) else 0.0
     rate = (len(arrived_at) - 1) / duration_s if duration_s > 0 else 0.0
     return rate if math.isfinite(rate) else 0.0
 
 
 def workload_statistics(columns: Columns) -> WorkloadStatistics:
-    """The numbers of these requests."""
+    """Compute the statistics of these requests."""
     gaps = np.diff(columns.arrived_at)
     mean_gap = float(gaps.mean()) if len(gaps) else 0.0
     prompts, outputs = columns.num_prompt_tokens, columns.num_output_tokens
@@ -106,7 +109,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """The first node with the same tokens after the same tokens, for each node; and all segment ids."""
+    """Return for each node the first node that represents the same sequence of tokens; and all segment ids."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
@@ -117,9 +120,10 @@ def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
 
 
 class _Seen:
-    """Prefixes seen so far.
+    """Prefixes of the requests so far.
 
-    A node in `whole` was seen in full, and so were its ancestors; `longest` is the most of a segment that was seen after given tokens.
+    The segments of all nodes in `whole`, and of their ancestors, occurred in full. `longest` holds the longest part of
+    a segment that occurred after a given prefix.
     """
 
     def __init__(self, store: ContentStore) -> None:
@@ -132,7 +136,7 @@ class _Seen:
             self.depth.append(tokens + (self.depth[parent] if parent != NO_NODE else 0))
 
     def canonical(self, node: int) -> int:
-        """Return the representative of equal nodes; NO_NODE represents itself."""
+        """Return the first of all nodes equal to this one; NO_NODE for NO_NODE."""
         return self.canon[node] if node != NO_NODE else NO_NODE
 
     def add(self, leaf: int, num_prompt_tokens: int) -> int:
@@ -160,7 +164,7 @@ class _Seen:
 
 
 def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
-    """Return for each request in order its prompt tokens that lie in a leading prefix seen before."""
+    """Return for each request the number of leading prompt tokens that earlier requests had as a prefix."""
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs
     outputs = columns.num_output_tokens.tolist()

@@ -1,6 +1,6 @@
-"""Synthetic workloads of independent requests or of users who wait for their answers.
+"""Draw synthetic workloads: independent requests, or a closed loop of users who wait for answers.
 
-Every ingredient draws from its own named stream, so that changing one moves no other's numbers.
+Each part draws from its own named random stream, so that changing one part does not change the numbers of others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 RngFor: TypeAlias = Callable[[str], np.random.Generator]
-"""Gives the random stream of a name; called once per name and workload."""
+"""Function that returns the random stream of a name; it is called once per name and workload."""
 
 
 class Lengths(BaseModel):
-    """Lengths of prompts and outputs, and their correlation."""
+    """Distributions of prompt and output lengths, and their correlation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -43,13 +43,13 @@ class Lengths(BaseModel):
     )
 
     def draw(self, rng: np.random.Generator, size: int) -> tuple[I64, I64]:
-        """Prompt and output lengths of `size` requests."""
+        """Draw prompt and output lengths of `size` requests, in tokens."""
         first, second = correlated_normals(rng, size, self.correlation)
         return to_tokens(self.prompt_tokens, first), to_tokens(self.output_tokens, second)
 
 
 class ClosedLoop(BaseModel):
-    """Users who each send a request, wait for its end, think, and send the next: load that adapts to the system."""
+    """Closed loop: each user sends a request, waits for its end, thinks, and sends the next. Load adapts to the system."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -64,7 +64,10 @@ class ClosedLoop(BaseModel):
 
 
 def named_streams(seed: int) -> RngFor:
-    """Independent random streams by name, for use without an experiment: the same seed and name give the same numbers."""
+    """Return a function that creates independent random streams by name; equal seeds and names give equal numbers.
+
+    For use without an experiment, which has its own streams.
+    """
 
     def rng_for(name: str) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode()))))
@@ -73,7 +76,7 @@ def named_streams(seed: int) -> RngFor:
 
 
 def stream_facts(rngs: Mapping[str, np.random.Generator]) -> dict[str, Any]:
-    """Return a manifest's entry for random streams: each one's seed (entropy and spawn key), where the generator has it."""
+    """Return a manifest's entry for random streams: entropy and spawn key of each generator that exposes them."""
     facts: dict[str, Any] = {}
     for name, rng in sorted(rngs.items()):
         seeds = getattr(rng.bit_generator, "seed_seq", None)
@@ -92,7 +95,7 @@ def synthetic_workload(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Independent requests. Streams: `arrivals`, `arrival_rates`, `lengths`.
+    """Draw independent requests. Streams: `arrivals`, `arrival_rates`, `lengths`.
 
     Raises:
         WorkloadError: the arrivals have no end, or too few requests arrive (see `arrival_times`).
@@ -106,9 +109,10 @@ def synthetic_workload(
 
 
 def closed_loop_workload(loop: ClosedLoop, lengths: Lengths, rng_for: RngFor, num_requests: int) -> Workload:
-    """Requests of users who take turns: request i belongs to user i modulo their number. Streams: `lengths`, `think_times`.
+    """Draw the requests of a closed loop; request i belongs to user i modulo the number of users.
 
-    The nominal arrival of a request is the user's start and the thinking times since; answers take no time in it.
+    The nominal arrival of a request is the user's start plus the think times since then, as if answers took no time.
+    Streams: `lengths`, `think_times`.
     """
     rows = np.arange(num_requests, dtype=np.int64)
     users, turns = rows % loop.num_users, rows // loop.num_users
@@ -127,7 +131,7 @@ def closed_loop_workload(loop: ClosedLoop, lengths: Lengths, rng_for: RngFor, nu
 
 
 def _sum_by_user(values: F64, num_users: int) -> F64:
-    """Running sum over every `num_users`-th value."""
+    """Return the running sum per user, where value i belongs to user i modulo `num_users`."""
     padded = np.zeros(-(-len(values) // num_users) * num_users)
     padded[: len(values)] = values
     sums: F64 = np.cumsum(padded.reshape(-1, num_users), axis=0).reshape(-1)[: len(values)]

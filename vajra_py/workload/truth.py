@@ -1,4 +1,4 @@
-"""The true output lengths of a workload, read by id; nothing is built before the first question."""
+"""True output lengths of a workload by request id; the index is built on the first access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TrueLengths(Mapping[str, int]):
-    """Request id to the output tokens that a model would answer, for output-length predictors that ask for the truth."""
+    """Mapping from request id to true output length in tokens, for oracle predictors of output lengths."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns

@@ -1,7 +1,7 @@
 """The workload type: scale, cut, merge and label requests.
 
-Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes after those it
-follows; an operation returns a new workload and writes itself into `source["operations"]`.
+Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes
+after its parents. An operation returns a new workload and adds its description to `source["operations"]`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _DURATIONS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.DURATION
 class SloClass:
     """A service class and the facts that its requests state.
 
-    `share` is a weight relative to the other classes'; `facts` are those of `StatedFacts` by name, and leave the requests' own where they are
-    None or not there. A duration that another class has is taken from the requests of a class without it.
+    `share` is a weight relative to the other classes'. `facts` holds facts of `StatedFacts` by name; requests keep
+    their own value of a fact that is None or absent. But if another class has a duration (such as an SLO) that this one
+    lacks, the requests of this class lose theirs.
     """
 
     name: str
@@ -43,12 +44,12 @@ class SloClass:
 
 
 class Workload(Sequence[RequestSpec]):
-    """Requests in order of arrival, kept in columns (about 100 bytes each) and built when they are asked for.
+    """Requests in order of arrival, stored in columns (about 100 bytes each); `RequestSpec`s are built on access.
 
     Attributes:
-        name: For people, and the prefix of the requests' ids in a merged workload.
-        columns: The requests, column by column; read only.
-        source: Where it comes from, for the manifest of a run: kind, file and its SHA-256, rows dropped, random streams, operations.
+        name: Name for display, and the prefix of the requests' ids in a merged workload.
+        columns: Columns of the requests; read-only.
+        source: Origin, for the manifest of a run: kind, file and its SHA-256, rows dropped, random streams, operations.
             JSON values only.
     """
 
@@ -61,11 +62,11 @@ class Workload(Sequence[RequestSpec]):
 
     @classmethod
     def from_requests(cls, requests: Iterable[RequestSpec], name: str = "workload", *, sort: bool = False) -> Workload:
-        """A workload of requests made one by one.
+        """Return a workload of the given requests.
 
         Raises:
-            WorkloadError: a value is out of range, an id appears twice, a followed request is missing or arrives later, or the requests
-                are not in order of arrival (and `sort` is false).
+            WorkloadError: a value is out of range, an id occurs twice, a parent is missing or comes later, or the
+                requests are not in order of arrival (and `sort` is false).
         """
         listed = list(requests)
         if sort:
@@ -88,7 +89,7 @@ class Workload(Sequence[RequestSpec]):
     def __getitem__(self, index: slice) -> list[RequestSpec]: ...
 
     def __getitem__(self, index: int | slice) -> RequestSpec | list[RequestSpec]:
-        """One request, or a list of them (`slice()` makes a workload)."""
+        """Return one request, or a list for a slice (the method `slice` returns a workload)."""
         if isinstance(index, slice):
             return [self.columns.row(row) for row in range(*index.indices(len(self)))]
         row = index + len(self) if index < 0 else index
@@ -106,7 +107,7 @@ class Workload(Sequence[RequestSpec]):
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
     def leaders(self) -> Workload:
-        """Return the requests that arrive by the clock, without those that follow others."""
+        """Return the requests without parents."""
         if self.columns.follows is None:
             return self
         rows = np.nonzero(self.columns.follows < 0)[0].astype(np.int64)
@@ -115,19 +116,22 @@ class Workload(Sequence[RequestSpec]):
 
     @property
     def rate(self) -> float:
-        """Requests per second: 1 / mean inter-arrival time; 0 where undefined."""
+        """Requests per second: 1 / mean inter-arrival time; 0 if undefined."""
         return mean_rate(self.columns.arrived_at)
 
     def true_lengths(self) -> Mapping[str, int]:
-        """The output tokens of every request by its id: known to a simulation and not to policies."""
+        """Return the true output length of every request in tokens, by id; never shown to policies."""
         return TrueLengths(self.columns)
 
     def statistics(self) -> WorkloadStatistics:
-        """Rate, burstiness, lengths and repeated prefixes."""
+        """Compute rate, burstiness, lengths and prefix sharing."""
         return workload_statistics(self.columns)
 
     def shared_prefix_tokens(self) -> I64 | None:
-        """Return for each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
+        """Return the tokens of each request that would be prefix hits in an unlimited cache with blocks of one token.
+
+        None if no content is known.
+        """
         return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
     def renamed(self, name: str) -> Workload:
@@ -145,11 +149,11 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def at_rate(self, requests_per_s: float) -> Workload:
-        """Stretched so that the mean rate is `requests_per_s` (> 0): arrivals and think times times one factor.
+        """Return the workload stretched to the mean rate `requests_per_s` (> 0): arrivals are multiplied by a factor.
 
         Raises:
-            WorkloadError: the workload has no rate (fewer than two requests, or all at once), or requests follow one another, so that
-                the rate depends on the system that serves them.
+            WorkloadError: the workload has no rate (fewer than two requests, or all at once), or requests follow one
+                another, so that the rate depends on the system that serves them.
         """
         if self.has_followers:
             message = "requests follow one another: no rate can be set, it depends on who serves them"
@@ -186,10 +190,10 @@ class Workload(Sequence[RequestSpec]):
     def slice(
         self, *, start_s: float | None = None, end_s: float | None = None, skip: int = 0, first: int | None = None
     ) -> Workload:
-        """The requests with start_s <= arrival < end_s, of these all but the first `skip`, of these the `first` ones.
+        """Select requests with start_s <= arrival < end_s, drop the first `skip` of them, and keep `first` of the rest.
 
-        The clock of the result starts at `start_s`, with `skip` at the first request kept. A request whose predecessor is cut away
-        arrives at its nominal time.
+        The clock of the result starts at `start_s`, or with `skip` at the first request kept. A request whose parents
+        are all cut off arrives at its nominal time.
         """
         arrived_at = self.columns.arrived_at
         low = 0 if start_s is None else int(np.searchsorted(arrived_at, start_s, side="left"))
@@ -205,8 +209,9 @@ class Workload(Sequence[RequestSpec]):
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
         """Return this workload and others on one clock, sorted by arrival.
 
-        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are numbered as `conv#2/17`), so
-        that they stay unique. Prompts of different workloads share no prefix unless `share_content`.
+        Ids of requests and sessions are prefixed with the name of their workload (`conv/17`; equal names are numbered,
+        as in `conv#2/17`), so that they stay unique. Prompts of different workloads share prefixes only with
+        `share_content`.
         """
         parts = [self, *others]
         names = distinct_names([part.name for part in parts])
@@ -219,27 +224,27 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def with_max_tokens(self, max_tokens: int) -> Workload:
-        """Each client asks for at most `max_tokens` (>= 1) output tokens; the true lengths stay."""
+        """Set `max_tokens` (>= 1) of every request; the true output lengths stay unchanged."""
         if max_tokens < 1:
             raise WorkloadError(self.name, None, f"max_tokens is too small ({max_tokens})", "A whole number >= 1")
         column = np.full(len(self), max_tokens, dtype=np.int64)
         return self._derived(replace(self.columns, max_tokens=column), op="with_max_tokens", max_tokens=max_tokens)
 
     def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
-        """Each request (each session where there are any) gets a priority, drawn by relative shares."""
+        """Draw a priority for each session, or for each request without one, by relative shares."""
         codes = self._drawn(list(shares.values()), rng, "priorities")
         values = np.array(list(shares), dtype=np.int64)
         facts = {str(priority): share for priority, share in shares.items()}
         return self._derived(self.columns.stating({"priority": values[codes]}), op="with_priorities", shares=facts)
 
     def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
-        """Each request (each session where there are any) gets a tenant, drawn by relative shares."""
+        """Draw a tenant for each session, or for each request without one, by relative shares."""
         codes = self._drawn(list(shares.values()), rng, "tenants")
         column = StringColumn(tuple(shares), codes.astype(np.int32))
         return self._derived(self.columns.stating({"tenant": column}), op="with_tenants", shares=dict(shares))
 
     def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
-        """Each request (each session where there are any) gets a service class with its objectives, drawn by relative shares."""
+        """Draw an SLO class with its objectives for each session, or each request without one, by relative shares."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
         changes: dict[str, FactColumn] = {
             "slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))
@@ -252,7 +257,7 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def _drawn(self, shares: Sequence[float], rng: np.random.Generator, what: str) -> I64:
-        """A choice per request, the same for all requests of a session."""
+        """Draw an index into `shares` for each request, equal for all requests of a program or session."""
         weights = np.array(shares, dtype=np.float64)
         if not len(weights) or not bool(np.all(np.isfinite(weights) & (weights >= 0))) or not weights.sum() > 0:
             raise WorkloadError(
@@ -268,13 +273,14 @@ class Workload(Sequence[RequestSpec]):
     def limit_lengths(
         self, max_prompt_tokens: int | None = None, max_total_tokens: int | None = None, too_long: TooLong = "drop"
     ) -> Workload:
-        """Hold prompts to `max_prompt_tokens`, prompt and output together to `max_total_tokens`.
+        """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
-        `drop` leaves longer requests out (their followers follow the nearest request kept), `clip` shortens prompts first, then outputs,
-        to at least 1 token each; the number of changed requests is in `source["operations"]`.
+        `drop` removes longer requests (their children follow the nearest ancestors kept); `clip` shortens prompts
+        first, then outputs, to at least 1 token each. `source["operations"]` records the number of changed requests.
 
         Raises:
-            WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for a token of each.
+            WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each
+                of prompt and output.
         """
         if (max_prompt_tokens is not None and max_prompt_tokens < 1) or (
             max_total_tokens is not None and max_total_tokens < 2
@@ -317,7 +323,7 @@ class Workload(Sequence[RequestSpec]):
 
 
 def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) -> dict[str, FactColumn]:
-    """Columns of the facts that a class states, where `codes` has each request's class."""
+    """Return the columns of the facts that classes state; `codes` holds the index of each request's class."""
     unknown = sorted({name for entry in classes for name in entry.facts} - {fact.name for fact in FACTS})
     if unknown:
         allowed = did_you_mean(unknown[0], [fact.name for fact in FACTS])
@@ -336,7 +342,7 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """A number per request, equal within a program or session; a request without either is its own."""
+    """Return a group number per request: equal within a program or session, unique for a request without either."""
     rows = np.arange(len(columns), dtype=np.int64)
     units = columns.unit_id
     if units is None:
@@ -350,7 +356,7 @@ def _groups(columns: Columns) -> I64:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """The names, a repeated one with `#2`, `#3`, … behind it."""
+    """Return the names, with `#2`, `#3`, … appended to repeated ones."""
     taken: set[str] = set()
     result: list[str] = []
     for name in names:
@@ -364,10 +370,10 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
-    """Check that requests form a workload: in order, unique, within bounds, each after those that it follows.
+    """Check that requests form a workload: in order of arrival, unique, with valid values, each after its parents.
 
     Raises:
-        WorkloadError: at the line (or, without lines, the request's id) of the first that is not.
+        WorkloadError: for the first invalid request, with its line, or without `lines` with its id.
     """
     seen: dict[str, float] = {}
     before = 0.0

@@ -106,7 +106,7 @@ class NanoVllmRs:
 
     def _decode(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         while (stop := batch.add_decodes()) is not None and stop.refusal is Refusal.KV_BLOCKS:
-            if not give_way(batch, max(replica.running(), key=_may_give_way), PreemptionMode.SWAP):
+            if not give_way(batch, max(replica.running(), key=_victim_key), PreemptionMode.SWAP):
                 return
 
     def _continue_prompts(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> int:
@@ -158,12 +158,13 @@ class NanoVllmRs:
     def _make_room(
         self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView, admitted: Container[RequestView]
     ) -> bool:
-        """Preempt requests of lower priority for one that waits, if together they seem to make enough room.
+        """Preempt requests of lower priority for a waiting one, if their blocks together seem to suffice.
 
-        Shared blocks, and pinned ones, are not free then. True if some of those were preempted whom this step has admitted.
+        Shared and pinned blocks stay in use, so room may still be missing afterwards. Returns whether a request was
+        preempted that this step had admitted.
         """
         needed = batch.blocks_needed(request, request.num_known_tokens)
-        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
+        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_victim_key)
         if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
             return False
         takes_back = False
@@ -175,13 +176,16 @@ class NanoVllmRs:
         return takes_back
 
 
-def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """Return the key by which victims are ordered, the largest first: the least urgent, then the one admitted last."""
+def _victim_key(request: RequestView) -> tuple[int, int]:
+    """Return the sort key of victims, of which the largest is preempted first: least urgent, then latest admitted."""
     return request.priority, request.admitted_index
 
 
 def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> int:
-    """Blocks of a running request: of its whole known sequence, except for a decode that has not grown in this step."""
+    """Return the number of KV blocks of a running request.
+
+    They cover its whole known sequence, except for a decode to which this step has not yet added a token.
+    """
     has_all = request in batch or request.num_remaining_tokens > 1
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)
 

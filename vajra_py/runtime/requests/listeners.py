@@ -36,25 +36,25 @@ class Listeners:
     program_ends: tuple[tuple[Any, Callback], ...] = ()
     """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
     across_replicas: bool = False
-    """True if a listener may know requests of several replicas."""
+    """True if a listener may receive events of several replicas."""
 
     @property
-    def hear_steps_alone(self) -> bool:
-        """True if all listeners listen to steps alone."""
+    def listen_only_to_steps(self) -> bool:
+        """True if no listener listens to any event other than the ends of steps."""
         return replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property
-    def hear_each_step(self) -> bool:
-        """True if a listener to steps takes no runs of them."""
+    def listen_to_each_step(self) -> bool:
+        """True if a policy needs every single step end, because it does not accept runs of equal steps."""
         return len(self.step_ends) > len(self.step_runs)
 
     @property
-    def hear_content(self) -> bool:
+    def listen_to_content(self) -> bool:
         """True if a policy listens to the content of caches."""
-        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.hear_tiers)
+        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.listen_to_tiers)
 
     @property
-    def hear_tiers(self) -> bool:
+    def listen_to_tiers(self) -> bool:
         """True if a policy listens to the content of memory tiers below the devices."""
         return bool(self.tier_blocks_stored or self.tier_blocks_removed or self.tiers_cleared)
 

@@ -39,7 +39,7 @@ class ContentFeed:
                 events.cleared()
             replica.memory.report_content(events)
             tiers = replica.memory.tiers
-            if tiers is not None and listeners.hear_tiers:
+            if tiers is not None and listeners.listen_to_tiers:
                 clock, record = replica.memory.now, self._record
                 below = [ContentEvents(replica.replica_id, clock, record, name) for name in tiers.names]
                 for one in below if self._is_bound else ():

@@ -955,7 +955,7 @@ class Driver(Generic[R]):
         listeners, policies = replicaset.listeners, replicaset.policies
         if policies is None or name in self._movements or replicaset.feed is not None:
             return True
-        if listeners.preemptions or listeners.moves or listeners.step_ends or listeners.hear_content:
+        if listeners.preemptions or listeners.moves or listeners.step_ends or listeners.listen_to_content:
             return True
         return policies.asks_listeners_each_step
 

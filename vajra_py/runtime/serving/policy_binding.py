@@ -199,7 +199,7 @@ class Policies:
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
         # Each replica has a scheduler of its own; one that listens to steps only sees its replica's requests.
-        knows_one = listeners_among(own).hear_steps_alone and not listeners_among(shared).across_replicas
+        knows_one = listeners_among(own).listen_only_to_steps and not listeners_among(shared).across_replicas
         return replace(found, across_replicas=not knows_one)
 
     @property

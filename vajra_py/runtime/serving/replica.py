@@ -212,7 +212,7 @@ class Replica:
         self._schedule = (
             schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
         )
-        self.repeats.read_traits(parts.policy, listens=parts.listeners.hear_each_step)
+        self.repeats.read_traits(parts.policy, listens=parts.listeners.listen_to_each_step)
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Notify these observers of everything that happens here from now on."""

@@ -174,7 +174,7 @@ class Replicaset:
 
     def bind_content(self) -> None:
         """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
-        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.hear_content):
+        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.listen_to_content):
             self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
             for load in self._live:
                 load.feed = self.feed if self.kv_event_lag_s > 0 else None
