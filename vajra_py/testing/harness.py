@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config.adapters import AdaptersConfig
@@ -277,8 +277,7 @@ class Harness:
         self.admission: Any = None if admission is None else self._admission_policy(admission)
         self._beside = [options.output_lengths, *([] if admission is None else [self.admission])]
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
-        for replica_id in range(options.num_replicas):
-            self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
+        self.replicaset.add_replicas(partial(self._replica, one) for one in range(options.num_replicas))
         for replica in self.replicaset.replicas:
             replica.memory.use_clock(lambda: self.now)
         self.replicaset.bind_content()

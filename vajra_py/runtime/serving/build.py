@@ -400,8 +400,8 @@ def build_replicaset(
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
     plans = _with_memory_below(replicaset, plans, TiersOfReplicaset(context, seeds, services.registry))
-    for replica_id, plan in enumerate(plans):
-        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services), services.make_load)
+    makes = (partial(_build_replica, name, index, plan, policies, services) for index, plan in enumerate(plans))
+    replicaset.add_replicas(makes, services.make_load)
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()

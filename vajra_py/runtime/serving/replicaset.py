@@ -154,23 +154,27 @@ class Replicaset:
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
 
-    def add_replica(
-        self, make: Callable[[SharedAccess], Replica], make_load: Callable[[Replica], LiveLoad] = LiveLoad
-    ) -> Replica:
-        """Build a replica with its access to the shared queue and add it; `make_load` makes the load that policies see."""
-        access = SharedQueueAccess(self)
-        self._shared_accesses.append(access)
-        replica = make(access)
-        load = make_load(replica)
-        access.view = load
-        self.replicas.append(replica)
-        replica.hands_off = self._hands_off(replica)
+    def add_replicas(
+        self,
+        makes: Iterable[Callable[[SharedAccess], Replica]],
+        make_load: Callable[[Replica], LiveLoad] = LiveLoad,
+    ) -> None:
+        """Build replicas, each with its access to the shared queue, and add them; `make_load` makes the load that policies see.
+
+        Raises `ConfigError` where they have different block sizes.
+        """
+        for make in makes:
+            access = SharedQueueAccess(self)
+            self._shared_accesses.append(access)
+            replica = make(access)
+            access.view = load = make_load(replica)
+            self.replicas.append(replica)
+            replica.hands_off = self._hands_off(replica)
+            self._live.add(load)
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
-        self._live.add(load)
         self._serving.clear()
         self._views = ReplicaViews(self._live, self._views.interval_s)
-        return replica
 
     def bind_content(self) -> None:
         """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
