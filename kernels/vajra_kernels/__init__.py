@@ -1,7 +1,7 @@
-"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, torch on the CPU.
+"""Attention of a ragged batch over paged KV memory, by Triton kernels on CUDA and by torch on the CPU.
 
-Imports torch and triton only (triton only once a CUDA tensor is seen), so that it can be checked on a machine that has
-nothing else.
+Imports only torch and triton (the latter when a CUDA tensor is first used), so that it can be tested without other
+packages.
 """
 
 from __future__ import annotations

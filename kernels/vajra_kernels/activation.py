@@ -27,14 +27,17 @@ def gated_kernel(
     source = gate_up_ptr + row * stride_gate_up_row + columns
     gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=ok, other=0.0).to(tl.float32)
-    # Both are gate * sigmoid(z): (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+    # Both are gate * sigmoid(z), since (1 + tanh(y)) / 2 is the sigmoid of 2 y.
     z = gate if IS_SILU else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     active = gate / (1.0 + tl.exp2(tl.minimum(z * -1.4426950408889634, 126.0)))
     tl.store(out_ptr + row * WIDTH + columns, (active * up).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 def gated_launch(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> Launch:
-    """The launch for ``out`` [T, W] = act(gate) * up of ``gate_up`` [T, 2 W]; ``activation`` is one of ``layer_ops.ACTIVATIONS``."""
+    """Return the launch for ``out`` [T, W] = act(gate) * up of ``gate_up`` [T, 2 W].
+
+    ``activation`` is one of ``layer_ops.ACTIVATIONS``.
+    """
     num_rows, width = out.shape
     tile = min(1024, next_power_of_2(width))
     arguments = {"out_ptr": out, "gate_up_ptr": gate_up, "stride_gate_up_row": gate_up.stride(0)}

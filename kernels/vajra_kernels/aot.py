@@ -1,7 +1,7 @@
 """Compile launches ahead of time and report registers, spills, shared memory and the instructions used.
 
-Compiles for a GPU that need not be there, from the same ``Launch`` values that would run, with the specialisation
-that the just-in-time compiler gives them.
+Compilation does not need the GPU: it uses the same ``Launch`` values that would run, with the specialisation that the
+just-in-time compiler would choose.
 
 Invariants:
     - Must run in a process without TRITON_INTERPRET (the interpreter's functions cannot be compiled).
@@ -36,17 +36,17 @@ _POINTER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CompiledFigures:
-    """Static facts about one compiled kernel.
+    """Static properties of one compiled kernel.
 
     Attributes:
-        registers: per thread.
-        stack_bytes: per thread; anything above 0 means spills or indexed local arrays.
-        shared_bytes: per program, static and dynamic.
-        num_wgmma: ``wgmma.mma_async`` instructions in the PTX (Hopper's warp-group products).
-        num_mma: ``mma.sync`` instructions in the PTX.
-        num_async_copies: ``cp.async`` instructions of 16 bytes in the PTX.
-        max_pending_copies: the largest N of ``cp.async.wait_group N``: above 0, K/V copies of a later tile are in
-            flight while a tile is multiplied.
+        registers: registers per thread.
+        stack_bytes: stack per thread; above 0 means spills or indexed local arrays.
+        shared_bytes: shared memory per program, static and dynamic.
+        num_wgmma: number of ``wgmma.mma_async`` instructions in the PTX (Hopper's warp-group products).
+        num_mma: number of ``mma.sync`` instructions in the PTX.
+        num_async_copies: number of ``cp.async`` instructions of 16 bytes in the PTX.
+        max_pending_copies: the largest N of ``cp.async.wait_group N``; above 0 means that K/V copies of a later tile
+            are in flight while a tile is multiplied.
     """
 
     registers: int
@@ -59,7 +59,7 @@ class CompiledFigures:
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledFigures:
-    """Compile a launch for compute capability ``capability`` and read the figures off PTX and machine code."""
+    """Compile a launch for a compute capability, and read its properties from PTX and machine code."""
     compiled = triton.compile(
         ASTSource(fn=launch.kernel, **_signature(launch)),
         target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
@@ -86,7 +86,7 @@ def specialization(launch: Launch) -> str:
 
 
 def _signature(launch: Launch) -> Mapping[str, Any]:
-    """The arguments of ``ASTSource`` that the just-in-time launcher would derive from the same values."""
+    """Return the arguments of ``ASTSource`` that the just-in-time launcher would derive from the launch."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -113,7 +113,7 @@ def _signature(launch: Launch) -> Mapping[str, Any]:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL and SHARED of the kernel in ``cubin``, by the cuobjdump that comes with Triton."""
+    """Return REG, STACK, LOCAL and SHARED of the kernel in ``cubin``, read with the cuobjdump shipped with Triton."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

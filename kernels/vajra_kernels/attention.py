@@ -1,10 +1,10 @@
-"""Paged attention of one step's queries, on whichever device the tensors live.
+"""Paged attention of one step's queries on the tensors' device.
 
 Invariants:
-    - Causal: the query at position p of its sequence sees KV positions <= p, and with a window those > p - window. With
-      ``metadata.causal`` False it sees all of them.
+    - Causal: the query at position p of its sequence attends to KV positions <= p, and with a window to those > p -
+      window. If ``metadata.causal`` is False it attends to all of them.
     - K and V of the step's own tokens are in the cache already (``ops.write_kv``).
-    - CUDA tensors take the Triton kernels, CPU tensors torch (``backend``); Triton is imported on first use only.
+    - CUDA tensors use the Triton kernels, CPU tensors torch (``backend``); Triton is imported on first use only.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ def paged_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query token over its sequence's KV blocks.
+    """Return the attention of every query token over its sequence's KV blocks.
 
     Args:
-        q: [T, Hq, D], the step's flattened query rows; the last dimension dense.
+        q: [T, Hq, D], the step's flattened query rows; the last dimension must be dense.
         k_cache: [num_blocks, block_size, Hkv, D], Hq a multiple of Hkv (GQA, MQA); see ``cache`` for the layout.
         v_cache: [num_blocks, block_size, Hkv, Dv].
         metadata: the step's lengths and block tables.
-        scale: factor of the scores, above 0; 1/sqrt(D) unless given.
-        window: a query sees itself and the ``window - 1`` positions before it; None for all.
+        scale: factor of the scores, above 0; None for 1/sqrt(D).
+        window: number of positions that a query attends to, including its own; None for all.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2); None for no cap.
         return_lse: also return the natural log-sum-exp of the scores, float32 [T, Hq] (for ``ops.merge_partials``).
-        out: [T, Hq, Dv] to write to; made when not given.
+        out: [T, Hq, Dv], tensor to write to; None to allocate it.
 
     Returns:
-        out [T, Hq, Dv] in q's dtype, or (out, lse). A row that sees no position gives 0 and -inf.
+        out [T, Hq, Dv] in q's dtype, or (out, lse). A row that attends to no position gives 0 and -inf.
 
     Raises:
-        ValueError: operands that do not fit together.
+        ValueError: operands are inconsistent.
     """
     _check(q, k_cache, v_cache, metadata, window, softcap)
     factor = q.shape[2] ** -0.5 if scale is None else scale

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Copy whole KV blocks between two tensors of one device (rows begun ahead, buffers of a swap).
+"""Copy whole KV blocks between two tensors on one device (for rows started ahead, and buffers of a swap).
 
 Invariants:
-    - A block of one layer is one dense run of memory in both (``cache.block_words``), so that a copy is one of raw words,
-      whatever the dtype and the order of dimensions inside the block.
-    - Pairs run in parallel: no block is both a source and a destination of one call in one cache.
+    - A block of one layer is one dense run of memory in both tensors (``cache.block_words``), so raw words are copied,
+      independent of the dtype and the order of dimensions inside the block.
+    - Pairs are copied in parallel: within one call and cache, no block is both a source and a destination.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def copy_blocks_kernel(
 
 
 def copy_words_launch(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> Launch:
-    """The launch that copies ``src[:, i]`` to ``dst[:, j]`` for every (i, j) of ``pairs`` int64 [n, 2].
+    """Return the launch that copies ``src[:, i]`` to ``dst[:, j]`` for every (i, j) of ``pairs`` int64 [n, 2].
 
     ``src`` and ``dst`` are int32 words [num_layers, num_blocks, words per block], dense in the last dimension
     (``cache.block_words``).

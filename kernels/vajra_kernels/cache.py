@@ -1,12 +1,12 @@
 """Memory layout of the paged KV cache.
 
 A cache has the logical shape [num_blocks, block_size, num_kv_heads, head_dim] with a dense last dimension; kernels take
-its strides. Physically the CPU keeps that order (a token's heads are neighbours, so gathering tokens copies whole rows)
-and CUDA keeps [num_blocks, num_kv_heads, block_size, head_dim] (one head's block is one run of 8 to 32 KiB).
+its strides. The physical order is the same on the CPU (a token's heads are adjacent, so gathering tokens copies whole
+rows), and [num_blocks, num_kv_heads, block_size, head_dim] on CUDA (one head's block is one run of 8 to 32 KiB).
 
 Invariants:
     - A KV block is one dense run of memory in either order.
-    - New caches are zero, and slots that no token was written to are never multiplied into a result.
+    - New caches are zero, and slots without a written token never affect a result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache), each [num_layers, num_blocks, block_size, num_kv_heads, head_dim], zero.
+    """Return (k_cache, v_cache), each zero, [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
 
     Args:
-        num_layers: attention layers that share the block tables.
-        num_blocks: KV blocks per layer.
+        num_layers: number of attention layers that share the block tables.
+        num_blocks: number of KV blocks per layer.
         block_shape: (block_size in tokens, num_kv_heads, head_dim).
-        dtype: element type of both.
-        device: where they live; it decides the physical order.
+        dtype: element type of both caches.
+        device: device of both caches, which determines the physical order.
     """
     block_size, num_kv_heads, head_dim = block_shape
     if torch.device(device).type == "cpu":
@@ -42,13 +42,13 @@ def allocate_kv_cache(
 
 
 def kv_block_bytes(num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Bytes of K and V together that one KV block takes over all layers."""
+    """Return the bytes of one KV block, K and V, over all layers."""
     block_size, num_kv_heads, head_dim = block_shape
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 def block_words(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as int32 words [num_layers, num_blocks, words per block], sharing memory.
+    """Return the cache as int32 words [num_layers, num_blocks, words per block] that share its memory.
 
     Raises:
         ValueError: a block is not one dense run of memory, or is not a multiple of 4 bytes.
@@ -75,7 +75,7 @@ def block_words(cache: torch.Tensor) -> torch.Tensor:
 
 
 def cache_strides(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int]:
-    """The strides of both caches, as kernels' arguments are called."""
+    """Return the strides of both caches by the names of the kernels' arguments."""
     names = ("block", "slot", "head")
     return {
         f"stride_{cache}_{name}": tensor.stride(axis)

@@ -1,4 +1,4 @@
-"""Arguments of one attention call, in the terms that all Triton attention kernels share."""
+"""Arguments of one attention call that all Triton attention kernels share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vajra_kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The operands of one paged-attention launch, already checked (see ``attention.paged_attention`` for shapes).
+    """Operands of one paged-attention launch, already checked (see ``attention.paged_attention`` for shapes).
 
-    ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq], or None when it is not wanted) are written by the launch.
+    The launch writes ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq]; None: not computed).
     """
 
     q: torch.Tensor
@@ -31,11 +31,11 @@ class AttentionCall:
 
     @property
     def head_pad(self) -> int:
-        """The larger head dimension, rounded up to the power of two that the tiles use."""
+        """Larger head dimension, rounded up to the power of two that the tiles use."""
         return max(16, next_power_of_2(max(self.q.shape[2], self.v_cache.shape[3])))
 
     def arguments(self) -> dict[str, Any]:
-        """The run-time arguments that the decode and the ragged kernel have in common."""
+        """Return the run-time arguments common to the decode and the ragged kernel."""
         k, v = self.k_cache, self.v_cache
         return {
             "q_ptr": self.q,
@@ -52,7 +52,7 @@ class AttentionCall:
         } | cache_strides(k, v)
 
     def constants(self) -> dict[str, Any]:
-        """The compile-time arguments that the decode and the ragged kernel have in common."""
+        """Return the compile-time arguments common to the decode and the ragged kernel."""
         k_dim, v_dim = self.q.shape[2], self.v_cache.shape[3]
         upcast, precision = dot_mode(self.q.dtype)
         return {

@@ -1,11 +1,11 @@
 """Compare the kernels with a float64 reference on random, ragged and poisoned inputs.
 
-The cases that the tests run in Triton's interpreter and ``benchmarks/gpu_check.py`` runs on a GPU.
+Tests run these cases in Triton's interpreter, and ``benchmarks/gpu_check.py`` runs them on a GPU.
 
 Invariants:
-    - Every slot that no token was written to holds NaN, and so do outputs before the launch: stray reads and missing
-      writes show.
-    - Blocks are handed out in random order, with unused blocks between them.
+    - Every slot without a written token holds NaN, and so do outputs before the launch, so stray reads and missing
+      writes become visible.
+    - Sequences get blocks in random order, with unused blocks between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vajra_kernels.operands import Column
 from vajra_kernels.reference import attention_reference, sample_reference
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-"""Largest error of an output against float64, relative to max(1, its size); outputs are means of standard normal values."""
+"""Largest error of an output relative to max(1, its magnitude); outputs are means of standard normal values."""
 LSE_TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-4, torch.bfloat16: 2e-4}
 """Largest absolute error of a log-sum-exp, which is float32 for every dtype."""
 
@@ -37,8 +37,8 @@ class AttentionCase:
         dims: (head dimension of q and k, of v).
         block_size: tokens per KV block.
         lens: (query length, KV length) per sequence; (1, 0) is a padding row.
-        dtype: of q and both caches.
-        window: sliding window, or None.
+        dtype: dtype of q and both caches.
+        window: sliding window in tokens, or None.
         softcap: soft cap, or None.
         causal: see ``AttentionMetadata.causal``.
         head_major: physical order [num_blocks, Hkv, block_size, D] instead of [num_blocks, block_size, Hkv, D].
@@ -56,7 +56,7 @@ class AttentionCase:
 
     @property
     def label(self) -> str:
-        """A short name for test ids and reports."""
+        """Return a short name for test ids and reports."""
         dtype = str(self.dtype).removeprefix("torch.")
         parts = [dtype, f"h{self.heads[0]}:{self.heads[1]}", f"d{self.dims[0]}", f"b{self.block_size}"]
         parts += [f"v{self.dims[1]}"] if self.dims[1] != self.dims[0] else []
@@ -69,7 +69,7 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """The tensors of one case, on one device."""
+    """Tensors of one case, on one device."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -78,7 +78,7 @@ class AttentionInputs:
 
 
 def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.device | str) -> AttentionInputs:
-    """Random inputs for ``case``, drawn on the CPU from ``generator``."""
+    """Return random inputs for ``case``, drawn on the CPU from ``generator``."""
     query_lens, kv_lens = [q for q, _ in case.lens], [kv for _, kv in case.lens]
     needed = [-(-n // case.block_size) for n in kv_lens]
     num_blocks = sum(needed) + 3
@@ -88,7 +88,7 @@ def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.d
     caches = [_poisoned_cache(case, dim, tables, num_blocks, generator).to(device) for dim in case.dims]
     if case.head_major:
         caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
-    # As the first columns of a fused projection's rows, so that q is not contiguous.
+    # q is the first columns of a fused projection's rows, so that it is not contiguous.
     fused = torch.full(
         (sum(query_lens), case.heads[0] + 2 * case.heads[1], case.dims[0]), float("nan"), dtype=case.dtype
     )
@@ -100,7 +100,7 @@ def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.d
 def _poisoned_cache(
     case: AttentionCase, dim: int, tables: list[list[int]], num_blocks: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """[num_blocks, block_size, Hkv, dim]: normal values where a sequence has tokens, NaN elsewhere."""
+    """Return a cache [num_blocks, block_size, Hkv, dim] with normal values for tokens, and NaN elsewhere."""
     shape = (num_blocks, case.block_size, case.heads[1], dim)
     cache = torch.full(shape, float("nan"), dtype=case.dtype)
     for blocks, (_, kv_len) in zip(tables, case.lens, strict=True):
@@ -111,7 +111,7 @@ def _poisoned_cache(
 
 
 def expected(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in float64, from the inputs as they were rounded to the case's dtype."""
+    """Return (out, lse) in float64, computed from the inputs rounded to the case's dtype."""
     return attention_reference(
         inputs.q.double(),
         inputs.k_cache.double(),
@@ -123,7 +123,7 @@ def expected(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor
 
 
 def poisoned_call(case: AttentionCase, inputs: AttentionInputs, *, with_lse: bool = True) -> AttentionCall:
-    """The call that computes the case, with outputs full of NaN."""
+    """Return the call that computes the case, with outputs filled with NaN."""
     num_tokens, num_heads = inputs.q.shape[:2]
     out = torch.full((num_tokens, num_heads, case.dims[1]), float("nan"), dtype=case.dtype, device=inputs.q.device)
     lse = torch.full((num_tokens, num_heads), float("nan"), device=inputs.q.device) if with_lse else None
@@ -143,7 +143,10 @@ def poisoned_call(case: AttentionCase, inputs: AttentionInputs, *, with_lse: boo
 def worst_errors(
     out: torch.Tensor, lse: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[float, float]:
-    """(largest error of out relative to max(1, its size), of lse); infinite where only one of a pair is finite."""
+    """Return the largest errors of out, relative to max(1, its magnitude), and of lse.
+
+    An error is infinite if only one of the compared values is finite.
+    """
     scaled = (out.double() - wanted[0]).abs() / wanted[0].abs().clamp(min=1.0)
     out_error = float(scaled.nan_to_num(nan=torch.inf).max()) if out.numel() else 0.0
     if lse is None or lse.numel() == 0:
@@ -153,7 +156,7 @@ def worst_errors(
 
 
 def run_case(case: AttentionCase, inputs: AttentionInputs, device: DeviceFacts) -> tuple[float, float, list[Launch]]:
-    """Run the launches that ``device`` would get on the inputs: (worst output error, worst lse error, launches)."""
+    """Run the launches that ``device`` would use; return (largest output error, largest lse error, launches)."""
     call = poisoned_call(case, inputs)
     launches = attention_launches(call, device)
     for launch in launches:
@@ -167,7 +170,7 @@ _MIXED = ((1, 90), (1, 17), (33, 150), (3, 3))
 
 
 def interpreter_cases() -> list[AttentionCase]:
-    """Every feature once or twice, in few and large tiles: small enough for the interpreter."""
+    """Return cases with every feature once or twice, in few and large tiles, small enough for the interpreter."""
     base = AttentionCase((8, 2), (64, 64), 16, _DECODES)
     half, brain = torch.float16, torch.bfloat16
     decodes = [
@@ -197,7 +200,7 @@ def interpreter_cases() -> list[AttentionCase]:
 
 
 def gpu_cases() -> list[AttentionCase]:
-    """The cross product of dtypes, head dimensions, block sizes and features, for a real GPU."""
+    """Return the cross product of dtypes, head dimensions, block sizes and features, for a real GPU."""
     cases = list(interpreter_cases())
     mixes = (_DECODES, _CHUNKS, ((1, 2000), *_MIXED), ((1, 3000), (1, 5), (300, 1500), (129, 129)))
     features: tuple[tuple[int | None, float | None], ...] = ((None, None), (100, None), (None, 30.0), (7, 50.0))
@@ -228,7 +231,7 @@ _SAMPLING: tuple[dict[str, float], ...] = (
 def sampling_inputs(
     vocab_size: int, dtype: torch.dtype, generator: torch.Generator, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logits, parameters, seen) of rows with every feature, for ``sampling.sample_tokens``."""
+    """Return (logits, parameters, seen) for rows with every feature, as taken by ``sampling.sample_tokens``."""
     rows = _SAMPLING * repeats
     parameters = torch.zeros((len(rows), len(Column)), dtype=torch.float64)
     parameters[:, [Column.TEMPERATURE, Column.TOP_P, Column.REPETITION]] = 1.0
@@ -238,7 +241,7 @@ def sampling_inputs(
     for row, columns in zip(parameters, rows, strict=True):
         for name, value in columns.items():
             row[Column[name]] = value
-    # A row's first logits are the end of a longer row, as where the vocabulary was padded.
+    # The rows are part of longer ones, as with a padded vocabulary.
     logits = (torch.randn((len(rows), vocab_size + 8), generator=generator) * 2.5).to(dtype)[:, :vocab_size]
     seen = torch.randint(0, 4, (3, vocab_size), generator=generator) * torch.randint(
         0, 2, (3, vocab_size), generator=generator
@@ -249,7 +252,10 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """(Row, token) pairs that rounding cannot explain: tokens not obtained with draws and limits changed by up to 1e-5."""
+    """Return (row, token) pairs that rounding cannot explain.
+
+    These are tokens that result from none of the draws and limits changed by up to 1e-5.
+    """
     possible = []
     for slack in (0.0, 1e-5, -1e-5):
         for column in (Column.NUMBER, Column.TOP_P, Column.MIN_P):

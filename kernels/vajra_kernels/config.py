@@ -1,7 +1,7 @@
 """Tile shapes, warps and pipeline stages of a launch, chosen by its shapes and device.
 
-Plain functions of shapes: nothing is timed at run time, so the first call of a shape costs one compilation and equal
-calls always run the same code. The figures behind the choices are in docs/evidence/kernels.md.
+Choices are plain functions of shapes and nothing is timed at run time, so the first call with a shape costs one
+compilation and equal calls always run the same code. docs/evidence/kernels.md has the measurements behind the choices.
 
 Invariants:
     - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``) with two
@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_SPLIT_TOKENS = 128
-"""A decode split shorter than this costs more in start-up and merging than its parallelism gains."""
+"""Shortest decode split in tokens; shorter ones cost more in start-up and merging than their parallelism gains."""
 SPLITS_PER_SM = 8
-"""Aimed-at number of decode programs per multiprocessor: enough that the last, partial wave is a small part."""
+"""Target number of decode programs per multiprocessor, large enough that the last, partial wave matters little."""
 MAX_PIECES = 2048
-"""Most pieces of a batch in addition to one for each sequence; enough for chips of up to 256 multiprocessors."""
+"""Largest number of pieces of a batch beyond one per sequence; enough for GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
-"""A part of a chunk's KV shorter than this costs more in start-up and merging than its parallelism gains."""
+"""Shortest part of a chunk's KV in tokens; shorter ones cost more in start-up and merging than their parallelism
+gains."""
 MAX_CHUNK_SPLITS = 32
 
 
@@ -31,7 +32,7 @@ class DeviceFacts:
     Attributes:
         capability: (major, minor) compute capability; major >= 9 has ``wgmma`` or better.
         num_sms: number of multiprocessors.
-        shared_limit_bytes: the most shared memory one program may use.
+        shared_limit_bytes: largest shared memory of one program, in bytes.
     """
 
     capability: tuple[int, int]
@@ -47,7 +48,10 @@ H200 = DeviceFacts((9, 0), 132, 227 * 1024)
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A tile of ``tile_m`` rows by ``tile_n`` KV positions, computed by ``num_warps`` warps in ``num_stages`` stages."""
+    """A tile of ``tile_m`` rows by ``tile_n`` KV positions.
+
+    It is computed by ``num_warps`` warps with ``num_stages`` pipeline stages.
+    """
 
     tile_m: int
     tile_n: int
@@ -56,7 +60,10 @@ class TileConfig:
 
 
 def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
-    """The tile of a decode: ``group`` query heads per KV head are its rows, at least 16 (a product's minimum)."""
+    """Return the tile of a decode.
+
+    Its rows are the ``group`` query heads of a KV head, at least 16 (the minimum of a product).
+    """
     if element_bytes == 4:
         return _float32_config(group, head_pad)
     if head_pad > 256:
@@ -69,10 +76,10 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 
 
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
-    """The tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
+    """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows by 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight.
-    On Ampere the same rows take 32 positions: with 64 the registers spill.
+    128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. On
+    Ampere 128 rows use 32 positions, since with 64 the registers spill.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -91,26 +98,29 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Return whether the device has Hopper's shared memory (and warp-group products)."""
+    """Return True if the device has Hopper's shared memory (and warp-group products)."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
-    """Tile of 64 rows: short chunks, wide groups, and head dimension 256 where 128 rows would spill."""
+    """Return the tile with 64 rows, for short chunks, wide groups, and head dimension 256, where 128 rows would spill."""
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)
     return TileConfig(64, 32 if device.shared_limit_bytes > 110 * 1024 else 16, 8, 5)
 
 
 def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
-    """Tile for head dimension 512: two buffers of K and V leave shared memory for few query rows."""
+    """Return the tile for head dimension 512, where two buffers of K and V leave shared memory for few query rows."""
     if rows > 16 and device.shared_limit_bytes > 150 * 1024:
         return TileConfig(64, 16, 8, 5)
     return TileConfig(16, 16, 4, 5)
 
 
 def _float32_config(rows: int, head_pad: int) -> TileConfig:
-    """Tile for float32, which is multiplied exactly on the scalar units: small, so that it fits the registers."""
+    """Return the tile for float32.
+
+    Small enough for the registers, since products run on the scalar units without tf32.
+    """
     if rows <= 16 and head_pad <= 128:
         return TileConfig(16, 32, 4, 3)
     if head_pad > 256:
@@ -119,15 +129,15 @@ def _float32_config(rows: int, head_pad: int) -> TileConfig:
 
 
 def merge_config(num_parts: int) -> TileConfig:
-    """Parts read at a time (``tile_n``) and (token, head) pairs per program (``tile_m``) of a merge."""
+    """Return the parts read at a time (``tile_n``) and the (token, head) pairs per program (``tile_m``) of a merge."""
     parts = min(16, 1 << (max(num_parts, 1) - 1).bit_length())
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 
 
 def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
-    """(KV positions per split, number of splits) of chunks that start ``num_programs`` programs without splits.
+    """Return (KV positions per split, number of splits) for chunks that take ``num_programs`` programs without splits.
 
-    A few tokens behind a long context are a few programs; splits make them two for each multiprocessor.
+    A few tokens with a long context need few programs; splits increase them to two per multiprocessor.
     """
     wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
     num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))

@@ -1,12 +1,12 @@
 """Paged attention of a ragged batch on the CPU, in torch.
 
-Gather the keys a call needs (at memory-copy speed, see ``cpu_plan``), then one fused attention call per decode group or
-chunk piece, with the query heads of a KV head as rows of one product. Where the fused call cannot do it (soft cap,
-values of another width), explicit products.
+The keys of a call are gathered (at memory-copy speed, see ``cpu_plan``), then attended in one fused call per decode
+group or chunk piece, with the query heads of a KV head as rows of one product. Features that the fused call lacks (soft
+cap, values of another width) use explicit products.
 
 Invariants:
     - Caches are physically [num_blocks, block_size, num_kv_heads, head_dim], dense.
-    - Results do not depend on which other sequences are in the batch beyond the order of float additions.
+    - Results depend on other sequences in the batch only through the order of float additions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from vajra_kernels.cpu_plan import Chunk, DecodeGroup, KeyRange
 from vajra_kernels.metadata import AttentionMetadata
 
-# The CPU implementation of scaled_dot_product_attention, called by name for its second result, the log-sum-exp.
+# The CPU kernel behind scaled_dot_product_attention, called directly for its second result, the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @functools.cache
 def _widens_chunks(dtype: torch.dtype) -> bool:
-    """Return True if chunks in this dtype are attended in float32.
+    """Return True if chunks in this dtype are computed in float32.
 
-    That saves 10 to 15 % of their attention, conversions included, where the processor has no matrix tiles for the dtype
-    (measured with bfloat16 on an AMD EPYC). For decodes conversions cost more than they save.
+    That saves 10 to 15 % of the time of their attention, conversions included, if the processor has no matrix tiles for
+    the dtype (measured with bfloat16 on an AMD EPYC). For decodes, conversions cost more than they save.
     """
     if dtype == torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()
@@ -37,17 +37,17 @@ def _widens_chunks(dtype: torch.dtype) -> bool:
 
 
 class _Workspace(threading.local):
-    """Memory that gathers reuse: fresh memory costs a page fault every 4 KiB, more than the copy itself."""
+    """Reused memory for gathers: new memory costs a page fault per 4 KiB, which is more than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def rows(self, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
-        """Uninitialised memory of ``shape``, valid until the next gather into ``name``."""
+        """Return uninitialised memory of ``shape``, valid until the next gather into ``name``."""
         size = shape[0] * shape[1]
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                 buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
         return buffer[:size].view(shape)
 
@@ -56,7 +56,7 @@ _workspace = _Workspace()
 
 
 class CpuAttention:
-    """One attention layer's call: operands that all of the step's groups and chunks share."""
+    """Operands of one attention layer's call, shared by all groups and chunks of the step."""
 
     __slots__ = ("group", "k_tokens", "num_kv_heads", "q", "scale", "softcap", "v_tokens", "want_lse")
 
@@ -79,7 +79,7 @@ class CpuAttention:
         self.want_lse = want_lse
 
     def decode_group(self, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [n, Hq, Dv], lse [n, Hq] where wanted) of a group's rows."""
+        """Return (output [n, Hq, Dv], lse [n, Hq] or None) for a group's rows."""
         n = group.keys.num_rows
         _, num_heads, dim = self.q.shape
         if group.rows is not None:
@@ -99,7 +99,7 @@ class CpuAttention:
         out_by_head = out.view(num_tokens, *heads, out.shape[2]).permute(1, 2, 0, 3)
         lse_by_head = None if lse is None else lse.view(num_tokens, *heads).permute(1, 2, 0)
         for chunk in chunks:
-            # Heads of a group are heads over one expanded K, so that they share the [rows, keys] mask.
+            # The heads of a group become heads over one expanded K, so that they share the [rows, keys] mask.
             k = self._chunk_rows("k", self.k_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             v = self._chunk_rows("v", self.v_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             for piece in chunk.pieces:
@@ -116,7 +116,10 @@ class CpuAttention:
                     lse_by_head.narrow(2, piece.row_begin, num_rows).copy_(part_lse)
 
     def _gather(self, name: str, tokens: torch.Tensor, keys: KeyRange) -> torch.Tensor:
-        """[n, Hkv, length, D] view of the gathered (or, for consecutive slots, the cache's own) token rows."""
+        """Return the gathered token rows as a view [n, Hkv, length, D].
+
+        For consecutive slots, a view of the cache itself.
+        """
         width = tokens.shape[1]
         shape = (keys.num_rows, keys.length, self.num_kv_heads, width // self.num_kv_heads)
         if keys.slots is None:
@@ -130,7 +133,10 @@ class CpuAttention:
         return buffers[1]
 
     def _chunk_rows(self, name: str, tokens: torch.Tensor, keys: KeyRange) -> torch.Tensor:
-        """Return what ``_gather`` returns, in the dtype that chunks are attended in; valid until the next call for ``name``."""
+        """Return the same as ``_gather``, in the dtype in which chunks are computed.
+
+        The result is valid until the next call for ``name``.
+        """
         gathered = self._gather(name, tokens, keys)
         if not _widens_chunks(gathered.dtype):
             return gathered
@@ -141,7 +147,7 @@ class CpuAttention:
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of q [a, b, rows, D] over k, v [a, b, keys, D] with an additive mask: (output, natural lse)."""
+        """Return (output, natural lse) for q [a, b, rows, D] over k, v [a, b, keys, D] with an additive mask."""
         if self.softcap is None and k.shape[3] == v.shape[3]:
             if not self.want_lse:
                 return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), None
@@ -162,7 +168,7 @@ class CpuAttention:
 def paged_attention_cpu(
     attention: CpuAttention, metadata: AttentionMetadata, window: int | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [T, Hq, Dv], lse float32 [T, Hq] or None) of one layer; rows without any KV give 0 and -inf."""
+    """Return (out [T, Hq, Dv], lse float32 [T, Hq] or None) of one layer; rows without any KV give 0 and -inf."""
     q, k_tokens, v_tokens = attention.q, attention.k_tokens, attention.v_tokens
     num_tokens, num_heads, _ = q.shape
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
@@ -206,7 +212,7 @@ def copy_blocks_cpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -
 
 
 def merge_partials_cpu(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge outputs [P, T, H, D] of disjoint KV parts by their natural lse float32 [P, T, H]: (out, lse)."""
+    """Merge outputs [P, T, H, D] of disjoint KV parts by their natural lse float32 [P, T, H]; return (out, lse)."""
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - torch.where(lse == float("-inf"), 0.0, lse)).unsqueeze(-1)
     out = torch.where(weights > 0, parts * weights, 0.0).sum(0)
@@ -228,7 +234,7 @@ def _store(
 
 
 def _token_rows(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as [slots, Hkv * D], sharing memory."""
+    """Return the cache as [slots, Hkv * D], sharing memory."""
     num_blocks, block_size, num_kv_heads, dim = cache.shape
     try:
         return cache.view(num_blocks * block_size, num_kv_heads * dim)

@@ -1,12 +1,12 @@
-"""Split one step's attention into few, large calls on the CPU.
+"""Divide one step's attention into few, large calls on the CPU.
 
-Decodes of similar KV length form a group that is gathered and attended in one call, padded to the group's longest;
-chunks are cut into row pieces so that a causal chunk does not pay for its upper triangle. A plan holds index tensors
-and masks alone, is built once per step, and serves all layers with the same window and KV row size.
+Decodes of similar KV length form a group that is gathered and attended in one call, padded to the group's longest.
+Chunks are divided into pieces of rows, so that a causal chunk does not compute its upper triangle. A plan contains only
+index tensors and masks; it is built once per step and used by all layers with the same window and KV row size.
 
 Invariants:
-    - A sequence's keys are gathered token by token, from its own slots only: padding repeats its first token, so
-      stale contents of a block's unused slots are never read.
+    - A sequence's keys are gathered token by token, only from its own slots: padding repeats its first token, so stale
+      contents of a block's unused slots are never read.
     - Every row with a KV length above 0 is in exactly one group or chunk.
 """
 
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
     from vajra_kernels.metadata import AttentionMetadata
 
 GROUP_BYTES = 2 << 20
-"""Gathered K of one decode group stays within this, so that it is still cached when it is multiplied."""
+"""Largest gathered K of one decode group in bytes, so that it is still in the CPU cache when it is multiplied."""
 GROUP_WASTE = 96 << 10
-"""Elements of padding (K and V) that cost about as much as the fixed overhead of one more group: they are multiplied, so
-those of half precision cost no less."""
+"""Padding elements (K and V) that cost about as much as the overhead of one more group. The cost is that of multiplying
+them, so half precision is not cheaper."""
 PIECE_ROWS = 64
-"""Query tokens of one piece of a chunk."""
+"""Number of query tokens in one piece of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """The cache slots of the keys of one gather.
+    """Cache slots of the keys of one gather.
 
     Attributes:
-        slots: int32 [num_rows * length] to gather, or None when they are consecutive from ``first`` on (a view does).
-        first: first slot, where ``slots`` is None.
-        num_rows: sequences gathered together.
-        length: keys per sequence, padded.
-        buffers: where the layers gather to, kept by the CPU path from the step's first layer to its last.
+        slots: int32 [num_rows * length] to gather, or None if they are consecutive from ``first`` on, so that a view
+            suffices.
+        first: first slot, if ``slots`` is None.
+        num_rows: number of sequences gathered together.
+        length: number of keys per sequence, padded.
+        buffers: memory that the layers gather into, kept from the step's first layer to its last.
     """
 
     slots: torch.Tensor | None
@@ -55,10 +56,10 @@ class DecodeGroup:
     """Single-token queries that are attended in one call.
 
     Attributes:
-        rows: int64 rows of the flattened query, or None when they are consecutive from ``first_row`` on.
-        first_row: first row, where ``rows`` is None.
-        keys: their KV slots.
-        mask: additive [num_rows, 1, 1, length] of 0 and -inf, or None when all lengths are equal.
+        rows: int64 rows of the flattened query, or None if they are consecutive from ``first_row`` on.
+        first_row: first row, if ``rows`` is None.
+        keys: KV slots of the queries.
+        mask: additive [num_rows, 1, 1, length] of 0 and -inf, or None if all lengths are equal.
     """
 
     rows: torch.Tensor | None
@@ -69,7 +70,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPiece:
-    """Query rows [row_begin, row_end) of the batch against keys [key_begin, key_end) of their chunk's gather."""
+    """Query rows [row_begin, row_end) of the batch, attending to keys [key_begin, key_end) of their chunk's gather."""
 
     row_begin: int
     row_end: int
@@ -80,7 +81,7 @@ class ChunkPiece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence's query tokens, cut into pieces."""
+    """One sequence's query tokens, divided into pieces."""
 
     keys: KeyRange
     pieces: tuple[ChunkPiece, ...]
@@ -102,11 +103,11 @@ class CpuPlan:
 
 @dataclass(slots=True)
 class CpuPlans:
-    """The step's plans by (window, bytes of one token's K, mask dtype), made on first use.
+    """Plans of a step by (window, bytes of one token's K, mask dtype), created on first use.
 
     Attributes:
-        query_lens: the batch's query lengths if given by the builder, else None (read from the tensors).
-        kv_lens: likewise.
+        query_lens: query lengths of the batch if known on the host, else None (read from the tensors).
+        kv_lens: KV lengths of the batch, likewise.
     """
 
     query_lens: tuple[int, ...] | None = None
@@ -161,7 +162,7 @@ class _Planner:
         return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.dtype.itemsize))
 
     def _group(self, members: list[tuple[int, int, int]], lane: torch.Tensor) -> DecodeGroup:
-        """The group of ``members`` (longest first); ``lane`` counts from 0 up to their length or further."""
+        """Return the group of ``members`` (longest first); ``lane`` counts from 0 to at least their length."""
         length = members[0][0]
         even = members[-1][0] == length
         members.sort(key=_row_of)
@@ -184,7 +185,10 @@ class _Planner:
         return DecodeGroup(None if consecutive else torch.tensor(rows), rows[0], keys, mask)
 
     def _slots(self, seqs: list[int], counts: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-        """int32 [n, length of lane]: each sequence's last ``counts`` slots in order; further entries are arbitrary."""
+        """Return each sequence's last ``counts`` slots in order, int32 [n, length of lane].
+
+        Other entries are arbitrary.
+        """
         block_size = self.metadata.block_size
         table = self.metadata.block_table
         is_run = seqs[-1] - seqs[0] == len(seqs) - 1
@@ -199,7 +203,7 @@ class _Planner:
         return table.gather(1, blocks.long()) * block_size + positions % block_size
 
     def _keys(self, seq: int, begin: int, end: int) -> KeyRange:
-        """Slots of positions [begin, end) of one sequence."""
+        """Return the slots of positions [begin, end) of one sequence."""
         block_size = self.metadata.block_size
         first_block = begin // block_size
         blocks = self.metadata.block_table[seq, first_block : -(-end // block_size)]
@@ -211,9 +215,10 @@ class _Planner:
         return KeyRange(slots.reshape(-1)[offset : offset + end - begin], 0, 1, end - begin)
 
     def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
-        """Additive float32 mask [R, max_kv_len + R] whose entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0.
+        """Return an additive float32 mask [R, max_kv_len + R]; every piece's mask is a slice of it.
 
-        Row r sees t <= r, and with a window t > r - window. Every piece's mask is a slice of it.
+        The entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0. Row r attends to t <= r,
+        and with a window to t > r - window.
         """
         rows = min(max_query_len, PIECE_ROWS)
         mask = torch.zeros((rows, max_kv_len + rows))
@@ -225,7 +230,7 @@ class _Planner:
         return mask
 
     def _uncut_chunk(self, seq: int, first_row: int) -> Chunk:
-        """Chunk in which every row attends every key."""
+        """Return a chunk in which every row attends to every key."""
         kv_len = self.kv_lens[seq]
         piece = ChunkPiece(first_row, first_row + self.query_lens[seq], 0, kv_len, None)
         return Chunk(self._keys(seq, 0, kv_len), (piece,))
@@ -251,7 +256,7 @@ class _Planner:
 
 @cache
 def _lane(block_size: int) -> torch.Tensor:
-    """int32 0, 1, ... block_size - 1."""
+    """Return int32 0, 1, ... block_size - 1."""
     return torch.arange(block_size, dtype=torch.int32)
 
 
@@ -260,7 +265,7 @@ def _row_of(member: tuple[int, int, int]) -> int:
 
 
 def _similar(decodes: list[tuple[int, int, int]], token_bytes: int, itemsize: int) -> list[list[tuple[int, int, int]]]:
-    """Divide decodes into groups of similar length: little padding, gathers that stay in the cache."""
+    """Divide decodes into groups of similar length, with little padding and gathers that fit into the CPU cache."""
     groups: list[list[tuple[int, int, int]]] = []
     longest = waste = 0
     for member in sorted(decodes, reverse=True):

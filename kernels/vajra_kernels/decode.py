@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Decode attention: single-token queries over long paged sequences, bound by memory bandwidth.
+"""Decode attention: single-token queries over long paged sequences, limited by memory bandwidth.
 
-One program handles one piece of one sequence's KV length and one KV head: the query heads that share the KV head are the
-rows of one 16-row tile, so K and V are read once for all of them. Pieces are planned on the device (``decode_plan``), once
-a step; their results are merged by log-sum-exp (``merge``).
+One program handles one KV head and one piece of one sequence's KV: the query heads that share the KV head are the rows
+of one 16-row tile, so K and V are read once for all of them. Pieces are planned on the device (``decode_plan``) once
+per step, and their results are merged by log-sum-exp (``merge``).
 
 Invariants:
-    - The grid depends on host-side bounds only, so that a launch can be captured in a CUDA graph and replayed with other
-      lengths.
-    - A sequence of one piece writes its result itself, and merging leaves it alone.
+    - The grid depends on host-side bounds only, so that a launch can be captured in a CUDA graph and replayed with
+      other lengths.
+    - A sequence with a single piece writes its result directly, and the merge skips it.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def decode_kernel(
 
 
 def decode_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
-    """The kernel launches for a batch in which every sequence has one query token.
+    """Return the kernel launches for a batch in which every sequence has one query token.
 
-    One launch when no sequence is split, else the plan's (at its first use in a step), the pieces' and the merge. ``tile``
-    overrides the built-in choice (for benchmarks).
+    There is one launch if no sequence is split; else those of the plan (on its first use in a step), the pieces and the
+    merge. ``tile`` overrides the built-in choice (for benchmarks).
     """
     metadata = call.metadata
     num_seqs, num_heads, _ = call.q.shape

@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Divide a batch of decodes into pieces of even work, on the device and by the actual lengths.
+"""Divide a batch of decodes into pieces of equal work, on the device and by the actual lengths.
 
-A piece is a range of one sequence's KV positions. The number of pieces is bounded on the host by the
-number of sequences and the size of the chip, whatever the longest sequence may be, so that a captured launch has a grid of
-that size and its programs have work.
+A piece is a range of one sequence's KV positions. The host bounds the number of pieces by the number of sequences and
+the size of the GPU, independent of the longest sequence, so that a captured launch has a grid of that size and all of
+its programs have work.
 
-Layout of a plan, int32 [2 N + B + 2] for N pieces and B sequences: sequence of each piece (-1: none), first position of
-each piece (from where the sequence's visible part starts), first piece of each sequence and, behind, their number, and the
-positions of a piece.
+Layout of a plan, int32 [2 N + B + 2] for N pieces and B sequences: sequence of each piece (-1: none); first position of
+each piece, relative to the visible part of its sequence; first piece of each sequence, followed by the number of
+pieces; and the number of positions per piece.
 
 Invariants:
-    - Every sequence has a piece, also one of length 0; pieces of a sequence follow one another.
+    - Every sequence has a piece, even one of length 0; pieces of a sequence are adjacent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vajra_kernels.launch import Launch, next_power_of_2
 from vajra_kernels.metadata import AttentionMetadata
 
 _COMPARISONS = 4096
-"""Largest number of comparisons of one program, between its pieces and all sequences."""
+"""Largest number of comparisons in one program, between its pieces and all sequences."""
 _MOST_PIECES = 128
-"""Largest number of pieces planned by one program, if there are few sequences."""
+"""Largest number of pieces planned by one program, used if there are few sequences."""
 
 
 @triton.jit(
@@ -45,7 +45,10 @@ def plan_kernel(
     PIECES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> None:
-    """Grid (ceil(num_pieces / PIECES),): each program plans PIECES pieces, about ``target`` of which share the batch's tiles."""
+    """Grid (ceil(num_pieces / PIECES),): each program plans PIECES pieces.
+
+    The batch's tiles are divided among about ``target`` pieces.
+    """
     seqs = tl.arange(0, PAD)
     is_seq = seqs < num_seqs
     lens = tl.load(kv_lens_ptr + seqs, mask=is_seq, other=0)
@@ -72,12 +75,12 @@ def plan_kernel(
 
 
 def target_pieces(num_head_tiles: int, device: DeviceFacts) -> int:
-    """Pieces that fill the chip, with ``num_head_tiles`` programs for each."""
+    """Return the number of pieces that fill the GPU, with ``num_head_tiles`` programs per piece."""
     return max(1, SPLITS_PER_SM * device.num_sms // num_head_tiles)
 
 
 def max_pieces(metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, device: DeviceFacts) -> int:
-    """The most pieces that a plan of this batch can have, by host-side bounds."""
+    """Return the largest possible number of pieces in a plan of this batch, given host-side bounds."""
     num_seqs = metadata.num_seqs
     most = (metadata.num_kv_tokens + num_seqs * tile_n) // max(MIN_SPLIT_TOKENS, tile_n) + 1
     return num_seqs + min(target_pieces(num_head_tiles, device), most)
@@ -86,7 +89,10 @@ def max_pieces(metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, de
 def is_split(
     metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, window: int | None, device: DeviceFacts
 ) -> bool:
-    """Return whether a sequence may have several pieces; where only bounds of lengths are known, any above the shortest piece may."""
+    """Return True if a sequence may have several pieces.
+
+    If only bounds of lengths are known, any sequence longer than the shortest piece may.
+    """
     longest = metadata.max_kv_len if window is None else min(metadata.max_kv_len, window + tile_n)
     piece = MIN_SPLIT_TOKENS
     if metadata.knows_lengths:
@@ -104,7 +110,7 @@ def plan_launch(
     window: int | None,
     device: DeviceFacts,
 ) -> Launch:
-    """The launch that writes a plan of ``num_pieces`` (``max_pieces``) for ``metadata`` into ``plan``."""
+    """Return the launch that writes a plan of ``num_pieces`` (``max_pieces``) for ``metadata`` into ``plan``."""
     pad = next_power_of_2(metadata.num_seqs)
     pieces = max(1, min(_MOST_PIECES, _COMPARISONS // pad))
     arguments = {

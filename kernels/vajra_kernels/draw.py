@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Sample one token a row from its logits in one launch: penalties, temperature, top-k, top-p, min-p and the draw.
+"""Sample one token per row from its logits in one launch: penalties, temperature, top-k, top-p, min-p and the draw.
 
-Nothing is sorted. Top-k and top-p keep all tokens up to some distance from the largest logit, and that distance, a
-float32 of which there are 2^31, is found by counting: each pass over the row compares it with 8 distances and leaves an
-eighth of them, so eleven passes find it exactly.
+Nothing is sorted. Top-k and top-p keep all tokens up to some distance from the largest logit. That distance, one of
+2^31 float32 values, is found by counting: each pass over the row compares with 8 distances and reduces the candidates
+to an eighth, so eleven passes determine it exactly.
 
 Invariants:
     - A row depends only on its logits, its parameters and its history.
     - Logits are read, never written: each pass applies the penalties again, which costs less than writing them out.
-    - A row with a logit that is not a number, or whose largest one is infinite, gives -1.
+    - A row with a NaN logit, or with an infinite largest logit, gives -1.
     - Tokens of equal logits are kept or dropped together.
-    - The draw is the inverse of the cumulated weights in order of tokens, summed in float64.
+    - The draw inverts the cumulative weights in token order, summed in float64.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_adjusted(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Float32 logits [TILE] from ``start`` on after penalties, -inf behind the vocabulary."""
+    """Return float32 logits [TILE] from ``start`` on after penalties, -inf beyond the vocabulary."""
     token = start + tl.arange(0, TILE)
     ok = token < VOCAB
     logit = tl.load(logits_ptr + token, mask=ok, other=float("-inf")).to(tl.float32)
@@ -59,9 +59,11 @@ def load_adjusted(
 def kept_weights(
     logits: tl.tensor, largest: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(distance from the largest logit as ordered bits, weight) of adjusted logits; weight 0 beyond ``limit``.
+    """Return (distance from the largest logit as ordered bits, weight) of adjusted logits.
 
-    A weight is the probability relative to the likeliest token's, or 1 where COUNTS.
+    The weight is 0 beyond ``limit``.
+
+    A weight is the probability relative to the likeliest token's, or 1 with COUNTS.
     """
     distance = largest - logits
     bits = distance.to(tl.int32, bitcast=True)
@@ -85,9 +87,9 @@ def farthest_kept(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The largest distance, as bits, below which tokens within ``limit`` weigh less than ``target`` together.
+    """Return the largest distance, as bits, below which tokens within ``limit`` weigh less than ``target``.
 
-    With COUNTS, ``target`` is a number of tokens, else a fraction of their weight.
+    With COUNTS, ``target`` is a number of tokens, else a fraction of their total weight.
     """
     lane = tl.arange(0, _PIVOTS)
     farthest = limit * 0
@@ -122,7 +124,7 @@ def find_largest(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(largest adjusted logit, first token that has it, True if the row cannot be sampled)."""
+    """Return (largest adjusted logit, first token that has it, True if the row cannot be sampled)."""
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
     place = tl.zeros([TILE], tl.int32)
@@ -206,13 +208,13 @@ def sample_kernel(
         reached = before + tl.cumsum(weight.to(tl.float64), 0) > target
         lane = tl.arange(0, TILE)
         first = tl.min(tl.where(reached & (weight > 0.0), lane, TILE), 0)
-        last = tl.max(tl.where(weight > 0.0, lane, 0), 0)  # where rounding keeps the tile's sum below the target
+        last = tl.max(tl.where(weight > 0.0, lane, 0), 0)  # used if rounding keeps the tile's sum below the target
         token = begin + tl.where(first < TILE, first, last)
     tl.store(tokens_ptr + row, tl.where(is_lost, -1, token).to(tl.int64))
 
 
 def sample_launch(tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor) -> Launch:
-    """The launch that writes ``tokens`` int64 [R]; the rest as ``sampling.sample_tokens`` has it."""
+    """Return the launch that writes ``tokens`` int64 [R]; other arguments as for ``sampling.sample_tokens``."""
     num_rows, vocab_size = logits.shape
     tile = min(1024, next_power_of_2(vocab_size))
     arguments = {

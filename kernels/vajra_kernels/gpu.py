@@ -1,10 +1,10 @@
 """The Triton launches of one paged-attention call.
 
 Invariants:
-    - A batch of decodes alone takes the split-KV decode kernel; one without leading decodes the ragged kernel.
-    - A mixed batch takes one ragged launch while its sequences are so short that the ragged kernel would not divide a chunk
-      behind them either (``config.chunk_splits``); else the decodes go to the decode kernel, since one ragged program would
-      read a long context alone.
+    - A batch of decodes only uses the split-KV decode kernel; one without leading decodes uses the ragged kernel.
+    - A mixed batch uses one ragged launch if its sequences are so short that the ragged kernel would not split a chunk
+      with such a context (``config.chunk_splits``). Otherwise the decodes use the decode kernel, since a single ragged
+      program would read a long context alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from vajra_kernels.launch import Launch, device_facts
 from vajra_kernels.ragged import ragged_launches
 
 ONE_LAUNCH_KV_TOKENS = 2 * MIN_CHUNK_SPLIT_TOKENS - 1
-"""Longest KV sequence of a mixed batch that is attended in one launch: one position more makes two parts of a chunk's KV."""
+"""Longest KV sequence of a mixed batch with a single launch; one position more would split a chunk's KV into two
+parts."""
 
 
 def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]:
-    """The launches that compute ``call``, in order."""
+    """Return the launches that compute ``call``, in order."""
     metadata = call.metadata
     if metadata.num_decodes == metadata.num_seqs:
         return decode_launches(call, device)

@@ -40,7 +40,10 @@ def kv_write_kernel(
     KV_BLOCK: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ) -> None:
-    """Grid (num_tokens, ceil(NUM_HEADS * max(K_DIM, V_DIM) / ELEMENTS)): ELEMENTS of one token's K and V a program."""
+    """Grid (num_tokens, ceil(NUM_HEADS * max(K_DIM, V_DIM) / ELEMENTS)).
+
+    Each program writes ELEMENTS of one token's K and V.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
@@ -69,7 +72,7 @@ def kv_write_launch(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> Launch:
-    """The launch that writes key [T, Hkv, Dk] and value [T, Hkv, Dv] into the slots of ``slot_mapping`` int64 [T]."""
+    """Return the launch that writes key [T, Hkv, Dk] and value [T, Hkv, Dv] to the slots ``slot_mapping`` int64 [T]."""
     num_tokens, num_heads, k_dim = key.shape
     v_dim = value.shape[2]
     width = num_heads * max(k_dim, v_dim)

@@ -14,14 +14,14 @@ from vajra_kernels.config import H200, DeviceFacts, TileConfig
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: ``aot`` compiles exactly what ``run`` would start.
+    """One kernel launch; ``aot`` compiles exactly the code that ``run`` would start.
 
     Attributes:
-        kernel: the ``triton.jit`` function.
+        grid: number of programs along each of the three axes.
         grid: number of programs along the three axes.
         arguments: run-time arguments by parameter name (tensors, ints, floats).
         constants: ``tl.constexpr`` arguments by parameter name.
-        tile: warps and pipeline stages (the tile's shape is among ``constants`` already).
+        tile: warps and pipeline stages (the tile's shape is also part of ``constants``).
     """
 
     kernel: Any
@@ -43,26 +43,29 @@ class Launch:
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)."""
+    """Return True if kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (n >= 1)."""
+    """Return the smallest power of two that is at least ``n`` (n >= 1)."""
     return 1 << (n - 1).bit_length()
 
 
 def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
-    """(upcast operands to float32, input precision) for the matrix products of a kernel on ``dtype``.
+    """Return (True to convert operands to float32, input precision) for the products of a kernel on ``dtype``.
 
-    float32 is multiplied exactly ("ieee"), never as tf32. The interpreter computes bfloat16 on raw bits, so there, and
-    only there, operands are widened first.
+    float32 is multiplied exactly ("ieee"), never as tf32. The interpreter cannot multiply bfloat16, so only there
+    operands are converted first.
     """
     return interpreted() and dtype == torch.bfloat16, "ieee" if dtype == torch.float32 or interpreted() else None
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Return the facts that configurations depend on, read once from a tensor's device; an H200's in the interpreter."""
+    """Return the properties of a tensor's device that configurations depend on, cached.
+
+    In the interpreter, an H200's.
+    """
     if device.type != "cuda":
         return H200
     return _cuda_facts(device.index)

@@ -1,7 +1,7 @@
 """Compare the kernels between a layer's products with float64 references on random inputs.
 
-The cases that the tests run in Triton's interpreter and ``benchmarks/gpu_check.py`` runs on a GPU. Each gives the largest error
-relative to max(1, the largest value).
+Tests run these cases in Triton's interpreter, and ``benchmarks/gpu_check.py`` runs them on a GPU. Each returns the
+largest error relative to max(1, the largest magnitude).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vajra_kernels.operands import Rotation
 from vajra_kernels.reference import write_kv_reference
 
 LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest error by dtype of the result."""
+"""Largest allowed error by dtype of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Error of a norm over rows of a wider tensor, with weights of a wider dtype (Gemma's) and an in-place residual.
+    """Return the error of a norm over rows of a wider tensor, with wider weights (Gemma's) and an in-place residual.
 
-    ``kind`` is "norm", "add" (a part is added before) or "add normed" (and normalised before that).
+    ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first).
     """
     num_rows, width = shape
     hidden = torch.randn((num_rows, width + 8), generator=generator).to(device, dtype)[:, :width]
@@ -53,7 +53,10 @@ def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator:
 
 
 def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Error of queries and of both caches; values must be bit-identical, and rows without a slot must not be written."""
+    """Return the error of queries and of both caches.
+
+    Values must be bit-identical, and rows without a slot must not be written.
+    """
     num_query, num_kv = case.heads
     num_tokens, dim, eps = 7, case.dim, 1e-5
     caches = [torch.full((6, 4, num_kv, dim), 9.0, dtype=dtype, device=device) for _ in range(2)]
@@ -92,7 +95,7 @@ def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Gene
 def gated_error(
     activation: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> float:
-    """Error of act(gate) * up, with gate and up in one row of 2 * width."""
+    """Return the error of act(gate) * up, with gate and up in one row of 2 * width."""
     num_rows, width = shape
     gate_up = (torch.randn((num_rows, 2 * width), generator=generator) * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
@@ -105,6 +108,6 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference relative to max(1, the largest value); infinite where something is not a number."""
+    """Return the largest difference relative to max(1, the largest magnitude); infinite if a value is NaN."""
     difference = (found.cpu().double() - wanted.cpu()).abs().nan_to_num(nan=torch.inf).max()
     return float(difference) / max(1.0, float(wanted.abs().max()))

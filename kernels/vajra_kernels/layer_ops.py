@@ -1,6 +1,6 @@
-"""Operations of a decoder layer between its products and its attention, one launch each.
+"""Operations of a decoder layer between its matrix products and its attention, one launch each.
 
-Triton kernels, for tensors that ``backend.uses_triton`` allows. Everything is computed in float32 and rounded once.
+These are Triton kernels, for tensors that ``backend.uses_triton`` allows. They compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 def add_norm(
     hidden: torch.Tensor, norm: Norm, part: torch.Tensor | None = None, part_norm: Norm | None = None
 ) -> torch.Tensor:
-    """Norm of hidden [T, W] after ``hidden += part_norm(part)``, which is in place. Rows are dense."""
+    """Add ``part_norm(part)`` to hidden [T, W] in place, and return the norm of the sum. Rows must be dense."""
     from vajra_kernels.norm import norm_launch
 
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
@@ -31,14 +31,14 @@ def rotate_and_write(
     rotation: Rotation,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """Rotated queries [T, Hq, D] of qkv [T, (Hq + 2 Hkv) * D]; keys and values go to their slots of the caches.
+    """Return the rotated queries [T, Hq, D] of qkv [T, (Hq + 2 Hkv) * D], and write keys and values to the caches.
 
     Args:
-        qkv: heads of queries, keys and values, rows dense.
+        qkv: heads of queries, keys and values, with dense rows.
         caches: (K, V), each [num_blocks, block_size, Hkv, D], in qkv's dtype.
         slot_mapping: int64 [T]; a token with slot -1 is not written.
-        rotation: of queries and keys.
-        norm: over each query and key head before, with a weight [Hq + Hkv, D].
+        rotation: rotary embedding of queries and keys.
+        norm: norm of each query and key head before the rotation, with a weight [Hq + Hkv, D]; None for no norm.
     """
     from vajra_kernels.rotate import rotate_launch
 
@@ -50,7 +50,10 @@ def rotate_and_write(
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """``act(gate) * up`` [T, W] of gate_up [T, 2 W], rows dense; ``activation`` is one of ``ACTIVATIONS``."""
+    """Return ``act(gate) * up`` [T, W] of gate_up [T, 2 W] with dense rows.
+
+    ``activation`` is one of ``ACTIVATIONS``.
+    """
     from vajra_kernels.activation import gated_launch
 
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)

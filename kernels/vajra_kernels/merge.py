@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Merge attention over parts of a KV sequence into attention over all of it (log-sum-exp).
+"""Merge attention over disjoint parts of a KV sequence into attention over all of it (log-sum-exp).
 
 With outputs o_p and natural log-sum-exps l_p of disjoint parts: l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p.
 Used for the splits of a decode and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section 4).
 
 Invariants:
-    - A part with l_p = -inf attended no position; its o_p is not read.
-    - Where every part is empty, the result is 0 with lse -inf.
+    - A part with l_p = -inf has no positions; its o_p is not read.
+    - If all parts are empty, the result is 0 with lse -inf.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def merge_kernel(
 ) -> None:
     """Grid (ceil(num_rows * num_heads / ROWS),): one program merges ROWS (token, head) pairs, PARTS parts at a time.
 
-    With HAS_STARTS, row r has the parts from ``starts[r]`` up to ``starts[r + 1]``, and one of a single part is left alone.
+    With HAS_STARTS, row r has the parts from ``starts[r]`` up to ``starts[r + 1]``, and rows with a single part are
+    skipped.
     """
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair_ok = pairs < num_rows * num_heads
@@ -106,7 +107,7 @@ def merge_launch(
     lse: torch.Tensor | None,
     tile: TileConfig | None = None,
 ) -> Launch:
-    """The launch that merges ``parts`` [P, T, H, D] with ``part_lses`` [P, T, H] (float32) into ``out`` and ``lse``.
+    """Return the launch that merges ``parts`` [P, T, H, D] and ``part_lses`` [P, T, H] into ``out`` and ``lse``.
 
     The last dimension of every operand is dense. ``tile.tile_n`` is the number of parts read at a time, ``tile_m`` the
     number of (token, head) pairs per program.
@@ -117,10 +118,10 @@ def merge_launch(
 def merge_pieces_launch(
     parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> Launch:
-    """The launch that merges the pieces of each row into ``out`` [T, H, D] and ``lse``, leaving rows of one piece alone.
+    """Return the launch that merges each row's pieces into ``out`` [T, H, D] and ``lse``, skipping rows with one.
 
-    ``parts`` [P, H, D] and ``part_lses`` [P, H] (float32) have the pieces of all rows; those of row t are ``starts[t]`` up to
-    ``starts[t + 1]`` (int32 [T + 1 or more]).
+    ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; those of row t are ``starts[t]`` up
+    to ``starts[t + 1]`` (int32 [T + 1 or more]).
     """
     num_rows = out.shape[0]
     config = merge_config(-(-parts.shape[0] // max(num_rows, 1)))

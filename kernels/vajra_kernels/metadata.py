@@ -1,12 +1,12 @@
-"""Rows, lengths and KV blocks that one step's attention works on.
+"""Rows, lengths and KV blocks of one step's attention.
 
-Built once per step and shared by all layers.
+The metadata is built once per step and shared by all layers.
 
 Invariants:
-    - ``query_start[i+1] - query_start[i]`` new tokens of sequence i sit at positions ``kv_lens[i] - query length`` and
-      up: ``kv_lens`` counts the step's own tokens, whose K and V are written before the attention runs.
+    - The ``query_start[i+1] - query_start[i]`` new tokens of sequence i are at the last positions below ``kv_lens[i]``:
+      ``kv_lens`` includes the step's own tokens, whose K and V are written before the attention runs.
     - The first ``num_decodes`` sequences have one query token each.
-    - Host-side integers are upper bounds good for choosing a launch; kernels read the tensors.
+    - Host-side integers are upper bounds for choosing a launch; kernels read the tensors.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ class AttentionMetadata:
     """One step's ragged batch.
 
     Attributes:
-        query_start: int32 [B + 1], rows of the flattened query that belong to each sequence.
-        kv_lens: int32 [B], KV length of each sequence, this step's tokens included. 0 for a padding row of a CUDA graph.
+        query_start: int32 [B + 1], first row of each sequence in the flattened query, followed by the end.
+        kv_lens: int32 [B], KV length of each sequence including this step's tokens; 0 for a padding row of a CUDA
+            graph.
         block_table: int32 [B, max_blocks]; entries past a sequence's last block are not read as KV.
-        slot_mapping: int64 [T], where each token's K and V are written (block * block_size + offset), -1 for nowhere.
+        slot_mapping: int64 [T], slot of each token's K and V (block * block_size + offset), or -1 if they are not
+            written.
         block_size: tokens per KV block.
         num_decodes: number of leading sequences with exactly one query token.
-        num_query_tokens: T.
-        max_query_len: the longest query.
+        max_query_len: length of the longest query.
+        max_kv_len: length of the longest KV sequence.
         max_kv_len: the longest KV sequence.
         num_kv_tokens: sum of the KV lengths.
-        causal: False where the blocks hold an earlier part of the sequences (KV parallelism): every query then sees all
-            ``kv_lens`` positions, and no window may be given.
-        memo: values derived from the above once per step.
+        causal: False if the blocks hold an earlier part of the sequences (KV parallelism): every query then attends to
+            all ``kv_lens`` positions, and windows are not allowed.
+        memo: values derived from the other attributes once per step.
     """
 
     query_start: torch.Tensor
@@ -59,14 +61,14 @@ class AttentionMetadata:
 
     @property
     def knows_lengths(self) -> bool:
-        """True if every sequence's exact length is available on the host, not only bounds."""
+        """True if every sequence's exact length is known on the host, instead of bounds only."""
         return self.memo.cpu_plans.kv_lens is not None
 
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
-        """(the leading decodes, the rest) as batches of their own: views, made once.
+        """Return (the leading decodes, the rest) as separate batches that are views, created once.
 
-        The second one's ``query_start`` keeps counting rows of the whole batch. If the lengths are not available on the
-        host, both keep the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
+        The second one's ``query_start`` counts rows of the whole batch. If the lengths are not known on the host, both
+        keep the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
         """
         if self.memo.parts is None:
             n = self.num_decodes
@@ -96,7 +98,7 @@ class AttentionMetadata:
 
 @dataclass(slots=True)
 class StepMemo:
-    """Values derived once per step and read by every layer: plans of both paths, the two parts of a mixed batch."""
+    """Values derived once per step and used by every layer: plans of both backends, and the two parts of a mixed batch."""
 
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
     decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
@@ -112,21 +114,21 @@ def build_metadata(
     device: torch.device | str = "cpu",
     causal: bool = True,
 ) -> AttentionMetadata:
-    """The metadata of one step from host-side lengths and block ids.
+    """Return the metadata of one step, built from host-side lengths and block ids.
 
     Args:
-        query_lens: new tokens per sequence (>= 0). Put decodes (1 token) first: the leading run of ones takes the
-            split-KV decode kernel on a GPU.
-        kv_lens: KV length per sequence with the new tokens (>= its query length); 1 new token and KV length 0 is a padding
-            row, which is not written (slot -1) and attends nothing.
+        query_lens: number of new tokens per sequence (>= 0). Decodes (1 token) should come first: the leading run of
+            ones uses the split-KV decode kernel on a GPU.
+        kv_lens: KV length per sequence including the new tokens (>= its query length). One new token with KV length 0
+            is a padding row, which is not written (slot -1) and attends to nothing.
         block_tables: KV block ids per sequence, at least ceil(kv_len / block_size) of them; lists, or a padded integer
-            tensor [B, max_blocks] on the host or on ``device`` (then nothing of it is copied).
+            tensor [B, max_blocks] on the host or on ``device`` (in the latter case it is not copied).
         block_size: tokens per KV block.
-        device: where the tensors go.
+        device: device of the tensors.
         causal: see ``AttentionMetadata``. When False, KV lengths exclude the new tokens, which are not written.
 
     Raises:
-        ValueError: lengths or tables that do not fit together.
+        ValueError: lengths and tables are inconsistent.
     """
     _check_lengths(query_lens, kv_lens, block_tables, block_size, causal)
     starts = [0]
@@ -161,7 +163,7 @@ def build_metadata(
 def token_slots(
     query_start: torch.Tensor, kv_lens: torch.Tensor, block_table: torch.Tensor, block_size: int, num_tokens: int
 ) -> torch.Tensor:
-    """int64 [num_tokens]: the cache slot of each of the step's tokens, from the sequences' tables (all on one device)."""
+    """Return the cache slot of each of the step's tokens, int64 [num_tokens]; all tensors are on one device."""
     query_lens = query_start.diff()
     seq = torch.repeat_interleave(query_lens.long(), output_size=num_tokens)
     first = (kv_lens - query_lens) - query_start[:-1]
@@ -170,7 +172,7 @@ def token_slots(
 
 
 def _slots_at(positions: torch.Tensor, seq: torch.Tensor, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The slots of ``positions`` of sequences ``seq``; -1 for a negative position."""
+    """Return the slots of ``positions`` of sequences ``seq``; -1 for a negative position."""
     blocks = block_table[seq, torch.div(positions, block_size, rounding_mode="floor")]
     return torch.where(positions < 0, -1, blocks.long() * block_size + positions % block_size)
 

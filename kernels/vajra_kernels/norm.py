@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Root-mean-square norm of rows, with the addition to the residual before it.
+"""Root-mean-square norm of rows, with the preceding addition to the residual.
 
 Invariants:
-    - Everything is computed in float32 and rounded once; the sum is rounded to the residual's dtype before it is normalised,
-      as with separate operations.
+    - Values are computed in float32 and rounded once; the sum is rounded to the residual's dtype before it is
+      normalised, as with separate operations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def norm_launch(
     part: torch.Tensor | None = None,
     part_norm: tuple[torch.Tensor, float] | None = None,
 ) -> Launch:
-    """The launch for ``out = norm(hidden)`` after ``hidden += part_norm(part)``; norms are (weight [WIDTH], epsilon)."""
+    """Return the launch for ``out = norm(hidden)`` after ``hidden += part_norm(part)``.
+
+    Norms are (weight [WIDTH], epsilon).
+    """
     num_rows, width = hidden.shape
     weight, eps = norm
     part_weight, part_eps = part_norm or norm

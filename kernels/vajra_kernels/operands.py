@@ -1,4 +1,4 @@
-"""Operands of launches that are more than a tensor."""
+"""Operands of launches that consist of several tensors or numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Rotation:
 
 
 class Column(IntEnum):
-    """Columns of a row's parameters, float64 [R, len(Column)].
+    """Columns of a row's sampling parameters, float64 [R, len(Column)].
 
-    A temperature of 0 takes the largest logit; -1 means no history; the number, in [0, 1), is the draw's random number.
+    TEMPERATURE 0 selects the largest logit; HISTORY -1 means no history; NUMBER, in [0, 1), is the random number of the
+    draw.
     """
 
     TEMPERATURE = 0

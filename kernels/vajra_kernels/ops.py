@@ -1,7 +1,7 @@
 """Tensor operations around attention: cache writes, block copies, merging of partial results.
 
 Invariants:
-    - Each operation runs on its tensors' device: Triton on CUDA, plain torch on the CPU.
+    - Each operation runs on its tensors' device: by Triton on CUDA, by torch on the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def write_kv(
 
     Args:
         key: any strides with a dense last dimension; converted to the cache's dtype.
-        value: likewise.
+        value: same as ``key``.
         k_cache: [num_blocks, block_size, Hkv, D].
         v_cache: [num_blocks, block_size, Hkv, Dv].
-        slot_mapping: int64 [T], block * block_size + offset, distinct. On CUDA a negative slot writes nothing (the padding
-            rows of a graph); on the CPU, where nothing is padded, it is an IndexError.
+        slot_mapping: int64 [T], block * block_size + offset, distinct. On CUDA a negative slot writes nothing (for
+            padding rows of a graph); on the CPU, which has no padding, it raises IndexError.
     """
     if not uses_triton(key.device):
         write_kv_cpu(key, value, k_cache, v_cache, slot_mapping)
@@ -42,11 +42,12 @@ def write_kv(
 def merge_partials(
     parts: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a whole KV sequence from attention over disjoint parts of it (KV parallelism).
+    """Return attention over a whole KV sequence from attention over disjoint parts of it (KV parallelism).
 
     Args:
-        parts: P outputs [T, Hq, D], stacked [P, T, Hq, D] or as a sequence.
-        lses: their natural log-sum-exps, float32 [P, T, Hq] or a sequence of [T, Hq]; -inf for a part that attended nothing.
+        parts: P outputs [T, Hq, D], stacked as [P, T, Hq, D] or as a sequence.
+        lses: natural log-sum-exps of the parts, float32 [P, T, Hq] or a sequence of [T, Hq]; -inf for a part without
+            positions.
 
     Returns:
         (out [T, Hq, D] in the parts' dtype, lse float32 [T, Hq]).
@@ -69,12 +70,12 @@ def merge_partials(
 
 
 def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy whole KV blocks between two caches of one device, or within one; on a GPU in one launch.
+    """Copy whole KV blocks between two caches on one device, or within one; on a GPU in one launch.
 
     Args:
         src: [num_blocks, block_size, Hkv, D], or with a leading dimension of layers; blocks dense in memory.
-        dst: likewise; may be ``src``, then no block is both source and destination.
-        pairs: int64 [n, 2] of (block of src, block of dst), destinations distinct; on the host or on the device.
+        dst: same as ``src``, or ``src`` itself, in which case no block may be both source and destination.
+        pairs: int64 [n, 2] of (block of src, block of dst), with distinct destinations; on the host or on the device.
     """
     _check_pairs(src, dst, pairs)
     if not uses_triton(src.device):
@@ -86,7 +87,10 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> No
 
 
 def copy_words(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy blocks of words [num_layers, num_blocks, words], dense in the last dimension; ``pairs`` on their device."""
+    """Copy blocks of words [num_layers, num_blocks, words], dense in the last dimension.
+
+    ``pairs`` must be on their device.
+    """
     if pairs.shape[0] == 0:
         return
     if not uses_triton(src.device):

@@ -2,14 +2,14 @@
 """Attention of a ragged batch of prefill chunks and decodes over paged context, in one launch.
 
 One program handles one tile of query rows of one sequence and one KV head. A row is a pair (query token, query head of
-the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which suit Hopper's ``wgmma``;
-short ones 64 or 16.
+the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which suit Hopper's ``wgmma``, short
+ones 64 or 16.
 
 Invariants:
-    - Tiles are numbered through the batch: sequence i owns tiles ``query_start[i] // TOKENS + i`` on (TOKENS = query
-      tokens in a tile). A program finds its sequence by binary search, so the grid needs no copy of the lengths on the
-      host; surplus programs return at once.
-    - KV tiles that every row of the tile sees run without masks; the diagonal, the tail and windowed layers run masked.
+    - Tiles are numbered through the batch: the tiles of sequence i start at ``query_start[i] // TOKENS + i`` (TOKENS =
+      query tokens in a tile). A program finds its sequence by binary search, so the host need not know the lengths;
+      surplus programs return at once.
+    - KV tiles that are visible to every row run without masks; the diagonal, the tail and windowed layers run masked.
     - Within a sequence, the last (longest) tiles get the lowest program ids.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def find_sequence(
     query_start_ptr: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TOKENS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(sequence that owns query tile ``tile``, its first tile): the last i with first tile <= ``tile``."""
+    """Return (sequence that owns query tile ``tile``, its first tile): the last i with first tile <= ``tile``."""
     origin = tl.load(query_start_ptr)
     low = 0
     high = num_seqs - 1
@@ -57,7 +57,7 @@ def seen_by(
     TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(last position that each row's token attends, the same for the tile's first token, end of all attended positions)."""
+    """Return (last position that each row attends to, that of the tile's first token, end of attended positions)."""
     if CAUSAL:
         first_position = kv_len - query_len + first_token
         return kv_len - query_len + token, first_position, tl.minimum(first_position + TOKENS, kv_len)
@@ -116,9 +116,9 @@ def ragged_kernel(
 ) -> None:
     """Grid (num_query_tokens // TOKENS + num_seqs, num_kv_heads * ceil(GROUP / HEADS), splits), TOKENS = TILE_M // HEADS.
 
-    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]; with SPLIT both have a leading dimension of splits, of
-    ``split_tokens`` KV positions each, and one without positions writes lse = -inf alone. ``query_start`` [num_seqs + 1] holds rows of q and may
-    start above 0. HEADS is the number of a group's query heads that one tile holds.
+    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]. With SPLIT, both have a leading dimension of splits of
+    ``split_tokens`` KV positions each; a split without positions only writes lse = -inf. ``query_start`` [num_seqs + 1]
+    has rows of q and may start above 0. HEADS is the number of a group's query heads in one tile.
     """
     TOKENS: tl.constexpr = TILE_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -180,9 +180,9 @@ def ragged_kernel(
 
 
 def ragged_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
-    """The launches for sequences of any query length (0 included); ``tile`` overrides the built-in choice.
+    """Return the launches for sequences of any query length (including 0); ``tile`` overrides the built-in choice.
 
-    One launch, or, if few programs would read a long context, a launch with KV splits and the merge.
+    There is one launch, or, if few programs would read a long context, a launch with KV splits and the merge.
     """
     metadata = call.metadata
     num_heads = call.q.shape[1]

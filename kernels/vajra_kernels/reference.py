@@ -1,7 +1,7 @@
 """Plain reference implementations of the kernels.
 
-Each function computes one kernel's result by loops over sequences or tokens, in the dtype of its inputs (float64 for tests).
-Shapes are those of ``attention`` and ``ops``.
+Each function computes one kernel's result with loops over sequences or tokens, in the dtype of its inputs (float64 in
+tests). Shapes are those of ``attention`` and ``ops``.
 
 Invariants:
     - Slots that a sequence does not own, and blocks beyond its length, are never read.
@@ -17,7 +17,7 @@ from vajra_kernels.metadata import AttentionMetadata
 
 
 def sequence_kv(cache: torch.Tensor, blocks: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """[kv_len, Hkv, D]: one sequence's rows of a paged cache, in order."""
+    """Return one sequence's rows of a paged cache in order, [kv_len, Hkv, D]."""
     num_blocks = -(-kv_len // cache.shape[1])
     return cache[blocks[:num_blocks].long()].flatten(0, 1)[:kv_len]
 
@@ -32,7 +32,7 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, Hq, Dv], natural lse [T, Hq]) of ``attention.paged_attention``."""
+    """Return (out [T, Hq, Dv], natural lse [T, Hq]) of ``attention.paged_attention``."""
     factor = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
     group = q.shape[1] // k_cache.shape[2]
     out = q.new_zeros((q.shape[0], q.shape[1], v_cache.shape[3]))
@@ -66,7 +66,7 @@ def write_kv_reference(new: torch.Tensor, cache: torch.Tensor, slot_mapping: tor
 
 
 def merge_reference(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of ``ops.merge_partials``."""
+    """Return (out, lse) of ``ops.merge_partials``."""
     lse = torch.logsumexp(lses, 0)
     out = parts.new_zeros(parts.shape[1:])
     for part, part_lse in zip(parts, lses, strict=True):
@@ -83,7 +83,7 @@ def copy_blocks_reference(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Ten
 
 
 def sample_reference(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Int64 tokens [R], by sorting in float64; arguments as of ``sampling.sample_tokens``."""
+    """Return tokens int64 [R], computed by sorting in float64; arguments as for ``sampling.sample_tokens``."""
     return torch.stack(
         [_sampled(row.double(), facts, seen) for row, facts in zip(logits, parameters.double(), strict=True)]
     )
@@ -96,7 +96,7 @@ def _sampled(logits: torch.Tensor, facts: torch.Tensor, seen: torch.Tensor) -> t
         counts = own >> 1
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(own > 0, scaled, logits) - frequency * counts - presence * (counts > 0)
-    if not logits.max().isfinite():  # a maximum over a NaN is NaN
+    if not logits.max().isfinite():  # also false if any logit is NaN
         return torch.tensor(-1)
     if temperature == 0:
         return logits.argmax()

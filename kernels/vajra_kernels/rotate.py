@@ -2,9 +2,11 @@
 """Norm of each head, rotary embedding and cache write of a step's queries, keys and values, in one launch.
 
 Invariants:
-    - Head h of ``qkv`` is a query head, then a key head, then a value head; value heads are written as they are.
-    - Dimension i < ROTARY / 2 of a query or key head is rotated with dimension i + ROTARY / 2; those from ROTARY on stay.
-    - Keys and values go to slot ``slot_mapping[t]``; a negative slot writes nothing. Queries of such a token are rotated.
+    - The heads of ``qkv`` are query heads, then key heads, then value heads; value heads are written unchanged.
+    - Dimension i < ROTARY / 2 of a query or key head is rotated with dimension i + ROTARY / 2; those from ROTARY on are
+      unchanged.
+    - Keys and values go to slot ``slot_mapping[t]``; for a negative slot they are not written, but the query is
+      rotated.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from vajra_kernels.launch import Launch, next_power_of_2
 from vajra_kernels.operands import Rotation
 
 _ELEMENTS = 1024
-"""Number of elements that one program handles."""
+"""Number of elements per program."""
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def store_heads(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ) -> None:
-    """Store the parts of some heads at ``pointers`` [HEADS, 1] of their first dimensions."""
+    """Store the parts of some heads at ``pointers`` [HEADS, 1], which point to the first dimension of each head."""
     lanes = tl.arange(0, HALF_PAD)[None, :]
     half_ok = ok[:, None] & (lanes < HALF)
     tl.store(pointers + lanes, first.to(pointers.dtype.element_ty), mask=half_ok)
@@ -76,8 +78,8 @@ def rotate_kernel(
 ) -> None:
     """Grid (num_tokens, ceil((QUERY_HEADS + 2 * KV_HEADS) / HEADS)): HEADS heads of one token a program.
 
-    qkv [T, (QUERY_HEADS + 2 * KV_HEADS) * DIM]; query [T, QUERY_HEADS, DIM] dense; cos and sin [positions, HALF]; weight
-    [QUERY_HEADS + KV_HEADS, DIM], of the norm.
+    qkv [T, (QUERY_HEADS + 2 * KV_HEADS) * DIM]; query [T, QUERY_HEADS, DIM] dense; cos and sin [positions, HALF]; the
+    norm's weight [QUERY_HEADS + KV_HEADS, DIM].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -133,7 +135,7 @@ def rotate_launch(
     rotation: Rotation,
     norm: tuple[torch.Tensor, float] | None,
 ) -> Launch:
-    """The launch that turns qkv [T, (Hq + 2 Hkv) * D] into query [T, Hq, D] and entries of the caches.
+    """Return the launch that computes query [T, Hq, D] and cache entries from qkv [T, (Hq + 2 Hkv) * D].
 
     ``norm`` is (weight [Hq + Hkv, D], epsilon) of a norm over each query and key head.
     """

@@ -1,6 +1,6 @@
-"""Sampling of tokens from logits, in one launch and without waiting for the device.
+"""Sample tokens from logits, in one launch and without waiting for the device.
 
-Triton alone (``backend.uses_triton``): on a CPU torch's own sorting is faster.
+Only for Triton (``backend.uses_triton``): on a CPU, torch's sorting is faster.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import torch
 
 
 def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Int64 tokens [R] of logits [R, V]; -1 where a logit is not a number or the largest one is infinite.
+    """Return tokens int64 [R] of logits [R, V]; -1 if a logit is NaN or the largest one is infinite.
 
     Args:
-        logits: any float dtype, rows dense; not written.
+        logits: any float dtype, with dense rows; not modified.
         parameters: float64 [R, len(Column)].
         seen: int32 [H, V], for each history, twice a token's count in the output, plus 1 if it is in the prompt.
     """

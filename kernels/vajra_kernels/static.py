@@ -1,12 +1,13 @@
 """Compiled properties of the built-in configurations, and their bounds.
 
-``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be there) and prints the table of
-docs/evidence/kernels.md; the tests hold the same cases to their bounds.
+``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be present) and prints the table of
+docs/evidence/kernels.md; tests check the same cases against their bounds.
 
 Invariants:
-    - Launches come from the launchers that run, on small stand-in tensors with the shapes' strides and alignment.
-    - No case spills registers (but for 8 bytes in one of them, and a little at head dimension 512 and in sampling), and every
-      one fits the shared memory of its device.
+    - Launches are created by the same functions as at run time, on small tensors with the strides and alignment of the
+      shapes.
+    - No case spills registers (except for 8 bytes in one of them, and a little at head dimension 512 and in sampling),
+      and every case fits the shared memory of its device.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class StaticCase:
 
     Attributes:
         name: kernel and shape.
-        device: the GPU it is compiled for.
-        launch: as made by a launcher.
-        max_registers: per thread.
-        max_shared_bytes: per program.
-        wants_wgmma: the products must be Hopper's warp-group instructions.
-        wants_overlap: loads of a later K/V tile must be in flight while a tile is multiplied.
-        max_stack_bytes: per thread; above 0 where one Triton version keeps an address on the stack, at head dimension 512, and
-            in sampling.
+        device: GPU that it is compiled for.
+        launch: launch to compile.
+        max_registers: bound of registers per thread.
+        max_shared_bytes: bound of shared memory per program.
+        wants_wgmma: True if the products must be Hopper's warp-group instructions.
+        wants_overlap: True if loads of a later K/V tile must be in flight while a tile is multiplied.
+        max_stack_bytes: bound of stack per thread; above 0 if one Triton version keeps an address on the stack, at head
+            dimension 512, and in sampling.
     """
 
     name: str
@@ -83,7 +84,7 @@ class StaticCase:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shape of one attention call, for compiling only."""
+    """Shape of one attention call, for compilation only."""
 
     query_len: int
     head_dim: int = 128
@@ -94,7 +95,7 @@ class AttentionShape:
     softcap: float | None = None
 
     def launch(self, device: DeviceFacts) -> Launch:
-        """The attention of a batch of this shape with 4096 positions of context (a decode's pieces, or the chunk)."""
+        """Return the launch for a batch of this shape with 4096 positions of context (for a decode, that of its pieces)."""
         kv_len = 4096 + self.query_len
         num_blocks = -(-kv_len // self.block_size)
         metadata = build_metadata([self.query_len], [kv_len], [[0] * num_blocks], self.block_size)
@@ -108,12 +109,12 @@ class AttentionShape:
 
 
 _KIB = 1024
-# Three programs of 128 threads must fit a multiprocessor for a decode to keep enough loads in flight.
+# Three programs of 128 threads must fit on a multiprocessor for a decode to keep enough loads in flight.
 _DECODE_REGISTERS, _DECODE_SHARED = 168, 75 * _KIB
 
 
 def static_cases() -> Iterator[StaticCase]:
-    """Every kernel, and the shapes at which configurations change, on the devices whose tables differ."""
+    """Yield every kernel at the shapes where configurations change, for the devices whose tables differ."""
     yield from _decode_cases()
     yield from _ragged_cases()
     yield from _memory_cases()
@@ -150,7 +151,7 @@ def _ragged_cases() -> Iterator[StaticCase]:
         yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
         shape = AttentionShape(512, 256, (8, 4), 32, softcap=50.0)
         yield StaticCase("prefill bf16 d256 softcap", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
-    # Two programs of 256 threads a multiprocessor.
+    # Two programs of 256 threads per multiprocessor.
     shape = AttentionShape(512, 64, block_size=16)
     yield StaticCase("prefill bf16 d64 GQA4 block16", H200, shape.launch(H200), 128, 110 * _KIB, True, True)
     shape = AttentionShape(512, 80, (32, 32), 16, torch.float16)
@@ -188,7 +189,7 @@ def _memory_cases() -> Iterator[StaticCase]:
 
 
 def _layer_cases() -> Iterator[StaticCase]:
-    """Yield the operations between a layer's products and its attention, at the shapes of Llama 8B and Qwen3."""
+    """Yield the operations between a layer's products and its attention, with the shapes of Llama 8B and Qwen3."""
     rows = torch.empty((16, 4096), dtype=torch.bfloat16)
     weight = torch.empty(4096, dtype=torch.bfloat16)
     yield StaticCase("norm 4096", H200, norm_launch(rows, rows, (weight, 1e-5)), 64)
@@ -206,7 +207,10 @@ def _layer_cases() -> Iterator[StaticCase]:
 
 
 def _sampling_cases() -> Iterator[StaticCase]:
-    """Yield the cases of sampling: two programs of 256 threads per multiprocessor; up to 80 bytes on the stack, outside the passes."""
+    """Yield the cases of sampling, for two programs of 256 threads per multiprocessor.
+
+    They may use up to 80 bytes of stack, outside the passes over the logits.
+    """
     tokens, seen = torch.zeros(16, dtype=torch.int64), torch.zeros((1, 151936), dtype=torch.int32)
     parameters = torch.zeros((16, len(Column)), dtype=torch.float64)
     for device, dtype in ((H200, torch.bfloat16), (H200, torch.float32), (A100, torch.bfloat16), (L4, torch.bfloat16)):
@@ -216,7 +220,10 @@ def _sampling_cases() -> Iterator[StaticCase]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the figures of every case as a Markdown table, or JSON lines with ``--json``; return 1 if a bound is exceeded."""
+    """Print the properties of every case as a Markdown table, or as JSON lines with ``--json``.
+
+    Returns 1 if a bound is exceeded, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m vajra_kernels.static", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per case instead of a table")
     options = parser.parse_args(arguments)

@@ -1,18 +1,19 @@
-"""Host memory that KV blocks are swapped to, and the copies between it and the device.
+"""Host memory for swapped-out KV blocks, and the copies between it and the device.
 
-A host block holds a KV block of all layers, K and V, as one run of words. On a GPU the blocks of a swap are gathered into a
-buffer on the device by one launch for each cache, and runs of consecutive host blocks cross in one copy each; the way back is
-the same in reverse. Only gather and scatter run on the compute stream; transfers run on a stream of
-their own, ordered by events.
+A host block holds a KV block of all layers, K and V, as one run of words. On a GPU, the blocks of a swap are gathered
+into a device buffer by one launch per cache, and each run of consecutive host blocks is transferred in one copy; copies
+to the device do the reverse. Only gather and scatter run on the compute stream; transfers run on a separate stream,
+ordered by events.
 
 Invariants:
     - Copies of one direction in one call have distinct destinations.
-    - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
-      What is submitted after a copy to the device finds the blocks there.
-    - The host does not wait otherwise. Its memory may be read only after both streams have completed (``synchronize``).
-    - ``beside`` gives the same memory with streams and buffers of its own. Its copies are ordered with other work by ``follow``
-      and ``synchronize`` alone. There the host waits for each buffer: a device makes copies of one direction one after the
-      other, and a step's tokens would wait for all that were submitted before them.
+    - A copy to the host contains the KV of everything submitted before it, and is not affected by later work. Work
+      submitted after a copy to the device sees the copied blocks.
+    - The host does not wait in these copies. Its memory may be read only after both streams have completed
+      (``synchronize``).
+    - ``beside`` returns the same memory with separate streams and buffers, whose copies are ordered with other work by
+      ``follow`` and ``synchronize`` only. There the host waits for each buffer: a device makes copies of one direction
+      one after the other, so a step's tokens would have to wait for all copies submitted before them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from vajra_kernels.ops import copy_words
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20
-"""Bytes of each buffer on the device: about one millisecond of transfer."""
+"""Bytes of each device buffer, about one millisecond of transfer."""
 
 Pairs = Sequence[tuple[int, int]]
-"""(Device block, host block)."""
+"""Pairs of (device block, host block)."""
 
 
 class StreamKind(Enum):
-    """Kind of stream: work of one stream runs in order, work of two streams is ordered by events only."""
+    """Kind of stream: work within a stream runs in order, work in different streams is ordered by events only."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"
@@ -55,17 +56,17 @@ class Streams(Protocol):
         """Make later work of a stream wait for an event."""
 
     def reach(self, event: Any) -> None:
-        """Wait until an event has happened."""
+        """Block until an event has happened."""
 
     def synchronize(self) -> None:
-        """Wait until all work of both streams is complete."""
+        """Block until all work in both streams is complete."""
 
     def beside(self) -> Streams:
         """Return new streams of the same device."""
 
 
 class CudaStreams:
-    """A stream for transfers, and the current one or one of its own for computing."""
+    """A stream for transfers, and for computing the current stream or a separate one."""
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -105,7 +106,7 @@ class CudaStreams:
 
 
 class SwapSpace:
-    """Host blocks for the KV blocks of some caches."""
+    """Host blocks for swapped-out KV blocks of some caches."""
 
     def __init__(
         self,
@@ -117,10 +118,10 @@ class SwapSpace:
         """Allocate host blocks and device buffers.
 
         Args:
-            caches: [num_layers, num_blocks, block_size, Hkv, D] each, all that move together.
-            num_blocks: on the host.
-            shared_file: back host memory by this file, shared by all processes that name it, instead of pinned memory.
-            streams: replaces the device's streams, for tests of the order.
+            caches: caches of all layers, each [num_layers, num_blocks, block_size, Hkv, D]; their blocks move together.
+            num_blocks: number of host blocks.
+            shared_file: file that backs the host memory, shared by all processes that name it; None for pinned memory.
+            streams: replacement of the device's streams, for tests of the order.
         """
         device = caches[0].device
         self._caches = [block_words(cache) for cache in caches]
@@ -132,7 +133,10 @@ class SwapSpace:
         self._waits = False
 
     def beside(self) -> SwapSpace:
-        """Return the same memory with streams and buffers of its own: its copies run beside those of this one, and one thread makes them."""
+        """Return the same memory with separate streams and buffers.
+
+        Its copies run concurrently with those of this object; one thread at a time may make them.
+        """
         other = copy(self)
         if self._streams is not None:
             other._streams = self._streams.beside()
@@ -147,7 +151,7 @@ class SwapSpace:
                 self._streams.wait(kind, event)
 
     def synchronize(self) -> None:
-        """Wait until all copies are complete."""
+        """Block until all copies are complete."""
         if self._streams is not None:
             self._streams.synchronize()
 
@@ -201,7 +205,10 @@ class SwapSpace:
             yield self._buffers[-1], piece, [(block, row) for row, (block, _) in enumerate(piece)]
 
     def _cross(self, piece: Pairs, rows: torch.Tensor, to_host: bool) -> None:
-        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: one copy per run of consecutive blocks."""
+        """Copy between host blocks and a buffer's first rows.
+
+        ``piece`` is sorted by host block, and each run of consecutive blocks is one copy.
+        """
         begin = 0
         for end in range(1, len(piece) + 1):
             if end < len(piece) and piece[end][1] == piece[end - 1][1] + 1:
@@ -222,7 +229,7 @@ class SwapSpace:
             copy_words(part, words, moved)
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Each cache's part of rows of words, [num_layers, num_rows, words per block]."""
+        """Return each cache's part of rows of words, [num_layers, num_rows, words per block]."""
         parts = torch.split(rows, self._widths, 1)
         return [
             part.view(-1, words.shape[0], words.shape[2]).transpose(0, 1)
@@ -231,7 +238,7 @@ class SwapSpace:
 
 
 class _Buffer:
-    """Rows on the device, and the event after which they may be written."""
+    """Rows on the device, and the event after which they may be overwritten."""
 
     __slots__ = ("free", "words")
 

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
 """Attention of one tile of query rows over a range of a paged KV sequence.
 
-The device functions shared by the decode and the ragged kernel: a running (flash) softmax in base 2 over KV tiles of
-``TILE_N`` positions, which are found through the sequence's row of the block table.
+The decode and the ragged kernel share these device functions: a running (flash) softmax in base 2 over KV tiles of
+``TILE_N`` positions, located through the sequence's row of the block table.
 
 Invariants:
-    - Scores live in log2 units, so that the exponential is one ``ex2`` instruction.
-    - Positions at or beyond ``end`` are never multiplied in: their scores become -inf and their V rows read as zero, so
-      stale or NaN contents of a block's unused slots cannot affect a result.
-    - Every tile starts at a multiple of ``TILE_N``; with ``KV_BLOCK % TILE_N == 0`` a tile lies in one KV block, and
-      its block id is one scalar load.
+    - Scores are in log2 units, so that the exponential is one ``ex2`` instruction.
+    - Positions from ``end`` on do not contribute: their scores become -inf and their V rows read as zero, so stale or
+      NaN contents of a block's unused slots cannot affect a result.
+    - Every tile starts at a multiple of ``TILE_N``; if ``KV_BLOCK % TILE_N == 0``, a tile lies in one KV block, and its
+      block id is one scalar load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent by ``exp2`` alone; libdevice is not available in the interpreter."""
+    """Return the hyperbolic tangent using ``exp2`` only, since libdevice is not available in the interpreter."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
@@ -35,7 +35,10 @@ def tile_pointers(
     KV_BLOCK: tl.constexpr,
     TILE_N: tl.constexpr,
 ) -> tl.tensor:
-    """Pointers [TILE_N, DIM_PAD] of one tile; ``blocks`` is a scalar where a tile lies in one block, else [TILE_N]."""
+    """Return pointers [TILE_N, DIM_PAD] of one tile.
+
+    ``blocks`` is a scalar if a tile lies in one block, else [TILE_N].
+    """
     lanes = tl.arange(0, TILE_N)
     dims = tl.arange(0, DIM_PAD)
     if KV_BLOCK % TILE_N == 0:
@@ -57,7 +60,7 @@ def load_queries(
     DIM_PAD: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
-    """[TILE_M, DIM_PAD] queries of (row, head) pairs, zero where not ``ok`` and in padded dimensions."""
+    """Return queries [TILE_M, DIM_PAD] of (row, head) pairs, zero where ``ok`` is false and in padded dimensions."""
     dims = tl.arange(0, DIM_PAD)
     pointers = q_ptr + (rows * stride_row + heads * stride_head)[:, None] + dims[None, :]
     q = tl.load(pointers, mask=ok[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -74,7 +77,7 @@ def load_tile(
     TILE_N: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """One tile of K or V, zero in padded dimensions and (``MASKED``) at positions from ``end`` on."""
+    """Return one tile of K or V, zero in padded dimensions and, with ``MASKED``, at positions from ``end`` on."""
     in_range = (start + tl.arange(0, TILE_N) < end)[:, None]
     in_head = (tl.arange(0, DIM_PAD) < DIM)[None, :]
     if MASKED and DIM != DIM_PAD:
@@ -95,9 +98,12 @@ def softmax_update(
     multiplier: tl.tensor,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The running softmax after one more tile: (new max, new sum, weights, factor for what was accumulated)."""
+    """Update the running softmax with one more tile.
+
+    Return (new max, new sum, weights, factor for the accumulated output).
+    """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * multiplier)
-    # A row that has attended no position yet keeps -inf; exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
+    # A row without any position so far keeps -inf; exp2(-inf - 0) is 0, while exp2(-inf + inf) would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weights = tl.exp2(scores * multiplier - shift[:, None])
     factor = tl.exp2(row_max - shift)
@@ -135,11 +141,11 @@ def attend_tiles(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold KV positions [begin, end) into (acc, row_max, row_sum).
+    """Include KV positions [begin, end) in (acc, row_max, row_sum), and return them.
 
-    ``begin`` is a multiple of TILE_N. Without ``MASKED``, ``end`` is one too and every row attends every position.
-    With it, row i attends position p where p < end, p <= row_positions[i] and, with ``HAS_WINDOW``,
-    p > row_positions[i] - window. ``UPCAST`` multiplies in float32 (the interpreter cannot multiply bfloat16).
+    ``begin`` is a multiple of TILE_N. Without ``MASKED``, so is ``end``, and every row attends to every position. With
+    ``MASKED``, row i attends to position p if p < end, p <= row_positions[i] and, with ``HAS_WINDOW``, p >
+    row_positions[i] - window. ``UPCAST`` multiplies in float32 (the interpreter cannot multiply bfloat16).
     """
     lanes = tl.arange(0, TILE_N)
     for start in tl.range(begin, end, TILE_N):
@@ -175,7 +181,7 @@ def attend_tiles(
 
 @triton.jit
 def finish_softmax(acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(output, natural log-sum-exp) of a running softmax; a row that attended nothing gives (0, -inf)."""
+    """Return (output, natural log-sum-exp) of a running softmax; a row without any position gives (0, -inf)."""
     empty = row_sum == 0.0
     safe_sum = tl.where(empty, 1.0, row_sum)
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(safe_sum)) * 0.6931471805599453)

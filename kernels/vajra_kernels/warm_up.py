@@ -1,9 +1,9 @@
-"""Compile the attention kernels that a run may need before it begins.
+"""Compile the attention kernels that a run may need before it starts.
 
 Invariants:
-    - Every launch of a batch within the limits has the specialisation of a launch that was run here: kernels are specialised
-      by constants that follow from powers of two, and not by lengths (``do_not_specialize``).
-    - Host-side bounds choose the launches; the tensors are of short sequences, so that little is computed.
+    - Every launch of a batch within the limits has the specialisation of a launch that was run here: kernels are
+      specialised by constants derived from powers of two, and not by lengths (``do_not_specialize``).
+    - Host-side bounds choose the launches, while the tensors describe short sequences, so that little is computed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vajra_kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Attention shape shared by layers of one kind.
+    """Attention parameters shared by layers of one kind.
 
     Attributes:
-        num_query_heads: of q.
+        num_query_heads: number of heads of q.
         scale: factor of the scores.
         window: sliding window, or None.
         softcap: soft cap, or None.
@@ -41,7 +41,14 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest batches: sequences, tokens of one, positions of one; and ``causal``: False if parts of sequences occur."""
+    """Limits of the batches.
+
+    Attributes:
+        max_seqs: number of sequences.
+        max_query_len: query tokens of one sequence.
+        max_kv_len: KV positions of one sequence.
+        causal: False if batches may contain parts of sequences (KV parallelism).
+    """
 
     max_seqs: int
     max_query_len: int
@@ -50,16 +57,16 @@ class Limits:
 
 
 def warm_up_attention(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tensor], limits: Limits) -> set[str]:
-    """Run launches of every specialisation that batches within the limits can need; the specialisations.
+    """Run launches of every specialisation that batches within the limits can need; return the specialisations.
 
-    ``cache`` is one layer's (K, V), of which the first blocks are read.
+    ``cache`` is one layer's (K, V); its first blocks are read.
     """
     done: set[str] = set()
     facts = device_facts(cache[0].device)
     for metadata in _batches(limits, cache[0]):
         launches = attention_launches(_call(kind, cache, metadata), facts)
         keys = {specialization(launch) for launch in launches}
-        if not keys <= done:  # run all, since each reads the output of the one before
+        if not keys <= done:  # run all launches, since each reads the previous one's output
             done |= keys
             _run(launches)
     return done
@@ -88,7 +95,10 @@ def _call(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tensor], metadat
 
 
 def _batches(limits: Limits, k_cache: torch.Tensor) -> Iterator[AttentionMetadata]:
-    """Yield batches whose bounds select every possible launch: decodes alone, and chunks alone (a mixed batch is one or both)."""
+    """Yield batches whose bounds select every possible launch: only decodes, and only chunks.
+
+    A mixed batch uses the launches of one or both.
+    """
     contexts = _powers(limits.max_kv_len)
     for num_seqs in _powers(limits.max_seqs):
         for context in contexts:
@@ -101,7 +111,7 @@ def _batches(limits: Limits, k_cache: torch.Tensor) -> Iterator[AttentionMetadat
 
 
 def _powers(largest: int) -> list[int]:
-    """Powers of two below ``largest``, and it."""
+    """Return the powers of two below ``largest``, and ``largest``."""
     return [*(1 << bit for bit in range((largest - 1).bit_length())), largest]
 
 

@@ -40,7 +40,10 @@ class SettingsModel(BaseModel):
 
 
 def resolved_path(path: str, info: ValidationInfo) -> str:
-    """The path seen from `base_folder`, where the context names one and the file is there."""
+    """Return the path relative to `base_folder`, if the context states one and the file exists there.
+
+    Else unchanged.
+    """
     folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
     if folder is not None and not Path(path).is_absolute():
         candidate = Path(folder) / path
@@ -50,7 +53,10 @@ def resolved_path(path: str, info: ValidationInfo) -> str:
 
 
 def complain_as_value_error(load: Callable[[], object], field: str = "") -> None:
-    """Run `load`, turning the problems of a `ConfigError` into the ValueError that pydantic reports with its place, `field`."""
+    """Run `load`, and convert its `ConfigError` to a ValueError.
+
+    Pydantic reports a ValueError with its place, `field`, which is therefore removed from the problems.
+    """
     try:
         load()
     except ConfigError as error:
@@ -105,27 +111,27 @@ class RooflineConfig(SettingsModel):
         return self
 
     def model_spec(self) -> ModelSpec:
-        """The model, in the dtypes asked for."""
+        """Return the model with the configured dtypes."""
         model = load_model(self.model)
         dtype = self.dtype or model.dtype
         kv_dtype = self.kv_dtype or ("bfloat16" if dtype == "fp8" else dtype)
         return replace(model, dtype=dtype, kv_dtype=kv_dtype)
 
     def device_spec(self) -> DeviceSpec:
-        """The device."""
+        """Return the described device."""
         return load_device(self.device)
 
     def deployment(self) -> Deployment:
-        """The model on its devices: what memory is sized by.
+        """Return the model on its devices, which determines the memory for KV.
 
         Raises:
-            ConfigError: the model cannot be split that way.
+            ConfigError: the model cannot be divided that way.
         """
         split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
         return Deployment(self.model_spec(), self.device_spec(), split)
 
     def build(self) -> RooflineModel | OverlappedRooflineModel:
-        """The latency model."""
+        """Return the latency model."""
         deployment = self.deployment()
         if self.overlap != "partial":
             return OverlappedRooflineModel(
@@ -149,7 +155,7 @@ class ProfiledConfig(SettingsModel):
         return resolved_path(value, info)
 
     def build(self) -> ProfiledModel:
-        """The latency model.
+        """Return the latency model.
 
         Raises:
             ConfigError: the file is missing or broken.
@@ -169,7 +175,7 @@ class ConstantConfig(SettingsModel):
     num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
 
     def build(self) -> ConstantModel:
-        """The latency model."""
+        """Return the latency model."""
         return ConstantModel(self.step_time_s, self.num_stages)
 
 
@@ -199,7 +205,7 @@ class AffineConfig(SettingsModel):
         return self
 
     def build(self) -> AffineModel:
-        """The latency model."""
+        """Return the latency model."""
         return AffineModel(**self.model_dump(exclude={"type"}))
 
 
@@ -215,7 +221,7 @@ class RecordedConfig(SettingsModel):
         return resolved_path(value, info)
 
     def build(self) -> RecordedModel:
-        """The latency model, its recording at the start.
+        """Return the latency model, at the start of its recording.
 
         Raises:
             ConfigError: the table is missing or broken.
@@ -229,7 +235,7 @@ class NoLengthsConfig(SettingsModel):
     """`none`: no estimates."""
 
     def build(self) -> NoLengths:
-        """The predictor."""
+        """Return the predictor."""
         return NoLengths()
 
 
@@ -241,7 +247,7 @@ class ConstantLengthsConfig(SettingsModel):
     p90_tokens: Annotated[float, Field(gt=0)] | None = Field(None, description="90th percentile; the mean when absent.")
 
     def build(self) -> ConstantLengths:
-        """The predictor."""
+        """Return the predictor."""
         mean = self.mean_tokens
         return ConstantLengths(LengthEstimate(mean, self.p50_tokens or mean, self.p90_tokens or mean))
 
@@ -266,7 +272,7 @@ class QuantileLengthsConfig(SettingsModel):
         return value
 
     def build(self) -> QuantileLengths:
-        """The predictor."""
+        """Return the predictor."""
         return QuantileLengths(self.quantiles)
 
 
@@ -277,7 +283,7 @@ class HistoryLengthsConfig(SettingsModel):
     by_tenant: bool = Field(True, description="Whether those of the same tenant alone count.")
 
     def build(self) -> HistoryLengths:
-        """The predictor, which has seen nothing."""
+        """Return the predictor, without any history."""
         return HistoryLengths(self.window, by_tenant=self.by_tenant)
 
 

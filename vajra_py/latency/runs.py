@@ -15,52 +15,54 @@ from vajra_py.latency.models.variation import Variation
 
 @runtime_checkable
 class PredictsDecodeRuns(Protocol):
-    """Predicts many steps at once while a batch does nothing but decode."""
+    """Latency model that predicts many steps of a pure-decode batch at once."""
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """Seconds of each of `num_steps` steps; contexts sum to `first_context_tokens` in the first, and each grows by 1 a step.
+        """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
-        Must equal `batch_time_s` called step by step, bit for bit, so that it makes no difference which one a simulator uses.
+        Contexts sum to `first_context_tokens` in the first step, and each grows by 1 per step. Must equal
+        `batch_time_s` called step by step, bit for bit, so that results do not depend on which of the two a simulator
+        uses.
         """
 
 
 @runtime_checkable
 class VariesSteps(Protocol):
-    """Has the variation of equal steps. Predictions are their mean; a simulator lets single steps take more or less."""
+    """Latency model with the variation of equal steps; predictions are the mean, and simulated steps vary around it."""
 
     variation: Variation | None
-    """None: they do not differ."""
+    """Variation of equal steps; None: they do not vary."""
 
 
 @runtime_checkable
 class HasHostOverhead(Protocol):
-    """Has the time that an engine's host adds to requests beside the model's steps."""
+    """Latency model with the host's overhead on requests, in addition to that on steps."""
 
     @property
     def host(self) -> HostOverhead:
-        """The overhead; steps hold their part of it already."""
+        """Overhead of the host; step predictions include their part of it already."""
 
 
 @runtime_checkable
 class CountsSteps(Protocol):
-    """Counts the sources of predictions for steps that are run, apart from those that policies ask about."""
+    """Latency model that counts executed steps, as opposed to predictions for policies."""
 
     def taken_time_s(self, features: BatchFeatures) -> float:
-        """Return `stage_time_s`, and count the step as taken."""
+        """Return `stage_time_s`, and count the step as executed."""
 
 
 @runtime_checkable
 class ReplaysDurations(Protocol):
-    """Has the duration of each step of a recorded run; a simulator then takes these durations in place of predictions."""
+    """Latency model with the step durations of a recorded run, which a simulator uses instead of predictions."""
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
-        """Seconds of the replica's next step; `step_index`, when given, is checked against the recording.
+        """Return the seconds of the replica's next step; `step_index`, if given, is checked against the recording.
 
         Raises:
-            ExecutorError: the recording has no such replica, has run out, or is queried out of order.
+            ExecutorError: the replica has no recording, its steps are used up, or the order is wrong.
         """
 
     def restart(self) -> None:
-        """Begin every replica's recording anew."""
+        """Restart every replica's recording from its first step."""

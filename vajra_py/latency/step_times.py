@@ -1,4 +1,4 @@
-"""Origin of a run's step times and their known error, in one line for summaries, tables and reports."""
+"""Origin and known error of a run's step times, in one line for summaries, tables and reports."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from vajra_py.contract.latency import DescribesModel, LatencyModel, ModelDescrip
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The origin of step times."""
+    """Origin of step times, and their known errors."""
 
     kind: Origin
     source: str
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), where they were ever compared with an engine."""
+    """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`); empty if never compared with an
+    engine."""
     num_fallback: int = 0
-    """Questions for step times beyond what was measured, which the roofline answered; policies' questions are among them."""
+    """Number of predictions beyond the measurements that the roofline made, including those for policies."""
     filled_fraction: float = 0.0
-    """Share of the run's step time that follows from rules because the tables have no measurement of it."""
+    """Fraction of the run's step time that follows from rules, since the tables have no measurement."""
 
     @property
     def sentence(self) -> str:
-        """One line without its stop."""
+        """Return one line, without a full stop."""
         text = f"{self.kind}: {self.source}"
         if self.errors:
             known = ", ".join(f"{name.removesuffix('_s').upper()} {value:.1%}" for name, value in self.errors.items())
@@ -38,7 +39,7 @@ class StepTimes:
         return text
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values, the sentence among them."""
+        """Return the fields as plain values, with the sentence."""
         return {**asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
 
 
@@ -48,7 +49,7 @@ REAL = StepTimes("real", "computed by the engine")
 
 
 def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
-    """The origin of a run's step times whose replicasets have several: as little to be trusted as the least of them."""
+    """Return the origin for a run with several replicasets: the least trusted of theirs."""
     distinct = list(by_replicaset.values())
     if all(one == distinct[0] for one in distinct):
         return distinct[0]
@@ -63,7 +64,10 @@ def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
 
 
 def description_of(latency: LatencyModel) -> ModelDescription:
-    """Return a latency model's description of itself; of a model without one, that its figures are the experiment's author's."""
+    """Return a latency model's description of itself.
+
+    Without one, that its values come from the experiment's author.
+    """
     if isinstance(latency, DescribesModel):
         return latency.describe()
     return ModelDescription("given", f"{type(latency).__name__}, figures of the experiment's author")

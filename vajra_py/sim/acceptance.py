@@ -1,7 +1,8 @@
-"""Models of which drafts are accepted in a simulation.
+"""Models of the acceptance of drafts in a simulation.
 
-What becomes of a draft depends on the seed, the request and the place of the token in its output, and not on which steps a
-policy forms: a token that is hard to guess is so under every policy (common random numbers).
+Whether a draft is accepted depends on the seed, the request and the token's position in its output, but not on the
+steps that a policy
+forms: a token that is hard to predict is so under every policy (common random numbers).
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ _DRAWN_AT_ONCE = 64
 
 
 class AcceptanceModel(Protocol):
-    """Predicts how many drafts of a decode are accepted."""
+    """Model of the number of accepted drafts of a decode."""
 
     @property
     def max_tokens(self) -> int | None:
-        """Most drafts for which it has an answer; None: any number."""
+        """Largest number of drafts per step that the model supports; None: any number."""
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
-        """Return how many of the drafts for the request's next tokens are accepted, 0 to all."""
+        """Return how many of the drafts for the request's next tokens are accepted, from 0 to `num_drafts`."""
 
     def release(self, request: Request) -> None:
         """Forget a request that has ended."""
 
 
 class RatesByPosition:
-    """Each draft is accepted with a chance that depends on its position, given that those before it are.
+    """Acceptance with a probability for each position, given that all earlier drafts of the step are accepted.
 
-    Each output token of a request has one random number, drawn from a stream of the request.
+    Each output token of a request has one random number, drawn from the request's own stream.
     """
 
     def __init__(self, rates: Sequence[float], seeds: SeedTree, *, endless: bool = False) -> None:
-        """`endless`: the last rate counts for all further positions."""
+        """`endless`: the last rate applies to all further positions."""
         self._rates = rates
         self._seeds = seeds
         self._is_endless = endless
@@ -81,16 +82,16 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Drafts are accepted for the tokens for which they were in a recorded run; none behind its end."""
+    """Acceptance as in a recorded run: the same tokens of a request are accepted; none after the end of its record."""
 
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """`accepted`: (output tokens before, drafts accepted) of each verification, by request."""
+        """`accepted`: (output tokens before, accepted drafts) of each verification, by request."""
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
-        """See `AcceptanceModel`; none of a request that had no drafts in the trace."""
+        """See `AcceptanceModel`; 0 for a request without drafts in the trace."""
         guessed = self._guessed.get(request.request_id, frozenset())
         place = request.num_output_tokens
         for position in range(num_drafts):
@@ -103,12 +104,12 @@ class AcceptedInTrace:
 
 
 def _guessed(verified: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """Places in the output of the tokens that were drafted rightly."""
+    """Return the positions in the output of the tokens that were accepted drafts."""
     return frozenset(place for start, count in verified for place in range(start, start + count))
 
 
 def acceptance_model(config: SimulatedDraftsConfig, seeds: SeedTree) -> AcceptanceModel:
-    """Build the model of these settings. Raises `ConfigError` for a file that cannot be read."""
+    """Return the acceptance model of these settings. Raises `ConfigError` for a file that cannot be read."""
     if config.rate is not None:
         return RatesByPosition([config.rate], seeds, endless=True)
     if config.rates is not None:
@@ -132,7 +133,7 @@ def _verified(row: Mapping[str, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def read_acceptance(path: Path) -> list[float]:
-    """Read a measured table: the chance of each draft given that those before it are accepted.
+    """Read a measured table: the probability of each draft's acceptance, given that all earlier ones are accepted.
 
     Raises `ConfigError` with file, line and reason.
     """

@@ -1,4 +1,4 @@
-"""End times of a run of decode steps known in advance."""
+"""End times of a run of decode steps, computed in advance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""First and greatest number of steps computed at once; a longer run is split."""
+"""Initial and largest number of steps computed at once; a longer run is split."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
 
 @runtime_checkable
 class TimesRuns(Protocol):
-    """A step timer with the durations of several steps in advance."""
+    """Step timer that can compute the durations of several steps in advance."""
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """Return the end ticks of steps that begin now, one after another, with the durations of `stage_ticks`.
@@ -35,7 +35,7 @@ class TimesRuns(Protocol):
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
-    """Return the predictor of decode runs: (decodes, their context tokens at first, steps) to the seconds of each step."""
+    """Return a function from (decodes, sum of their contexts in the first step, steps) to the seconds of each step."""
     if isinstance(latency, PredictsDecodeRuns):
         return latency.decode_run_times_s
 
@@ -47,13 +47,16 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
 
 
 def check_step_time(seconds: float) -> None:
-    """Raise `ExecutorError` for a number that cannot be the duration of a step, or of a run of them."""
+    """Raise `ExecutorError` for a number that cannot be the duration of a step, or of a run of steps."""
     if not 0.0 <= seconds <= LAST_S:
         raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
 
 
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
-    """Return the end ticks of steps that begin now one after another, each with a fixed overhead and of at least one tick."""
+    """Return the end ticks of consecutive steps that begin at `now`.
+
+    Each has a fixed overhead and lasts at least one tick.
+    """
     if isinstance(seconds, np.ndarray):
         shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))
         check_step_time(shortest)
@@ -77,6 +80,6 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
 
 
 def ends_of(now: int, durations: Sequence[int]) -> array[int]:
-    """Return the end ticks of steps of these durations, one after another from `now`, as far as the clock reaches."""
+    """Return the end ticks of consecutive steps with these durations from `now`, up to the clock's last tick."""
     ends = list(accumulate(durations, initial=now))
     return array("q", ends[1:] if ends[-1] <= NEVER else ends[1 : bisect_right(ends, NEVER)])

@@ -1,4 +1,4 @@
-"""Simulated execution: step durations and the ends of requests."""
+"""Simulated execution: durations of steps, and ends of requests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class StepTimer(Protocol):
     """Durations of simulated steps."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Ticks that one pipeline stage (the whole step, when there is one) is busy with the plan."""
+        """Return the ticks that one pipeline stage is busy with the plan; with one stage, those of the whole step."""
 
 
 @runtime_checkable
 class TimesFirstStage(Protocol):
-    """Timer of steps that went through pipeline stages: `stage_ticks` is a step's time in all of them."""
+    """Timer of recorded steps with pipeline stages, for which `stage_ticks` is the time over all stages."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Ticks from forming the step to its result."""
+        """Return the ticks from forming the step until its result."""
 
     def first_stage_ticks(self, plan: StepPlan) -> int:
-        """Ticks from forming the step until the first stage was free."""
+        """Return the ticks from forming the step until the first stage is free."""
 
 
 class PredictedTimer:
-    """Timer by the latency model, with a fixed overhead for scheduling."""
+    """Timer that uses a latency model, plus a fixed overhead for scheduling."""
 
     def __init__(self, latency: LatencyModel, overhead_s: float = 0.0) -> None:
         self._stage_time_s = latency.taken_time_s if isinstance(latency, CountsSteps) else latency.stage_time_s
@@ -49,22 +49,23 @@ class PredictedTimer:
         self._overhead_ticks = to_ticks(overhead_s)
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """The latency model's answer for the plan's slowest group."""
+        """Return the predicted ticks for the slowest group of the plan."""
         seconds = self._stage_time_s(plan.features)
         if not 0.0 <= seconds <= LAST_S:
             check_step_time(seconds)
         return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """Return the end ticks of steps that begin now, one after another, and only decode."""
+        """Return the end ticks of consecutive steps that begin at `now` and only decode."""
         seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
         return run_ends_of(now, seconds, self._overhead_ticks)
 
 
 class VariedTimer(PredictedTimer):
-    """Timer of one replica by the latency model, with a random factor for each step, and the fixed overhead.
+    """Timer of one replica that uses a latency model with a random factor for each step, plus the fixed overhead.
 
-    The factor of a replica's n-th step is the same however its time is computed: alone, or as part of a run of decodes.
+    The factor of a replica's n-th step does not depend on whether its time is computed alone or as part of a run of
+    decodes.
     """
 
     def __init__(self, latency: LatencyModel, overhead_s: float, replica: Replica, factors: StepFactors) -> None:
@@ -73,7 +74,7 @@ class VariedTimer(PredictedTimer):
         self._factors = factors
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """The latency model's answer for the plan's slowest group, varied."""
+        """Return the predicted ticks for the slowest group of the plan, varied by the step's factor."""
         features = plan.features
         (factor,) = self._factors.of(plan.step_index, 1, has_prompts=features.num_prefills > 0)
         seconds = self._stage_time_s(features) * float(factor)
@@ -81,14 +82,14 @@ class VariedTimer(PredictedTimer):
         return to_ticks(seconds) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """See `TimesRuns`: the step just formed and those after it."""
+        """See `TimesRuns`: the ends of the step just formed and of those after it."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
         factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
 
 
 class DraftingTimer:
-    """Timer whose steps with drafts take longer: drafting takes time too."""
+    """Timer that adds the time of drafting to steps with drafts."""
 
     def __init__(self, timer: StepTimer, rules: DraftRules) -> None:
         self._timer = timer
@@ -100,7 +101,7 @@ class DraftingTimer:
 
 
 class MergingTimer:
-    """Timer of one replica whose weights have the adapter of a step merged in where all its requests have the same one."""
+    """Timer of one replica that merges an adapter into the weights while all requests of a step use the same adapter."""
 
     def __init__(self, timer: StepTimer, rules: MergeRules) -> None:
         self._timer = timer
@@ -122,7 +123,10 @@ class MergingTimer:
 
 
 def predicted_timers(latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0) -> Callable[[Replica], StepTimer]:
-    """Return the timer of each replica; they differ where the latency model draws random factors, or drafts or adapters take time."""
+    """Return a function that creates the timer of each replica.
+
+    Timers differ by replica if the latency model draws random factors, or if drafts or adapters take time.
+    """
     timers = _timers_of_models(latency, seeds, overhead_s)
 
     def timer_of(replica: Replica) -> StepTimer:
@@ -152,13 +156,13 @@ def _timers_of_models(latency: LatencyModel, seeds: SeedTree, overhead_s: float)
 
 
 class RecordedTimer:
-    """Timer by a recorded run, in the order in which the replica formed its steps."""
+    """Timer with the durations of a recorded run, in the order in which the replica formed its steps."""
 
     def __init__(self, next_duration_s: Callable[[int], float]) -> None:
         self._next_duration_s = next_duration_s
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """The next recorded duration of the plan's replica."""
+        """Return the next recorded duration of the plan's replica, in ticks."""
         return to_ticks(self._next_duration_s(plan.replica_id))
 
 
@@ -166,19 +170,22 @@ _NOTHING_KNOWN = StepResult()
 
 
 class SimulatedExecutor:
-    """Executor with the true output lengths of a workload; tokens have no ids here."""
+    """Executor that uses the true output lengths of a workload; its tokens have no ids."""
 
     def __init__(self, acceptance: AcceptanceModel | None = None) -> None:
-        """`acceptance`: which drafts are accepted; None: there are none."""
+        """`acceptance`: model of the acceptance of drafts; None: there are no drafts."""
         self._output_tokens: dict[Request, int] = {}
         self._acceptance = acceptance
 
     def expect(self, request: Request, num_output_tokens: int) -> None:
-        """Set the number of tokens after which the request will stop by itself."""
+        """Set the number of tokens after which the request ends by itself."""
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:
-        """Return the result of a step that has just ended: one token for every entry that was due one, and accepted drafts."""
+        """Return the result of a step that has just ended.
+
+        It has one token for every entry that samples, and its accepted drafts.
+        """
         if self._acceptance is None or not plan.drafts:
             return _NOTHING_KNOWN
         drafts = [
@@ -187,11 +194,11 @@ class SimulatedExecutor:
         return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return `at_most`: any number of drafts can be simulated."""
+        """Return `at_most`, since any number of drafts can be simulated."""
         return at_most
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """The true output length."""
+        """Return the true output length."""
         return self._output_tokens.get(request)
 
     def withheld_token(self, request: Request) -> StepResult:

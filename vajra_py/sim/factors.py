@@ -1,4 +1,4 @@
-"""Random step-time factors by seed, equal however steps are computed."""
+"""Random factors on step times, drawn from the seed, and independent of how steps are computed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _BLOCK = 1024
 
 
 class StepFactors:
-    """Factors of one replica's steps, by step index. Computed in blocks, of which the last one asked for is kept.
+    """Factors of one replica's steps, by step index; computed in blocks, of which the last used one is cached.
 
-    How lucky a step is depends on the seed and its index alone; by what factor that lengthens it, on what it does too.
+    A step's quantile depends only on the seed and its index; the factor for that quantile also depends on the kind of
+    step.
     """
 
     def __init__(self, variation: Variation, seeds: SeedTree) -> None:
@@ -24,7 +25,7 @@ class StepFactors:
         self._blocks: dict[bool, npt.NDArray[np.float64]] = {}
 
     def of(self, first: int, count: int, *, has_prompts: bool) -> npt.NDArray[np.float64]:
-        """Return the factors of `count` steps from the `first` on, all of one kind."""
+        """Return the factors of `count` steps from index `first` on, all of one kind."""
         index, at = divmod(first, _BLOCK)
         if at + count <= _BLOCK:
             return self._drawn(index)[has_prompts][at : at + count]

@@ -1,6 +1,7 @@
-"""Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them on demand.
+"""Decode fast-forward: launch all repetitions of a steady decode step as one event, and apply them on demand.
 
-How many repetitions are sure is decided by the mechanism (`vajra_py.runtime.step.fast_forward`). The results are those of single steps.
+The mechanism determines the number of certain repetitions (`vajra_py.runtime.step.fast_forward`). Results equal those
+of single steps.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ class DecodeFastForward:
     """`FastForward` of a simulator."""
 
     def __init__(self, driver: Driver[SimReplica], end_now: Callable[[SimReplica], None]) -> None:
-        """`end_now` handles the end of a replica's step in flight, which is due now and not an event."""
+        """`end_now` handles the end of a replica's step in flight that is due now and has no event."""
         self._driver = driver
         self._end_now = end_now
         self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
         """Replicas whose step in flight is the first of a run, by replicaset and id."""
 
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
-        """Launch a plan with its repetitions; returns when the last one ends, None when it is not sure to be repeated."""
+        """Launch a plan with its repetitions.
+
+        Return the tick at which the last one ends, or None if no repetition is certain.
+        """
         runs, replica, now = one.runs, one.replica, self._driver.now
         if runs is None:
             return None
@@ -46,7 +50,7 @@ class DecodeFastForward:
         return ends[-1]
 
     def finish(self, one: SimReplica) -> None:
-        """Apply the steps before the last one of a run, which ends now."""
+        """Apply the steps of a run before its last one, which ends now."""
         assert one.run_ends is not None
         if len(one.run_ends) > 1:
             self._sync(one, goes_on=True)
@@ -54,7 +58,7 @@ class DecodeFastForward:
         self.forget(one)
 
     def forget(self, one: SimReplica) -> None:
-        """Take the replica out of its run."""
+        """End the run of a replica without applying its steps."""
         one.run_ends = None
         self._running[one.replica.replicaset].pop(one.replica.replica_id, None)
 
@@ -104,14 +108,14 @@ class DecodeFastForward:
             self._sync(one, goes_on=False)
 
     def _due(self, replicaset: str) -> list[SimReplica]:
-        """Replicas in a run of which a step has ended or ends now; most have none between two events of others."""
+        """Return the replicas in a run of which a step has ended or ends now; usually none between two events."""
         now = self._driver.now
         return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
-        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight is its last.
+        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the run's last.
 
-        `up_to_now`: also the one that ends now, which precedes what happens now.
+        `up_to_now`: also apply the step that ends now, which comes before the current event.
         """
         ends, plan = one.run_ends, one.plan
         if ends is None or plan is None:
@@ -134,7 +138,10 @@ class DecodeFastForward:
         replica.note_waiting()
 
     def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
-        """Complete the step in flight and repetitions of it; the first by itself if those after it had fewer blocks than in its plan."""
+        """Complete the step in flight and its repetitions.
+
+        The first step is completed separately if it had more free blocks in its plan than the later ones.
+        """
         replica, now = one.replica, self._driver.now
         self._driver.count_repeats(len(ended_at))
         if one.is_apart:
@@ -145,7 +152,7 @@ class DecodeFastForward:
             replica.complete_repeats(plan, ended_at, now)
 
     def _end_after(self, one: SimReplica, num_steps: int) -> None:
-        """Make the run end after so many more steps, the one in flight included."""
+        """Make the run end after `num_steps` more steps, including the one in flight."""
         ends, driver = one.run_ends, self._driver
         assert ends is not None
         del ends[num_steps:]

@@ -1,4 +1,4 @@
-"""A simulated replica: the step that it executes, its end, and its timer."""
+"""A simulated replica: its step in flight, the end of that step, and its timer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class SimReplica(BackendReplica):
 
     timer: StepTimer
     runs: TimesRuns | None
-    """The timer, if it has the durations of several steps in advance."""
+    """The timer, if it can compute the durations of several steps in advance; else None."""
     stage_free_at: list[int] = field(default_factory=list)
-    """Tick from which each pipeline stage is free; empty where there is one."""
+    """Tick from which each pipeline stage is free; empty with a single stage."""
     plan: StepPlan | None = None
-    """The step in flight, with one pipeline stage."""
+    """The step in flight, with a single pipeline stage."""
     run_ends: array[int] | None = None
-    """End ticks of a run's steps, when the step in flight is the first of one; the end of the run is an event."""
+    """End ticks of a run's steps, if the step in flight is the first of a run; the end of the run is an event."""
     is_apart: bool = False
-    """True if blocks were taken from outside since the step in flight was formed, so that it has a record of its own."""
+    """True if blocks were taken between steps since the step in flight was formed, so that it needs its own record."""
     run_limit: int = FIRST_STEPS
-    """Number of steps worked out at once: more after a run that came to its end, few after one that was cut short."""
+    """Number of steps computed at once: increased after a run that was completed, reset after one that was
+    interrupted."""

@@ -1,6 +1,7 @@
 """A discrete-event simulation: the backend of a driver whose clock jumps to the next event.
 
-Only steps, arrivals and ends are events. Between them nothing changes, and what a step costs is what changed in it.
+Only steps, arrivals and ends are events; nothing changes between them, and the cost of simulating a step depends on its
+changes.
 """
 
 from __future__ import annotations
@@ -50,47 +51,48 @@ _STEP_END, _ARRIVAL = Phase.STEP_END, Phase.ARRIVAL
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Rules of one simulation."""
+    """Options of one simulation."""
 
     horizon_s: float | None = None
-    """Time after which no request arrives, seconds; None: the whole workload."""
+    """Time in seconds after which no request arrives; None: the whole workload arrives."""
     drain: bool = True
-    """True: run on after the last arrival (or the horizon) until every request has ended."""
+    """True to continue after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
     fast_forward: bool = True
-    """True: work out at once the steps that policies declare to repeat; the results are the same either way."""
+    """True to compute steps that policies declare to repeat at once; results are the same either way."""
     check_every_steps: int = 0
-    """Number of steps between checks of conservation; 0: never."""
+    """Number of steps between conservation checks; 0: no checks."""
     expires: bool = True
-    """True if requests expire by the clock; False: only by inputs."""
+    """True if requests expire by the clock; False: only by injected inputs."""
     arrival_delay_s: float = 0.0
-    """Delay from a request's arrival to the scheduler's queue, seconds."""
+    """Delay in seconds from a request's arrival until it is in the scheduler's queue."""
     asynchronous: bool = False
-    """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
-    Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
+    """True to schedule like an engine with async scheduling: a request that arrives during a step misses the next one.
+    Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`)."""
     times_transfers: bool = True
-    """True if transfers of KV take the time of a model of the links; False: each ends by an input."""
+    """True if a model of the links times transfers of KV; False: each ends by an injected input."""
     wakes: bool = True
-    """True if policies are woken at the times they set; False: only by inputs."""
+    """True if policies are woken at the times they set; False: only by injected inputs."""
     isolates_policies: bool = False
-    """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
+    """True if a policy that breaks the contract takes its replicaset out of service instead of ending the
+    simulation."""
     policy_timeout_s: float | None = 60.0
-    """Real seconds after which a policy that has not returned breaks the contract; None: no limit."""
+    """Real seconds after which a policy call counts as a breach of the contract; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """A request that is accepted at another time than the client sent it."""
+    """A request that is accepted at a different time than the client sent it."""
 
     spec: RequestSpec
     arrived_at: float
-    """Time at which the client sent it, seconds."""
+    """Time in seconds when the client sent it."""
     is_queued: bool = True
-    """True if the scheduler sees it at once; otherwise with the next step that is scheduled."""
+    """True if the scheduler sees the request at once; otherwise it does from the next scheduled step on."""
     salt: str | None = None
     """Prefixes are shared only among requests with the same salt; None: as in the settings."""
     reads_cache: bool = True
-    """True if it may use the contents of the prefix cache."""
+    """True if the request may use the contents of the prefix cache."""
 
 
 Injected: TypeAlias = (
@@ -125,7 +127,7 @@ class Simulator(Backend[SimReplica]):
     ) -> None:
         self.controller = controller
         self.violations: list[tuple[int, str, str]] = []
-        """(tick, replicaset, violation) of policies that were isolated."""
+        """Policies that were isolated: (tick, replicaset, violation)."""
         self._executor = executor
         self._options = options
         self._progress = progress
@@ -161,13 +163,13 @@ class Simulator(Backend[SimReplica]):
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self._driver.num_steps
 
-    # The clock
+    # Clock
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
-        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy never schedules waiting requests."""
+        """Simulate to the end (or the horizon). Raises `PolicyError` if a policy never schedules waiting requests."""
         with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
@@ -192,7 +194,7 @@ class Simulator(Backend[SimReplica]):
                 return
 
     def abort_at(self, seconds: float, request_id: str) -> None:
-        """Schedule the abort of a request by its client."""
+        """Schedule the abort of a request by its client, at a time in seconds."""
         self.inject(to_ticks(seconds), Phase.ABORT, request_id)
 
     def inject(self, tick: int, phase: Phase, payload: Injected) -> None:
@@ -202,7 +204,7 @@ class Simulator(Backend[SimReplica]):
     # Arrivals and departures
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
-        """Return the requests with an arrival time of their own; the others wait for those that they follow."""
+        """Return the requests with their own arrival time; the others arrive after the requests that they follow."""
         if isinstance(workload, Workload) and not workload.has_followers:
             return iter(workload)
         if isinstance(workload, Iterator):  # it is iterated over twice
@@ -210,7 +212,7 @@ class Simulator(Backend[SimReplica]):
         for spec in workload:
             self._followers.add(spec)
         if isinstance(workload, Workload):
-            return iter(workload.leaders())  # a request with a long prompt takes time to make
+            return iter(workload.leaders())  # avoids creating the other requests, whose long prompts take time
         return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:
@@ -231,7 +233,7 @@ class Simulator(Backend[SimReplica]):
                 return
         else:
             spec, arrived_at, salt, reads = payload, None, None, True
-            if not spec.parents:  # first, so that no step is formed between arrivals of one tick
+            if not spec.parents:  # pushed first, so that no step is formed between arrivals of the same tick
                 self._next_arrival()
             options = self._options
             if options.asynchronous or options.arrival_delay_s:
@@ -249,9 +251,9 @@ class Simulator(Backend[SimReplica]):
         )
 
     def _next_scheduling(self) -> int:
-        """Return the tick at which an async engine sees a request that comes now: just after the step in flight has ended.
+        """Return the tick at which an async engine schedules a request that arrives now.
 
-        At once while a replica is idle; of several busy ones each is tried in turn.
+        It is the current tick if a replica is idle, else right after a step in flight; busy replicas are taken in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):
@@ -269,25 +271,25 @@ class Simulator(Backend[SimReplica]):
         self._executor.expect(request, payload.num_output_tokens)
 
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
-        """See `Backend`; one executor has every request."""
+        """See `Backend`; one executor serves all replicas."""
 
     def on_transfer(self, transfer: Transfer[SimReplica]) -> None:
-        """See `Backend`; its end is an event of the links' model, or of a recorded run."""
+        """See `Backend`; the end is an event, timed by the links' model or by a recorded run."""
 
     def on_transfer_cancelled(self, transfer: Transfer[SimReplica]) -> None:
         """See `Backend`."""
 
     def on_adapter_load(self, replica: SimReplica, load: AdapterLoad) -> None:
-        """See `Backend`; its end is an event of a recorded run."""
+        """See `Backend`; the end is an event of a recorded run."""
 
     def on_tier_copy(self, copy: TierCopy[SimReplica]) -> None:
-        """See `Backend`; its end is an event of a recorded run."""
+        """See `Backend`; the end is an event of a recorded run."""
 
     def on_tier_copy_cancelled(self, copy: TierCopy[SimReplica]) -> None:
         """See `Backend`."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `Backend`; a request whose last parent was among them arrives after its think time."""
+        """See `Backend`; requests whose last parent has ended arrive after their think time."""
         for request, _ in ended:
             self._executor.release(request)
             for spec in self._followers.released_by(request.request_id):
@@ -306,7 +308,7 @@ class Simulator(Backend[SimReplica]):
     # Steps
 
     def launch(self, replica: SimReplica, plan: StepPlan) -> int:
-        """See `Backend`: the step's end is an event, the last one's when it is launched with repetitions."""
+        """See `Backend`: the end of the step is an event; with repetitions, that of the last one."""
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan
@@ -341,7 +343,10 @@ class Simulator(Backend[SimReplica]):
         return self.now
 
     def on_step_end(self, replica: SimReplica, payload: StepPlan | None, *, at_once: bool = True) -> None:
-        """See `Backend`; `payload`: the plan, with several pipeline stages. `at_once`: see `Driver.complete`."""
+        """See `Backend`; `payload` is the plan if there are several pipeline stages.
+
+        `at_once`: see `Driver.complete`.
+        """
         plan = payload
         if plan is None:
             if replica.run_ends is not None:

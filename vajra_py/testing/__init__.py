@@ -1,6 +1,6 @@
-"""Conformance checks, fakes and scenarios shipped to plug-in authors.
+"""Conformance checks, fakes and scenarios for plug-in authors.
 
-Names are loaded when they are first used: importing this package alone costs nothing.
+Names are loaded on first use, so importing this package alone is cheap.
 """
 
 from __future__ import annotations

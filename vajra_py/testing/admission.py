@@ -6,7 +6,7 @@ In a package's own tests:
     def test_keeps_the_contract(spec):
         check_admission_policy(spec)
 
-The policy is built as a run builds it, and decides in small simulated situations beside plain policies.
+The policy is built as in a run, and decides in small simulated situations with plain policies in the other layers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _NUM_REPLICAS = 2
 
 
 def admission_policies_under_test() -> list[AdmissionSpec]:
-    """Return every installed admission policy by name; what `pytest.mark.parametrize` needs."""
+    """Return every installed admission policy by name, for `pytest.mark.parametrize`."""
     return [offer.spec for offer in load_registry().admission_policies.values()]
 
 
 def check_admission_policy(spec: AdmissionSpec, params: Mapping[str, Any] | None = None) -> None:
-    """Run every check of an admission policy, with its default parameters or these.
+    """Run every check of an admission policy, with its default parameters or `params`.
 
-    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found.
+    Raises `AssertionError` that names the policy and, one per line, every failed check with its finding.
     """
     subject = _Subject(spec, params or {})
     checks = {name: partial(check, subject) for name, check in _CHECKS.items()}
@@ -57,14 +57,14 @@ def check_admission_policy(spec: AdmissionSpec, params: Mapping[str, Any] | None
 
 @dataclass(eq=False)
 class _Subject:
-    """A policy with its parameters, and what it did in each scenario so far."""
+    """A policy with its parameters, and its cached outcome in each scenario."""
 
     spec: AdmissionSpec
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def build(self, context: Any) -> Any:
-        """A fresh policy."""
+        """Build a new policy object."""
         return self.spec.build(self.spec.config(**self.params), context)
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
@@ -81,7 +81,7 @@ class _Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Observe it in a scenario in which nothing is wrapped or changed; requests and blocks are counted after every step."""
+        """Return the outcome of a scenario without wrapping; requests and blocks are counted after every step."""
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario, rules=Rules())
@@ -98,7 +98,7 @@ def _builds(subject: _Subject) -> None:
 
 
 def _decides_about_everybody(subject: _Subject) -> None:
-    """Check that every request is let in or turned away, ends exactly once, and none is forgotten at the gate."""
+    """Check that every request is accepted or refused, ends exactly once, and is not left deferred."""
     for scenario in SCENARIOS:
         require_all_end(subject.base(scenario), f" ({scenario.name})")
 

@@ -1,4 +1,4 @@
-"""Common parts of the conformance suites of all kinds of policies."""
+"""Common parts of the conformance suites for all kinds of policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vajra_py.testing.purity import ImpureError, only_pure
 from vajra_py.testing.scenarios import Outcome, StuckError
 
 POLICY_TIMEOUT_S = 30.0
-"""Time limit of a policy for one call under test, seconds of real time."""
+"""Time limit of one policy call under test, in seconds of real time."""
 
 
 def run_checks(
@@ -22,10 +22,11 @@ def run_checks(
     policy_timeout_s: float = POLICY_TIMEOUT_S,
     needed: Collection[str] = (),
 ) -> None:
-    """Run checks by name, in which each call may take this long (seconds of real time).
+    """Run checks by name; each policy call in them may take up to `policy_timeout_s` seconds of real time.
 
-    Raises `AssertionError` that names the policy (`what`) and, one to a line, every check that failed and what was found. None follows a
-    check that failed and is `needed` by the others, or in which a call did not return: every further call would take as long.
+    Raises `AssertionError` that names the policy (`what`) and, one per line, every failed check with its finding. No
+    check follows a failed one that is `needed` by the others, nor one in which a call did not return, since every
+    further call would take as long.
     """
     failures = []
     for name, check in checks.items():
@@ -36,7 +37,7 @@ def run_checks(
             continue
         except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError, DidNotReturn) as error:
             text, is_endless = str(error), _is_from_endless_call(error)
-        except Exception as error:  # raised by the policy while it was built
+        except Exception as error:  # any error, which the policy raised while it was built
             text = f"{type(error).__name__}: {error}"
         failures.append(f"  {name}: {text}")
         if is_endless or name in needed:
@@ -60,7 +61,7 @@ def require(condition: bool, message: str) -> None:
 def require_built(
     build: Callable[[], object], params: Mapping[str, Any], check_shape: Callable[[object], None], protocol: type
 ) -> None:
-    """Raise `AssertionError` unless a policy can be built, has the right shape and keeps to its Protocol."""
+    """Raise `AssertionError` unless a policy can be built, has the right methods and satisfies its Protocol."""
     try:
         policy = build()
     except Exception as error:
@@ -74,7 +75,7 @@ def require_built(
 
 
 def require_all_end(outcome: Outcome, where: str = "") -> None:
-    """Raise `AssertionError` unless every request ended exactly once; `where` ends the message."""
+    """Raise `AssertionError` unless every request ended exactly once; `where` is appended to the message."""
     require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended{where}")
     num_ends = len({end[0] for end in outcome.ends})
     is_once = num_ends == len(outcome.ends) == len(outcome.requests)
@@ -82,7 +83,7 @@ def require_all_end(outcome: Outcome, where: str = "") -> None:
 
 
 def packages_of(*parts: object) -> set[str]:
-    """Names of the packages that define these functions and classes, this one aside."""
+    """Return the names of the packages that define these functions and classes, without this package."""
     return {str(getattr(one, "__module__", "")).partition(".")[0] for one in parts} - {"vajra_py"}
 
 
@@ -94,7 +95,10 @@ def check_situations(
     otherwise: str,
     policy_timeout_s: float,
 ) -> None:
-    """Run a policy twice with the settings of each situation; raises like `run_checks`, with `otherwise` where the second run differs."""
+    """Run a policy twice with the settings of each situation.
+
+    Raises like `run_checks`; if the second run differs, the message contains `otherwise`.
+    """
     packages = packages_of(spec.config, spec.build)
     checks = {
         name: partial(_require_same_again, partial(run, settings), packages, otherwise)
@@ -104,7 +108,7 @@ def check_situations(
 
 
 def _require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
-    """Raise `AssertionError` unless a second run, in which clocks and unseeded random numbers raise, returns the same."""
+    """Raise `AssertionError` unless a second run returns the same; clocks and unseeded random numbers raise in it."""
     first = run()
     violations: list[str] = []
     try:

@@ -1,14 +1,14 @@
 """Conformance suite: the checks that every policy must pass.
 
-In a package's own tests one line does:
+A package's own tests need one function:
 
     @pytest.mark.parametrize("spec", vajra_policies(), ids=lambda spec: spec.name)
     def test_keeps_the_contract(spec):
         check_policy(spec)
 
-The policy is built as a run builds it and put through small simulated situations beside plain policies for the other
-two layers. Whatever it promises beyond its Protocol (how keys move, steps that repeat, no need of load figures, no idling)
-is held against what it does.
+The policy is built as in a run, and tested in small simulated situations with plain policies in the other layers. Every
+promise beyond its Protocol (movement of keys, repeated steps, independence of load, no idling) is compared with its
+behaviour.
 """
 
 from __future__ import annotations
@@ -70,16 +70,17 @@ ALL_LAYERS = tuple(Layer)
 
 
 class ConformanceWarning(UserWarning):
-    """A policy does something that the contract allows but its author hardly intended."""
+    """Warning of behaviour that the contract allows but that is hardly intended."""
 
 
 def check_policy(
     spec: PolicySpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
-    """Run every check of the policy's layer, with its default parameters or these.
+    """Run every check of the policy's layer, with its default parameters or `params`.
 
-    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found; warns with
-    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` in one call fails, and is not called any more.
+    Raises `AssertionError` that names the policy and, one per line, every failed check with its finding. Warns with
+    `ConformanceWarning` of behaviour that is allowed but hardly intended. A policy whose call takes longer than
+    `policy_timeout_s` fails, and is not called again.
     """
     subject = Subject(spec, params or {})
     checks = conformance_checks(spec.layer)
@@ -88,19 +89,19 @@ def check_policy(
 
 
 def conformance_checks(layer: Layer) -> list[Check]:
-    """The checks for policies of a layer; each can be called with a `PolicySpec` (and parameters) by itself."""
+    """Return the checks for policies of a layer; each can be called separately with a `PolicySpec` (and parameters)."""
     return [check for check in _CHECKS if layer in check.layers]
 
 
 def policies_under_test() -> list[PolicySpec]:
-    """Every installed policy, layer by layer and by name; what `pytest.mark.parametrize` needs."""
+    """Return every installed policy, by layer and name, for `pytest.mark.parametrize`."""
     registry = load_registry()
     return [offer.spec for layer in Layer for offer in registry.policies(layer).values()]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that the contract demands."""
+    """One requirement of the contract."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -145,7 +146,7 @@ _AGAIN = (
 def _decides_again(
     subject: Subject, what: str, interposing: Interposing | None, violations: Sequence[str] = ()
 ) -> None:
-    """Check that decisions are the same in a further run, with something interposed that must make no difference."""
+    """Check that decisions are the same in another run, with an interposed wrapper that must make no difference."""
     for scenario in _AGAIN:
         if not subject.suits(scenario):
             continue
@@ -168,7 +169,7 @@ def _is_repeatable(subject: Subject) -> None:
 
 
 def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
-    """Repeat it in processes in which sets of strings have other orders: a run must not depend on them."""
+    """Repeat runs in processes where sets of strings have other orders: decisions must not depend on them."""
     try:
         runs = rows_by_hash_seed(subject.spec, subject.params)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -232,7 +233,7 @@ def _keys_move_as_declared(subject: Subject) -> None:
 
 
 def _order_would_be_the_same_if_volatile(subject: Subject) -> None:
-    """Warn of keys that are declared ARBITRARY and move while a step is formed, where the newer ones would count."""
+    """Warn of keys declared ARBITRARY that move while a step is formed, if re-reading them would change the order."""
     if subject.build(context_of(scenarios.LIGHT)).key_motion is not KeyMotion.ARBITRARY:
         return
 
@@ -268,14 +269,14 @@ def _respects_who_is_up(subject: Subject) -> None:
 
 
 def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
-    """Compare a simulation that forms every step with one that works equal decode steps out at once.
+    """Compare a simulation that forms every step with one that fast-forwards equal decode steps.
 
-    The reference policies beside it repeat their decodes, so that a prioritizer or replicaset scheduler is put through
-    runs of steps as well: what it reads when it is called must be what it would have read step by step.
+    The reference policies repeat their decodes, so that prioritizers and replicaset schedulers are also tested over
+    runs of steps: the views they read must be the same as step by step.
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:
-        return  # every step is formed by itself anyway
+        return  # every step is formed separately anyway
     claim = "it decides otherwise while decode steps are fast-forwarded"
     if traits.repeats_decodes:
         claim = "traits.repeats_decodes is not true"
@@ -320,7 +321,7 @@ def _solo_chunks_are_true(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn of preemptions in situations with memory to spare after which no other request takes the victim's place."""
+    """Warn of preemptions with memory to spare, after which no other request takes the victim's place."""
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue
@@ -332,7 +333,10 @@ def _preempts_for_somebody(subject: Subject) -> None:
 
 
 def _hands_off_safely(subject: Subject) -> None:
-    """Let what the policy hands off go on at a second replica, and run fast-forwarded as well; for policies with that verb."""
+    """Check that handed-off requests continue at a second replica, also with fast-forward.
+
+    For policies that hand off.
+    """
     if "hand_off" not in attributes_read_in(type(subject.build(context_of(scenarios.LIGHT))).__module__):
         return
     for scenario in _AGAIN:
@@ -358,9 +362,10 @@ def _works_while_there_is_work(subject: Subject) -> None:
 
 
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
-    """The first time at which a replica was idle while it could have worked; None if there is none.
+    """Return the first time at which a replica was idle although it could have worked; None if there is none.
 
-    With one replica there is work while any request lives; with several while one waits that no replica has admitted.
+    With one replica there is work while any request has not ended; with several, while a request waits that no replica
+    has admitted.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

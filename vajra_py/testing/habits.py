@@ -1,4 +1,4 @@
-"""State that a policy keeps, calls and preemptions without need: faults that no single decision shows."""
+"""Faults that no single decision shows: state kept for ended requests, methods that are never called, futile preemptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENTERED_OF_THE_FRAMEWORK = (PolicyContext, SharedState)
 
 
 def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
-    """Public methods of a policy that are no hooks of its layer and that no function of its package reads."""
+    """Return public methods of a policy that are neither hooks of its layer nor read by a function of its package."""
     package = type(policy).__module__.partition(".")[0]
     own = {
         name
@@ -35,7 +35,10 @@ def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
 
 
 def attributes_read_in(package: str) -> frozenset[str]:
-    """Names of all attributes that functions of a package's loaded modules read, or of one module, also as text for `getattr`."""
+    """Return the names of all attributes that functions in a package's loaded modules (or in one module) read.
+
+    Text constants are included, since `getattr` may use them.
+    """
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
         if not f"{name}.".startswith(f"{package}.") or not isinstance(module, ModuleType):
@@ -48,7 +51,7 @@ def attributes_read_in(package: str) -> frozenset[str]:
 
 
 def _codes_of(members: Mapping[str, Any], module: str) -> Iterator[CodeType]:
-    """The code of every function and method among `members` that the module defines, inner ones included."""
+    """Yield the code of every function and method among `members` that the module defines, with inner functions."""
     for value in list(members.values()):
         function = getattr(value, "__func__", value)
         if isinstance(function, FunctionType) and function.__module__ == module:
@@ -66,16 +69,16 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
-# What is kept of requests that have ended
+# References to ended requests
 
 
 def kept_requests(policies: Iterable[Any], ended: Iterable[Request]) -> set[str]:
-    """Ids of ended requests that are still reachable from the policies, as objects or by their ids."""
+    """Return ids of ended requests that are still reachable from the policies, as objects or by their ids."""
     return _kept(policies, {request.request_id for request in ended})
 
 
 def kept_programs(policies: Iterable[Any], ended: Iterable[ProgramView]) -> set[str]:
-    """Ids of ended programs that are still reachable from the policies, as objects or by their ids."""
+    """Return ids of ended programs that are still reachable from the policies, as objects or by their ids."""
     return _kept(policies, {program.program_id for program in ended})
 
 
@@ -104,7 +107,7 @@ def _kept(policies: Iterable[Any], ids: set[str]) -> set[str]:
 
 
 def _on_the_class(kind: type) -> Iterator[Any]:
-    """Iterate over the values of a policy's own classes, methods left out."""
+    """Yield the attributes of a policy's own classes, without methods."""
     package = kind.__module__.partition(".")[0]
     for one in kind.__mro__:
         if one.__module__.partition(".")[0] == package:
@@ -116,7 +119,7 @@ def _within(value: Any) -> Sequence[Any]:
         return [value.__defaults__, value.__kwdefaults__, value.__closure__]
     if isinstance(value, MethodType):
         return [value.__self__]
-    if isinstance(value, dict):  # the collector omits keys if all are strings
+    if isinstance(value, dict):  # the garbage collector does not list keys that are all strings
         return [*value.keys(), *value.values()]
     return gc.get_referents(value)
 
@@ -129,16 +132,16 @@ def _is_entered(value: Any) -> bool:
     return not is_framework or isinstance(value, _ENTERED_OF_THE_FRAMEWORK)
 
 
-# Preemptions that gain nothing
+# Futile preemptions
 
 
 def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Number of preemptions, and of those after which no other request was admitted before the victim came back.
+    """Return the number of preemptions, and of those after which no other request was admitted before the victim.
 
-    Only of runs with memory to spare, in which a victim's blocks are not needed.
+    Only meaningful for runs with memory to spare, in which no other request needs a victim's blocks.
     """
     away: dict[str, int] = {}
-    """Number of admissions on the victim's replica when it was preempted, by victim."""
+    """Number of admissions on the victim's replica at its preemption, by victim."""
     admissions: dict[int, int] = {}
     num_preemptions = num_futile = 0
     for row in decisions:

@@ -1,7 +1,7 @@
-"""Step policies by hand on replicas small enough to follow.
+"""Step policies manually on small replicas.
 
-A harness puts policies on the real mechanism (queues, KV memory, batch builder, replicas) with sizes of your choice. Either
-you drive it (`submit`, `step`), or the simulator does (`run`); both give every step as a `Step`.
+A harness runs policies on the real mechanism (queues, KV memory, batch builder, replicas) with chosen sizes. Either the
+caller drives it (`submit`, `step`), or the simulator does (`run`); both return every step as a `Step`.
 
     harness = Harness("fcfs", "round_robin", MyScheduler(...), HarnessOptions(num_blocks=8, max_batch_size=4))
     harness.submit("a", num_prompt_tokens=100, num_output_tokens=3)
@@ -59,7 +59,7 @@ from vajra_py.workload.request import RequestSpec
 PolicySource: TypeAlias = str | tuple[str, Mapping[str, Any]] | SchedulingPolicy | Callable[[PolicyContext], Any]
 """A policy: the name of an installed one (with parameters, if any), an object, or a function that builds one.
 
-A replica scheduler given as an object is shared by all replicas; otherwise each replica gets one of its own, as in a run.
+A replica scheduler given as an object is shared by all replicas; otherwise each replica gets its own, as in a run.
 """
 
 _QUESTION = {
@@ -76,7 +76,7 @@ def _affine() -> LatencyModel:
 
 @dataclass(frozen=True, slots=True)
 class HarnessOptions:
-    """Sizes of the replicas and services for the policies; small by default, so that every step can be followed."""
+    """Sizes of the replicas, and services for the policies; small by default, so that steps are easy to follow."""
 
     num_replicas: int = 1
     block_size: int = 16
@@ -87,39 +87,41 @@ class HarnessOptions:
     pipeline_stages: int = 1
     kv_parallel_groups: int = 1
     kv_group_tokens: int | None = None
-    """Tokens of one request that one KV-parallel group holds; needed with several groups."""
+    """Tokens of one request that one KV-parallel group holds; required with several groups."""
     host_blocks: int = 0
     bytes_per_block: int = 0
     watermark_blocks: int = 0
     reserve_prompt: bool = True
-    """True if admission takes blocks for the whole known sequence; False: for the first step's tokens alone."""
+    """True if admission allocates blocks for the whole known sequence; False: only for the first step's tokens."""
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
-    """True if a full block can be hit once its step is formed; False: once the step has come back."""
+    """True if a full block can be hit once its step is formed; False: once the step has ended."""
     reserves_growth: bool = False
-    """True if decodes that grow together reserve blocks as a number first, as in a simulation; block tables lag behind then."""
+    """True if decodes that grow together first reserve a number of blocks, as in a simulation; block tables lag behind
+    then."""
     holds_ended_slots: bool = False
-    """True if a request that ends keeps slot and blocks for one more step, as under async scheduling."""
+    """True if a request that ends keeps its slot and blocks for one more step, as with async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
-    """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
+    """Latency model for both policies and clock; by default 5 ms per step plus 0.1 ms per token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
     adapters: AdaptersConfig | None = None
-    """LoRA adapters of each replica; their slots take no memory here. None: there are none."""
+    """LoRA adapters of each replica, whose slots take no memory here; None: no adapters."""
     drafts: DraftRules | None = None
-    """Rules of drafts; None: decodes have none."""
+    """Rules for drafts; None: no drafts."""
     acceptance: AcceptanceModel | None = None
-    """Model of the acceptance of drafts; None: there are no drafts."""
+    """Model of the acceptance of drafts; None: no drafts."""
     seed: int = 0
     check_conservation: bool = True
     """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
-    """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options have
-    `fast_forward`; without it, repeated decode steps are fast-forwarded."""
+    """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
+    `fast_forward`; otherwise, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
-    """Seconds of real time after which a policy that has not returned breaks the contract, in `run` and `steps_until_idle`."""
+    """Real seconds after which a policy call counts as a breach of the contract, in `run` and `steps_until_idle`; None:
+    no limit."""
 
     def limits(self) -> ReplicaLimits:
-        """The sizes as policies see them."""
+        """Limits of a replica for policies, with these sizes."""
         return ReplicaLimits(
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -137,19 +139,19 @@ class HarnessOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One request's part in a step."""
+    """Part of one request in a step."""
 
     request_id: str
     num_tokens: int
     num_computed_before: int
-    """Tokens in KV before the step, cached prefix included."""
+    """Tokens in KV memory before the step, including the cached prefix."""
     kind: str
-    """"running", "admitted", "resumed" or "moved" (it came with its KV)."""
+    """Kind of entry: "running", "admitted", "resumed", or "moved" if the request came with its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Decisions of one replica for one step, and the step's times."""
+    """Decisions of one replica for one step, and the step's times in seconds."""
 
     replica_id: int
     formed_at: float
@@ -157,37 +159,37 @@ class Step:
     entries: tuple[StepEntry, ...]
     """Entries in batch order."""
     preempted: tuple[tuple[str, str], ...]
-    """(request, "recompute" or "swap") in the order in which they were preempted."""
+    """Preempted requests in order: (request id, "recompute" or "swap")."""
     ended: tuple[str, ...]
-    """Requests that this step ended."""
+    """Ids of the requests that ended with this step."""
     free_blocks: int
-    """Right after the step was formed."""
+    """Free KV blocks right after the step was formed."""
     num_waiting: int
     notes: Mapping[str, Mapping[str, float | int | str]]
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Query tokens by request, in batch order."""
+        """Number of query tokens by request id, in batch order."""
         return {entry.request_id: entry.num_tokens for entry in self.entries}
 
     @property
     def admitted(self) -> list[str]:
-        """Requests that got memory in this step, for the first time or again."""
+        """Ids of the requests that got memory in this step, for the first time or again."""
         return [entry.request_id for entry in self.entries if entry.kind != "running"]
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the step."""
+        """Total query tokens of the step."""
         return sum(entry.num_tokens for entry in self.entries)
 
     @property
     def duration_s(self) -> float:
-        """Seconds from forming it to its end."""
+        """Seconds from forming the step until its end."""
         return self.ended_at - self.formed_at
 
 
 class _StepRecorder(Observer):
-    """Keeps every step that has ended, in the order in which steps end."""
+    """Records steps in the order of their ends."""
 
     def __init__(self, *, keeps_steps: bool) -> None:
         self.wants_steps = self.wants_step_ends = keeps_steps
@@ -207,7 +209,7 @@ class _StepRecorder(Observer):
             StepEntry(chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before, chunk.kind)
             for chunk in step.chunks
         )
-        earlier = self._preempted.pop(key, ())  # a step that only preempted has the index of the one after it
+        earlier = self._preempted.pop(key, ())  # a step that only preempted has the same index as the next one
         self._preempted[key] = earlier + tuple((request.request_id, mode) for request, mode in step.preempted)
 
     def on_step_end(self, step: StepEnd) -> None:
@@ -229,10 +231,10 @@ class _StepRecorder(Observer):
 
 
 class Harness:
-    """Policies on the real mechanism, with a clock that moves by predicted step times.
+    """Policies on the real mechanism, with a clock that advances by predicted step times.
 
-    Each policy is a `PolicySource`. Every step is checked for conservation of requests and KV blocks unless the options
-    disable that; `RuntimeError` if anything is lost, `PolicyError` if a policy breaks the contract.
+    Each policy is a `PolicySource`. Unless disabled in the options, every step is checked for conservation of requests
+    and KV blocks. Raises `RuntimeError` if one is lost, and `PolicyError` if a policy breaks the contract.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class Harness:
         *,
         admission: PolicySource | None = None,
     ) -> None:
-        """`admission`: an admission policy; None: every request is accepted."""
+        """Build the replicas and policies; `admission`: an admission policy, or None to accept every request."""
         self.options = options = options or HarnessOptions()
         self._limits = limits = options.limits()
         self._now = 0
@@ -372,36 +374,39 @@ class Harness:
 
     @property
     def now(self) -> float:
-        """The clock, seconds."""
+        """Current time, in seconds."""
         return to_seconds(self._now)
 
     @property
     def steps(self) -> Sequence[Step]:
-        """Every step that has ended, in the order in which steps end."""
+        """Steps that have ended, in the order of their ends."""
         return self._recorder.steps
 
     def request(self, request_id: str) -> Request:
-        """A request that was submitted, ended or not: what policies see, and state, end and times besides."""
+        """Return a submitted request, ended or not: the view for policies, and also its state, end and times."""
         return self._recorder.requests[request_id]
 
     def replica(self, replica_id: int = 0) -> Replica:
-        """One of the replicas."""
+        """Return one of the replicas."""
         return self.replicaset.replicas[replica_id]
 
     def waiting(self, replica_id: int = 0) -> list[str]:
-        """Ids of the requests that the replica could admit now, most urgent first."""
+        """Return ids of the requests that the replica could admit now, most urgent first."""
         running_set = self.replica(replica_id).running_set
         own = [request.request_id for request in running_set.queue.ordered(self.now)]
         return [*own, *(request.request_id for request in running_set.shared.pulled(self.now))]
 
-    # Driven by hand
+    # Driven manually
 
     def submit(self, request_id: str, num_prompt_tokens: int, num_output_tokens: int = 1, **facts: Any) -> Request:
-        """Let a request arrive now; `facts` are further fields of `RequestSpec` (priority, tenant, content, …)."""
+        """Submit a request that arrives now.
+
+        `facts` are further fields of `RequestSpec` (priority, tenant, content, …).
+        """
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Submit a request of a workload now; its own arrival time is ignored."""
+        """Submit a request of a workload that arrives now; its own arrival time is ignored."""
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
@@ -410,11 +415,14 @@ class Harness:
         return request
 
     def wait(self, seconds: float) -> None:
-        """Let time pass without anything running."""
+        """Advance the clock without running a step."""
         self._now += to_ticks(seconds)
 
     def step(self, replica_id: int = 0) -> Step | None:
-        """Let one replica form a step, run it, and move the clock to its end; None when it has nothing to run."""
+        """Form and run one step of a replica, and advance the clock to its end.
+
+        Return None if it has nothing to run.
+        """
         replica = self.replica(replica_id)
         plan = replica.next_plan(self._now)
         self.controller.settle(replica.take_dropped(), self._now)
@@ -428,7 +436,7 @@ class Harness:
         return self.steps[-1]
 
     def steps_until_idle(self, replica_id: int = 0, at_most: int = 10_000) -> list[Step]:
-        """Step one replica until it has nothing to run. Raises `RuntimeError` if that takes too many steps."""
+        """Run steps of one replica until it has nothing to run. Raises `RuntimeError` after `at_most` steps."""
         steps: list[Step] = []
         with no_endless_calls(self.options.policy_timeout_s):
             while (step := self.step(replica_id)) is not None:
@@ -440,13 +448,13 @@ class Harness:
     # Driven by the simulator
 
     def simulator(self, options: SimulationOptions) -> Simulator:
-        """A simulator of these replicas with rules of your own, at time 0; for one run."""
+        """Return a simulator of these replicas with its own options, at time 0; for a single run."""
         return Simulator(self.controller, self._executor, self._timer_of, options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:
-        """Simulate a workload to its end and return its steps, in the order in which they end.
+        """Simulate a workload to its end and return the steps, in the order of their ends.
 
-        Raises `PolicyError` when the policies leave requests standing for ever.
+        Raises `PolicyError` if the policies leave requests waiting forever.
         """
         first = len(self.steps)
         options = SimulationOptions(
@@ -460,6 +468,6 @@ class Harness:
 
 
 def _listeners(*policies: Any) -> Listeners:
-    """Return the listeners among the policies, each object once, also if it serves several layers."""
+    """Return the policies that listen to events; an object in several layers is listed once."""
     distinct = {id(one): one for one in policies}
     return listeners_among((one, type(one).__name__) for one in distinct.values())

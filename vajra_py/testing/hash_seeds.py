@@ -1,4 +1,4 @@
-"""Runs of a policy in processes of different hash seeds, in which sets of strings are iterated in different orders."""
+"""Run a policy in processes with different hash seeds, which iterate over sets of strings in different orders."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from vajra_py.testing import scenarios
 from vajra_py.testing.subject import UNCOUNTED, Subject
 
 HASH_SEEDS = (3, 6)
-"""Hash seeds of the processes that are started; this process has one of its own, drawn by Python unless the environment sets it.
+"""Hash seeds of the started processes; this process has its own, which is random unless the environment sets it.
 
-Under these two, sets of two to five replicas, tenants, programs or numbers as strings begin with different members.
+With these two seeds, sets of two to five replicas, tenants, programs or numbers (as strings) begin with different
+members.
 """
 
 TIMEOUT_S = 300.0
-"""Real time after which a process is given up."""
+"""Seconds of real time after which a process is killed."""
 
 _SCENARIOS = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
 _MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
-"""Number of replicas, so large that the first of a set of them is seldom the same one twice."""
+"""Number of replicas; large enough that the first member of a set of them is rarely the same twice."""
 
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
 Rows: TypeAlias = dict[str, list[str]]
-"""Every decision and every end in words, by scenario."""
+"""Every decision and every end as text, by scenario."""
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """Run the policy here and under each of `HASH_SEEDS`, in a process for each, side by side; returns the decisions of each.
+    """Run the policy here and in one concurrent process for each of `HASH_SEEDS`; return the decisions of each run.
 
-    Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
-    `RuntimeError` with the process's last line where one fails.
+    Raises an error of pickling if the policy cannot be sent to another process, and `RuntimeError` with a process's
+    last line if it fails.
     """
     payload = _payload(spec, params)
     with TemporaryDirectory(prefix="vajra-conformance-") as folder:
@@ -58,9 +59,9 @@ def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]
 
 
 def _payload(spec: PolicySpec, params: Mapping[str, Any]) -> bytes:
-    """Pickle a policy's modules by value, so that those of tests and scripts need not be importable elsewhere.
+    """Pickle a policy, with its modules by value, so that another process need not be able to import them.
 
-    Models with models inside do not survive that; their modules are imported there.
+    Modules with nested pydantic models cannot be pickled by value; the other process imports them.
     """
     own = {spec.build.__module__, spec.config.__module__} - {"__main__"}
     modules = [sys.modules[name] for name in own if name in sys.modules and name.partition(".")[0] != "vajra_py"]
@@ -87,7 +88,7 @@ def _start(seed: int, task: Path, result: Path) -> subprocess.Popen[bytes]:
 
 
 def _error_of(process: subprocess.Popen[bytes]) -> str | None:
-    """Wait for a process; its last line if it failed."""
+    """Wait for a process; return its last line if it failed, else None."""
     try:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -101,7 +102,7 @@ def _error_of(process: subprocess.Popen[bytes]) -> str | None:
 
 
 def first_difference(runs: Sequence[Rows]) -> str | None:
-    """The first decision or end that is not the same under every hash seed; None where all are."""
+    """Return the first decision or end that differs between hash seeds; None if all are the same."""
     first = runs[0]
     for other in runs[1:]:
         for scenario, rows in first.items():
@@ -114,7 +115,7 @@ def first_difference(runs: Sequence[Rows]) -> str | None:
 
 
 def _child(task: str, result: str) -> None:
-    """Run the scenarios in this process; what `rows_by_hash_seed` starts."""
+    """Entry point of the processes that `rows_by_hash_seed` starts: run the scenarios and store the rows."""
     with Path(task).open("rb") as file:
         sys.path[:] = pickle.load(file)
         spec, params = pickle.load(file)
@@ -122,7 +123,7 @@ def _child(task: str, result: str) -> None:
 
 
 def _rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
-    """Return every decision and every end, in words, of a policy in some scenarios, as this process's hash seed has them."""
+    """Return every decision and every end of a policy in some scenarios, as text, with this process's hash seed."""
     subject = Subject(spec, params)
     rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
     outcomes = {one.name: subject.run(one, None, rules) for one in _SCENARIOS if subject.suits(one)}

@@ -1,4 +1,4 @@
-"""Watches over the keys of a prioritizer and of its groups, which hold them to what the policy declares."""
+"""Wrappers that compare the keys of a prioritizer and of its groups with its declarations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vajra_py.testing.strict import interpose
 
 @dataclass(eq=False)
 class GroupWatch:
-    """Reads the groups of requests and the groups' keys, and holds them to what `GroupsRequests` demands.
+    """Wrapper that compares the groups of requests and the groups' keys with the rules of `GroupsRequests`.
 
-    The keys of all groups with living requests are read each time that one is asked for.
+    Each time one group's key is read, the keys of all groups with unfinished requests are read.
     """
 
     policy: Any
     names: dict[RequestView, str] = field(default_factory=dict)
     keys: dict[str, tuple[int, Key]] = field(default_factory=dict)
-    """Key of each group when it was last read, and the number of falls named until then."""
+    """Last key of each group, and the number of falls declared until then."""
 
     def group(self, request: RequestView) -> str:
-        """The request's group, watched."""
+        """Return the request's group, and check it."""
         name: str = self.policy.group(request)
         before = self.names.setdefault(request, name)
         text = f"group({request.request_id}) was {before!r} and is {name!r}; a request stays in its group"
@@ -35,7 +35,7 @@ class GroupWatch:
         return name
 
     def group_key(self, group: str) -> Key:
-        """The group's key, watched."""
+        """Return the group's key, and check it."""
         for request in [one for one in self.names if one.end_reason is not None]:
             del self.names[request]
         waiting = {name for request, name in self.names.items() if not request.is_resident}
@@ -61,42 +61,44 @@ class GroupWatch:
 
 @dataclass(eq=False)
 class KeyWatch:
-    """Reads a prioritizer's keys more often than the mechanism does, and holds them to what it declares."""
+    """Wrapper that reads a prioritizer's keys often, and compares them with its declarations."""
 
     policy: Any
     stream: np.random.Generator
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
-    """Progress, key, falls named so far and time from which it may fall, of each request with `KeyMotion.NAMED_FALLS`."""
+    """For each request with `KeyMotion.NAMED_FALLS`: progress, key, number of declared falls, and time from which it
+    may fall."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
-    """Facts that the key of a request with `KeyMotion.PREFIX_HITS` may depend on, the key, and the time from which it may move."""
+    """For requests with `KeyMotion.PREFIX_HITS`: facts that the key may depend on, the key, and time from which it may
+    move."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = GroupWatch(self.policy)
 
     def interposed(self) -> Any:
-        """The policy under watch."""
+        """Return the policy with its keys watched."""
         groups = self.groups
         replaced: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
         replaced |= {"group": groups.group, "group_key": groups.group_key}
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """The policy's line, watched."""
+        """Return the policy's line, and check it."""
         self.look(request, 0.0)
         line: tuple[float, float] = self.policy.line(request)
         return line
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The policy's key, watched."""
+        """Return the policy's key, and check it."""
         self.look(request, now)
         key: Key = self.policy.key(request, now)
         return key
 
     def look(self, request: RequestView, now: float) -> None:
-        """Ask at two times what the key is, and compare with what was declared and seen before."""
+        """Read the key at two times, and compare with the declaration and with earlier keys."""
         later = now + float(self.stream.exponential(2.0))
         name = request.request_id
         for at in (now, later):
@@ -115,7 +117,7 @@ class KeyWatch:
             self._note(request, now)
 
     def _compare_epoch(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a waiting request's key to that of the same epoch, without progress."""
+        """Check that a waiting request's key is the same as before in the same epoch, without progress."""
         if request.is_resident:
             return
         state = (self.policy.key_epoch(), _progress_of(request))
@@ -154,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a waiting request's key to that of the same hits and progress, until the time that was given."""
+        """Check that a waiting request's key is the same as before with equal hits and progress, until the declared time."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return
@@ -168,7 +170,7 @@ class KeyWatch:
         self.by_hits[request] = (self._hit_state(request), key, falls_at)
 
     def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or given beforehand."""
+        """Check that a key that fell without progress did so by a declared fall."""
         state, before, num_named, falls_at = self.named.get(request, (None, key, 0, None))
         if request.is_resident or state != _progress_of(request) or key >= before:  # type: ignore[operator]  # of one shape
             return

@@ -1,4 +1,4 @@
-"""Guard that fails a policy which reads a clock, sleeps or draws unseeded random numbers."""
+"""Guard that detects policies which read a clock, sleep, or draw unseeded random numbers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 
 
 class ImpureError(Exception):
-    """Raised by a forbidden call while the guard is up."""
+    """Raised by a forbidden call within `only_pure`."""
 
 
 @contextmanager
 def only_pure(packages: Iterable[str], violations: list[str]) -> Iterator[None]:
-    """Within this context clocks, sleeping and unseeded randomness raise, in this thread; each attempt is noted.
+    """Make clocks, sleeping and unseeded randomness raise in this thread, and record attempts in `violations`.
 
-    Names that modules of `packages` (top-level names) have imported from these modules are covered too.
+    This includes names that modules of `packages` (top-level names) have imported from the modules of clocks and
+    randomness.
     """
     owner = threading.get_ident()
 

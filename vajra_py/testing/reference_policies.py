@@ -1,4 +1,4 @@
-"""Reference policies for the other two layers while one is tested."""
+"""Reference policies for the other two layers when a policy is tested."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class ByArrival:
     key_motion = KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Arrival, seconds."""
+        """Return the arrival time in seconds."""
         return request.arrived_at
 
 
 class ByArrivalInTime(ByArrival):
-    """First come, first served, with slack: every request is allowed a second."""
+    """First come, first served, with slack: every request has a deadline of one second."""
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Seconds to a second after arrival."""
+        """Return the seconds until one second after arrival."""
         return request.arrived_at + 1.0 - now
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Return `slack_s`: the allowed time is a second."""
+        """Return `slack_s`, since the allowed time is one second."""
         return self.slack_s(request, now)
 
 
 class BySlack:
-    """Least slack first, relative to the time allowed: keys that cross over time."""
+    """Least relative slack first; keys of requests may change their order over time."""
 
     key_motion = KeyMotion.TIME_LINEAR
 
@@ -51,22 +51,22 @@ class BySlack:
         self._prefill_time = prefill_time
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Slack as a part of the time allowed, which is twice the prompt's prefill time and a tenth of a second."""
+        """Return the slack as a fraction of the allowed time: twice the prompt's prefill time plus a tenth of a second."""
         allowed_s = self._allowed_s(request)
         left_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return (request.arrived_at + allowed_s - left_s) / allowed_s, -1.0 / allowed_s
 
     def key(self, request: RequestView, now: float) -> float:
-        """Value of the request's line at `now`."""
+        """Return the value of the request's line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Seconds of slack at `now`."""
+        """Return the seconds of slack at `now`."""
         return self.key(request, now) * self._allowed_s(request)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Slack as a part of the allowed time, which is the key."""
+        """Return the slack as a fraction of the allowed time, which is the key."""
         return self.key(request, now)
 
     def _allowed_s(self, request: RequestView) -> float:
@@ -79,7 +79,7 @@ def by_slack(context: PolicyContext) -> BySlack:
 
 
 class InTurn:
-    """Early binding: one replica after the other."""
+    """Early binding in round-robin order."""
 
     traits = SchedulerTraits(reads_load=False)
 
@@ -87,42 +87,42 @@ class InTurn:
         self._count = 0
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The next replica that is up."""
+        """Return the next replica that is up."""
         up = [replica.replica_id for replica in replicas if replica.is_up]
         self._count += 1
         return up[self._count % len(up)] if up else None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Iterate over requests that came while no replica was up."""
+        """Yield requests that arrived while no replica was up."""
         return (request.request_id for request in queued)
 
 
 class PassedOn(InTurn):
-    """Early binding: one replica after the other, also for a request that leaves one: after its prompt, or when it is handed off."""
+    """Early binding in round-robin order, also for requests that leave a replica after their prompt or by a hand-off."""
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """The next replica that is up."""
+        """Return the next replica that is up."""
         return self.assign(request, replicas, now)
 
 
 class Shared:
-    """Late binding: one queue for all."""
+    """Late binding from one shared queue."""
 
     traits = SchedulerTraits(reads_load=False)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return None: nothing is bound on arrival."""
+        """Return None, since requests are not bound on arrival."""
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Iterate over the whole shared queue, by urgency, for a replica that is up."""
+        """Yield the whole shared queue by urgency, for a replica that is up."""
         return (request.request_id for request in queued) if replica.is_up else ()
 
 
 class PlainChunks:
-    """Decodes first, then prompts by urgency, up to a number of tokens a step."""
+    """Decodes first, then prompts by urgency, up to a token budget per step."""
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
 
@@ -130,11 +130,11 @@ class PlainChunks:
         self._num_tokens = num_tokens
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """The shared fill loop with a fixed budget."""
+        """Fill the batch with the shared fill loop and a fixed budget."""
         fill(replica, batch, self._next_chunk)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The whole budget."""
+        """Return the whole budget."""
         return min(self._num_tokens, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -1,4 +1,4 @@
-"""Conformance checks of retention policies, in simulated conversations that share prefixes and do not all fit.
+"""Conformance checks of retention policies, in simulated conversations that share prefixes and exceed memory.
 
 In a package's own tests:
 
@@ -32,22 +32,23 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "one request fills it": {"replica": {"max_batch_size": 4, "max_model_len": 400, "memory": {"num_blocks": 26}}},
 }
-"""Settings of a replicaset by name of the situation."""
+"""Settings of the replicaset in each situation, by name."""
 
 _MOVES = (KeyMotion.ARBITRARY, KeyMotion.VOLATILE)
 
 Gone = tuple[str, int]
-"""(request that used a block last, blocks before it)."""
+"""An evicted block: (request that used it last, number of blocks before it)."""
 
 
 def check_retention(
     spec: RetentionSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
-    """Run a retention policy with its default parameters, or these, in every situation.
+    """Run a retention policy with its default parameters, or `params`, in every situation.
 
-    Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every request ends
-    whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
-    equal runs, and in order of release if it declares that. Raises `AssertionError` that names the policy and what was found.
+    Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every
+    request ends whatever the policy pins, that it does not change its views, reads no clock and no global random
+    numbers, evicts the same blocks in equal runs, and does so in order of release if it declares that. Raises
+    `AssertionError` with the name of the policy and the finding.
     """
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
@@ -55,21 +56,21 @@ def check_retention(
 
 @dataclass
 class Kept:
-    """Outcome of a run."""
+    """Evictions and prefix hits of a run."""
 
     gone: list[Gone] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
-    """Cached tokens of each request, by submission."""
+    """Number of cached tokens of each request, in order of submission."""
 
 
 class _Watched:
-    """A retention policy whose keys are compared with what it declares."""
+    """A retention policy whose keys are compared with its declarations."""
 
     def __init__(self, inner: Any, *, follows_release: bool) -> None:
         self._inner = inner
         self._follows_release = follows_release
         self._read: dict[CachedBlock, tuple[Any, Any]] = {}
-        """Facts and key of each block when its key was read."""
+        """Facts and key of each block at the last reading of its key."""
         self.key_motion = inner.key_motion
         for name in (*RETENTION_OPTIONS, *LISTENING_METHODS):
             if getattr(inner, name, None) is not None and name not in vars(type(self)):
@@ -124,7 +125,7 @@ class _Seen(Observer):
     def __init__(self) -> None:
         self.gone: list[Gone] = []
         self.hits: dict[int, int] = {}
-        """Cached tokens by submission."""
+        """Number of cached tokens, in order of submission."""
 
     def on_evicted(self, replicaset: str, replica_id: int, block: CachedBlock, now: float) -> None:
         self.gone.append((block.request.request_id, block.depth))
@@ -134,7 +135,7 @@ class _Seen(Observer):
 
 
 def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> Kept:
-    """Simulate conversations. Raises where the policy breaks the contract."""
+    """Simulate conversations. Raises if the policy breaks the contract."""
 
     def build(config: Any, context: PolicyContext) -> Any:
         policy = spec.build(config, context)
@@ -151,7 +152,7 @@ def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _conversations() -> list[RequestSpec]:
-    """Six conversations of up to eight turns whose prompts begin alike, of three priorities and two classes of service."""
+    """Return six conversations of up to eight turns with a common beginning, three priorities and two service classes."""
     specs: list[RequestSpec] = []
     for session in range(6):
         segments: tuple[tuple[Any, int], ...] = (("system", 48),)

@@ -1,6 +1,6 @@
-"""Conformance of routing parts: each is put through the suite of replicaset schedulers inside a router that holds it to its contract.
+"""Conformance suite of routing parts: each is tested as a replicaset scheduler, in a router that checks its contract.
 
-In a package's own tests one line does:
+A package's own tests need one function:
 
     @pytest.mark.parametrize("spec", vajra_routing_parts(), ids=lambda spec: spec.name)
     def test_keeps_the_contract(spec):
@@ -36,12 +36,12 @@ from vajra_py.testing.conformance import check_policy
 def check_routing_part(
     spec: RoutingPartSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
-    """Run every check that applies to a routing part, with its default parameters or these.
+    """Run every check that applies to a routing part, with its default parameters or `params`.
 
-    Scores must be one finite number, or None, for each replica, and the same when asked again; filters must keep some of what they
-    were given, in its order; pickers must take one of the candidates; deciders must answer True or False. Whatever the part, the
-    same run must decide the same again, read nothing beyond the contract, write nothing, and forget requests that have ended.
-    Raises `AssertionError` and warns like `check_policy`.
+    Scores must be one finite number or None per replica, and the same in a second call; filters must keep at least one
+    of the given replicas, in order; pickers must return one of the candidates; deciders must return True or False. All
+    parts must decide the same in equal runs, read only what the contract offers, write nothing, and forget ended
+    requests. Raises `AssertionError` and warns like `check_policy`.
     """
     wrapped = PolicySpec(
         name=spec.name,
@@ -60,13 +60,13 @@ def check_routing_part(
 
 
 def routing_parts_under_test() -> list[RoutingPartSpec]:
-    """Every installed routing part, kind by kind and by name; what `pytest.mark.parametrize` needs."""
+    """Return every installed routing part, by kind and name, for `pytest.mark.parametrize`."""
     registry = load_registry()
     return [offer.spec for kind in RoutingPartKind for offer in registry.routing_parts(kind).values()]
 
 
 class _BuildProbe:
-    """Builds the router around the part, as the module that builds the part."""
+    """Builder of the router around the part, attributed to the module that builds the part."""
 
     def __init__(self, spec: RoutingPartSpec) -> None:
         self._spec = spec
@@ -88,7 +88,7 @@ class _BuildProbe:
 
 
 class PartProbe:
-    """Routes by one part alone, and raises `AssertionError` where the part breaks its contract."""
+    """Router with a single part that raises `AssertionError` if the part breaks its contract."""
 
     def __init__(self, kind: RoutingPartKind, part: Any, parts: Sequence[Any]) -> None:
         self._kind = kind
@@ -101,7 +101,10 @@ class PartProbe:
                 setattr(self, name, _notify_all(methods))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The best score, the first that is kept, the one that is picked; else in turn."""
+        """Return the replica with the best score, the first kept by the filter, or the picked one.
+
+        Else the next in turn.
+        """
         up = [one for one in replicas if one.is_up]
         if not up:
             return None
@@ -112,7 +115,7 @@ class PartProbe:
         return chosen.replica_id
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
+        """Yield requests that arrived while no replica was up."""
         return [one.request_id for one in queued] if replica.is_up else ()
 
     def _choice(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> ReplicaLoadView:

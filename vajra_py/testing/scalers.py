@@ -30,7 +30,7 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
         }
     },
 }
-"""Settings of a replicaset by name of the situation."""
+"""Settings of the replicaset in each situation, by name."""
 
 Asked = tuple[float, Mapping[str, int]]
 
@@ -38,11 +38,11 @@ Asked = tuple[float, Mapping[str, int]]
 def check_scaler(
     spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
-    """Run a scaler with its default parameters, or these, in every situation.
+    """Run a scaler with its default parameters, or `params`, in every situation.
 
-    Checks that it has the methods of the Protocol, asks for whole numbers within the bounds of pools that exist, leaves what it is
-    shown as it is, reads no clock and no global random numbers, and answers the same in equal runs. Raises `AssertionError` that names the
-    scaler and what was found.
+    Checks that it has the methods of the Protocol, returns whole numbers within the bounds of existing pools, does not
+    change its views, reads no clock and no global random numbers, and returns the same in equal runs. Raises
+    `AssertionError` with the name of the scaler and the finding.
     """
     what, otherwise = f"scaler {spec.name!r}", "two equal runs asked for different numbers"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
@@ -50,7 +50,7 @@ def check_scaler(
 
 @dataclass
 class _Watched:
-    """A scaler whose answers are kept, and whose views may not change while it looks at them."""
+    """Wrapper of a scaler that records its targets, and checks that it does not change its views."""
 
     inner: Any
     asked: list[Asked] = field(default_factory=list)
@@ -78,7 +78,7 @@ def _figures(pools: Sequence[PoolView]) -> list[Any]:
 
 
 def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
-    """Simulate a load that rises and falls; return the answers. Raises where the scaler breaks the contract."""
+    """Simulate a load that rises and falls; return the targets. Raises if the scaler breaks the contract."""
     made: list[_Watched] = []
 
     def build(config: Any, context: PolicyContext) -> _Watched:
@@ -95,6 +95,6 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def _load() -> list[RequestSpec]:
-    """Two requests a second, twenty a second for ten seconds, then silence, then two a second again."""
+    """Return two requests per second, then twenty for ten seconds, then none for a while, then two again."""
     times = [0.5 * i for i in range(40)] + [20 + 0.05 * i for i in range(200)] + [60 + 0.5 * i for i in range(40)]
     return [RequestSpec(f"r{index}", at, 20 + 7 * (index % 9), 5 + index % 40) for index, at in enumerate(times)]

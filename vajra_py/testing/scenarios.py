@@ -1,7 +1,7 @@
-"""Scenarios that every policy must master.
+"""Scenarios that every policy must pass.
 
-Small on purpose (at most 200 KV blocks, a few dozen requests): everything is counted after every step. The seed of every
-scenario is fixed, so that two runs of the same policy must decide the same.
+They are small (at most 200 KV blocks, a few dozen requests), since everything is counted after every step. The seed of
+every scenario is fixed, so two runs of the same policy must make the same decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec, follows_of
 
 STEP_TIME = AffineModel(base_s=0.004, per_token_s=0.0002, per_prefill_pair_s=2e-7, per_decode_context_token_s=1e-6)
-"""50 ms hold about 200 prompt tokens, so that policies that aim at a step time have to cut prompts into chunks."""
+"""A step of 50 ms computes about 200 prompt tokens, so policies with a target step time must divide prompts."""
 
 SMALL = HarnessOptions(num_blocks=64, max_batch_size=8, latency=STEP_TIME, seed=7)
 
@@ -39,21 +39,21 @@ class Policies:
     replicaset_scheduler: PolicySource
     replica_scheduler: PolicySource
     admission: PolicySource | None = None
-    """An admission policy; None: every request is accepted."""
+    """Admission policy; None: every request is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One situation. Everything is per replica: with n replicas, n times the requests arrive at n times the rate."""
+    """One situation. Sizes are per replica: with n replicas, n times as many requests arrive at n times the rate."""
 
     name: str
     options: HarnessOptions
     requests: Callable[[np.random.Generator, int], list[RequestSpec]]
     is_memory_ample: bool = False
-    """True if every batch within the limits fits into memory too."""
+    """True if all batches within the limits also fit into memory."""
     num_aborted: int = 0
     down: frozenset[int] = frozenset()
-    """Replicas that take no requests."""
+    """Ids of replicas that accept no requests."""
 
 
 @dataclass(slots=True)
@@ -61,27 +61,27 @@ class Outcome:
     """Decisions of a run, and the ends of its requests."""
 
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    """A row for each formed step, as in the decision log, without its end."""
+    """One row per formed step, as in the decision log, without the step's end."""
     ends: list[tuple[Any, ...]] = field(default_factory=list)
-    """(request, reason, time, first token, all tokens, preemptions, first admission) in the order of ending."""
+    """Ends in order: (request, reason, time, first token, all tokens, preemptions, first admission)."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
-    """Steps as reported to observers when they came back."""
+    """Steps as reported to observers at their ends."""
     requests: dict[str, Request] = field(default_factory=dict)
     programs: list[ProgramView] = field(default_factory=list)
-    """Programs in the order in which they ended."""
+    """Programs in the order of their ends."""
     admissions: list[tuple[Any, ...]] = field(default_factory=list)
-    """(request, decision, time) of each request that was degraded, refused or deferred, or let in after that."""
+    """(request, decision, time) of each request that was degraded, refused or deferred, or accepted afterwards."""
     num_unfinished: int = 0
     num_fast_forwarded: int = 0
-    """Number of steps that came in runs of repeated decodes instead of one by one."""
+    """Number of steps in runs of repeated decodes, which were not formed one by one."""
 
 
 class StuckError(Exception):
-    """Raised when steps follow one another and no request progresses."""
+    """Raised if many steps in a row make no progress."""
 
 
 class _Watch(Observer):
-    """Keeps an `Outcome`, and stops a run that goes round in circles."""
+    """Observer that fills an `Outcome`, and stops a run without progress."""
 
     def __init__(self, *, detailed: bool) -> None:
         self.wants_steps = detailed
@@ -141,18 +141,18 @@ class Rules:
 
     num_replicas: int = 1
     detailed: bool = True
-    """True if every decision is kept; the simulator then forms every step by itself."""
+    """True if every decision is recorded; the simulator then forms every step separately."""
     fast_forward: bool = True
     check_every_step: bool = True
-    """True if requests and blocks are counted after every step; False: at the end alone."""
+    """True if requests and blocks are counted after every step; False: only at the end."""
     policy_timeout_s: float | None = None
-    """Seconds after which a policy that has not returned breaks the contract; None: no watch here."""
+    """Real seconds after which a policy call counts as a breach of the contract; None: no limit."""
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     """Run the policies in the scenario.
 
-    Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
+    Raises errors of the mechanism (`PolicyError` for a breach of the contract), and `StuckError`.
     """
     options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
     harness = Harness(
@@ -186,7 +186,7 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
 
 
 def requests_of(scenario: Scenario, num_replicas: int) -> list[RequestSpec]:
-    """The scenario's requests, in order of arrival; always the same."""
+    """Return the scenario's requests in order of arrival; the same on every call."""
     return scenario.requests(np.random.default_rng(5), num_replicas)
 
 
@@ -196,7 +196,7 @@ Range = tuple[int, int]
 def _spread(
     count: int, over_s: float, prompts: Range, outputs: Range, expires_s: float | None = None
 ) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
-    """`count` requests a replica, at uniform times, with lengths, classes and promises drawn at random."""
+    """Return `count` requests per replica at uniform times, with random lengths, classes and SLOs."""
 
     def make(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
         total = count * num_replicas
@@ -246,7 +246,10 @@ def _with_shared_prefixes(stream: np.random.Generator, num_replicas: int) -> lis
 
 
 def _of_programs(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
-    """Loops of an agent, and plans whose work is done side by side and joined; some calls fail to come, and end those that need them."""
+    """Return agent loops, and plans whose parallel tasks are joined.
+
+    Some calls fail, which also ends the calls that depend on them.
+    """
     specs: list[RequestSpec] = []
     starts = np.sort(stream.uniform(0.0, 0.4, 6 * num_replicas)).tolist()
     for number, start in enumerate(starts):
@@ -279,19 +282,19 @@ def _of_programs(stream: np.random.Generator, num_replicas: int) -> list[Request
 
 
 def _loop(length: int) -> list[tuple[int, ...]]:
-    """Parents of calls one after the other."""
+    """Return the parents of each call in a sequence of calls."""
     return [() if index == 0 else (index - 1,) for index in range(length)]
 
 
 def _fork_and_join(width: int) -> list[tuple[int, ...]]:
-    """Parents of a call, of others side by side, and of one that joins them."""
+    """Return the parents of each call in a fork: one call, parallel calls, and a call that joins them."""
     return [(), *((0,) for _ in range(width)), tuple(range(1, width + 1))]
 
 
 def _with_adapters(
     make: Callable[[np.random.Generator, int], list[RequestSpec]],
 ) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
-    """The same requests, three in four of them with an adapter."""
+    """Return the requests of `make`, three out of four with an adapter."""
     names = ("", *(one.name for one in _ADAPTERS))
     return lambda stream, num_replicas: [
         replace(spec, adapter=names[index % len(names)]) for index, spec in enumerate(make(stream, num_replicas))
@@ -299,7 +302,7 @@ def _with_adapters(
 
 
 class _InTurn:
-    """Acceptance of none, one, two, … drafts in turn, by the number of tokens that a request has."""
+    """Acceptance of 0, 1, 2, … drafts in turn, by the number of tokens of the request."""
 
     max_tokens = None
 
@@ -307,7 +310,7 @@ class _InTurn:
         return request.num_output_tokens % (num_drafts + 1)
 
     def release(self, request: Request) -> None:
-        """Do nothing: there is no state of requests."""
+        """Do nothing, since no state is kept per request."""
 
 
 _ADAPTERS = tuple(AdapterConfig(name=name, num_blocks=1, load_s=0.02) for name in ("a", "b", "c"))
@@ -390,4 +393,4 @@ SCENARIOS = (
     MORE_ADAPTERS,
     DRAFTS,
 )
-"""Scenarios that every policy is run through."""
+"""Scenarios that every policy is tested in."""

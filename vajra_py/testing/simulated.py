@@ -1,4 +1,4 @@
-"""Small simulated systems for conformance checks of policies beside the layers."""
+"""Small simulated systems for conformance checks of policies outside the three layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _ONE_REQUEST = {
 def simulated_system(
     spec: AnyPolicySpec, scheduling: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Controller, Simulator]:
-    """Build a system of small replicas whose steps take `STEP_S`; `scheduling` selects `spec` beside plain policies."""
+    """Return a system of small replicas with steps of `STEP_S`.
+
+    `scheduling` selects `spec` together with plain policies.
+    """
     registry = load_registry().with_policies([spec])
     plain = {
         "request_prioritizer": "fcfs",
@@ -65,7 +68,7 @@ def simulated_system(
 
 
 def serve(controller: Controller, simulator: Simulator, specs: Sequence[RequestSpec]) -> None:
-    """Serve these requests to the end. Raises `AssertionError` if any is left or miscounted."""
+    """Serve these requests to the end. Raises `AssertionError` if any is left or counted wrongly."""
     simulator.run(specs)
     controller.check_conservation()
     require(controller.num_alive == 0, f"{controller.num_alive} requests are left")

@@ -1,7 +1,7 @@
-"""Strict views that expose only what the contract's Protocols declare.
+"""Strict views that expose only the members that the contract's Protocols declare.
 
-What is not in the Protocol cannot be read, and nothing can be written: either is noted as a violation and raises. One object
-stands for one request throughout, so that identity means what it means to the mechanism.
+Reading any other attribute, or writing any attribute, is recorded as a violation and raises. One object represents one
+request throughout, so that identity works as in the mechanism.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a policy like `policy`, with these methods replaced."""
+    """Return a policy like `policy`, but with these methods replaced."""
     members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
     for name in _METHODS:
         method = getattr(policy, name, None)
@@ -75,7 +75,7 @@ def public_names(protocol: type) -> frozenset[str]:
 
 
 class StrictViews:
-    """Hands out strict views and keeps the list of violations."""
+    """Factory of strict views that records violations."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
@@ -83,34 +83,37 @@ class StrictViews:
         self._programs: dict[ProgramView, StrictProgram] = {}
 
     def request(self, request: RequestView) -> RequestView:
-        """The one strict view of a request."""
+        """Return the strict view of a request; there is only one per request."""
         view = self._requests.get(request)
         if view is None:
             view = self._requests[request] = StrictRequest(self, request)
         return cast(RequestView, view)
 
     def program(self, program: ProgramView) -> ProgramView:
-        """The one strict view of a program."""
+        """Return the strict view of a program; there is only one per program."""
         view = self._programs.get(program)
         if view is None:
             view = self._programs[program] = StrictProgram(self, program)
         return cast(ProgramView, view)
 
     def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
-        """Strict views of several requests."""
+        """Return strict views of several requests."""
         return [self.request(request) for request in requests]
 
     def real(self, view: object) -> RequestView:
-        """Return the request behind a strict view; any other value is passed on for the mechanism to check."""
+        """Return the request behind a strict view.
+
+        Other values are returned unchanged, so that the mechanism checks them.
+        """
         return cast(RequestView, view._target) if isinstance(view, StrictRequest) else cast(RequestView, view)
 
     def violation(self, message: str) -> AttributeError:
-        """Note a violation; the error to raise."""
+        """Record a violation, and return the error to raise."""
         self.violations.append(message)
         return AttributeError(message)
 
     def policy(self, policy: Any) -> Any:
-        """The policy, behind strict views in every method that is shown requests or replicas."""
+        """Return the policy with strict views in every method that gets requests or replicas."""
         loadless = not traits_of(policy).reads_load
 
         def assign(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:
@@ -171,7 +174,7 @@ class StrictViews:
 
 
 class _View:
-    """Reads public names of a Protocol from a target, and nothing else."""
+    """View of a target that exposes only the public names of a Protocol."""
 
     __slots__ = ("_names", "_target", "_views")
     _what = ""
@@ -197,7 +200,7 @@ class _View:
 
 
 class StrictRequest(_View):
-    """A `RequestView` and nothing more."""
+    """Strict `RequestView`."""
 
     __slots__ = ()
     _what = "request"
@@ -211,7 +214,7 @@ class StrictRequest(_View):
 
 
 class StrictProgram(_View):
-    """A `ProgramView` and nothing more."""
+    """Strict `ProgramView`."""
 
     __slots__ = ()
     _what = "program"
@@ -224,7 +227,7 @@ class StrictProgram(_View):
 
 
 class StrictReplicaView(_View):
-    """A `ReplicaLoadView` and nothing more."""
+    """Strict `ReplicaLoadView`."""
 
     __slots__ = ()
     _what = "replica view"
@@ -244,7 +247,7 @@ class StrictReplicaView(_View):
 
 
 class StrictPoolView(_View):
-    """A `PoolView` and nothing more."""
+    """Strict `PoolView`."""
 
     __slots__ = ()
     _what = "pool"
@@ -257,7 +260,7 @@ class StrictPoolView(_View):
 
 
 class StrictReplicasetView(_View):
-    """A `ReplicasetView` and nothing more."""
+    """Strict `ReplicasetView`."""
 
     __slots__ = ()
     _what = "replicaset"
@@ -275,7 +278,7 @@ class StrictReplicasetView(_View):
 
 
 class StrictQueue:
-    """A `QueueView` and nothing more."""
+    """Strict `QueueView`."""
 
     __slots__ = ("_queued", "_views")
 
@@ -291,7 +294,7 @@ class StrictQueue:
 
 
 class StrictReplicaState(_View):
-    """A `LocalReplicaView` and nothing more."""
+    """Strict `LocalReplicaView`."""
 
     __slots__ = ()
     _what = "replica"
@@ -327,7 +330,7 @@ class StrictReplicaState(_View):
 
 
 class StrictBatch(_View):
-    """A `BatchBuilder` and nothing more."""
+    """Strict `BatchBuilder`."""
 
     __slots__ = ()
     _what = "batch"
@@ -341,7 +344,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a verb of the builder for strict views: the mechanism gets the requests behind them, the policy a view back."""
+        """Wrap a method of the builder: it is called with real requests, and a returned request becomes a strict view."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A policy under test: how it is built beside plain policies for the other layers, and what it did in each scenario so far."""
+"""A policy under test: its construction together with plain policies in the other layers, and its outcomes by scenario."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ COUNTED = Rules()
 UNCOUNTED = Rules(check_every_step=False)
 
 Interposing = Callable[[Any], Any]
-"""Puts something between a policy and the mechanism."""
+"""Wrapper of a policy between it and the mechanism."""
 
 
 @dataclass(eq=False)
 class Subject:
-    """A policy with its parameters, and what it did in each scenario so far."""
+    """A policy with its parameters, and its cached outcome in each scenario."""
 
     spec: PolicySpec
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Name of the policy in failures."""
+        """Return the name of the policy for failure messages."""
         return f"{self.spec.layer.value} {self.spec.name!r}"
 
     @property
     def layer(self) -> Layer:
-        """The policy's layer."""
+        """Layer of the policy."""
         return self.spec.layer
 
     def build(self, context: PolicyContext) -> Any:
-        """A fresh policy."""
+        """Build a new policy object."""
         return self.spec.build(self.spec.config(**self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
-        """Return False for replicas that the policy refuses by a `ValueError`."""
+        """Return False if the policy refuses the scenario's replicas with a `ValueError`."""
         try:
             self.build(context_of(scenario))
         except ValueError:
@@ -51,7 +51,7 @@ class Subject:
         return True
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
-        """Run the policy in a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+        """Run the policy in a scenario, wrapped by `interposing` if given. Failures name the scenario."""
         layer = self.layer
 
         def source(context: PolicyContext) -> Any:
@@ -65,7 +65,7 @@ class Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Observe the policy in a scenario in which nothing is wrapped or changed."""
+        """Return the outcome of a scenario without wrapping."""
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)
@@ -73,12 +73,15 @@ class Subject:
 
 
 def context_of(scenario: Scenario) -> PolicyContext:
-    """Return the context that a policy is built with in a scenario."""
+    """Return the context for building a policy in a scenario."""
     return Harness(ByArrival(), Shared(), lambda context: PlainChunks(), scenario.options).context
 
 
 def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
-    """The policy with plain ones in the other layers; where it behaves differently with them, scenarios take turns."""
+    """Return the policy with plain policies in the other layers.
+
+    If it behaves differently with different plain policies, the scenarios alternate between them.
+    """
     odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
     prioritizer: PolicySource = by_slack if odd else ByArrivalInTime()
     if layer is Layer.REQUEST_PRIORITIZER:

@@ -43,11 +43,9 @@ class SamplingParams:
         min_p: sample only tokens with at least this fraction of the largest probability; in [0, 1].
         presence_penalty: subtracted from the logit of every token in the output.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output.
-        repetition_penalty: positive logits of tokens in the prompt or output are divided by it, negative ones
-            multiplied.
+        repetition_penalty: divides positive logits of tokens in the prompt or output, and multiplies negative ones.
         seed: seed of the request's own random stream; None: the controller draws one.
-        logprobs: number of most likely tokens to report with each token (0: the sampled token only); None: no
-            log-probabilities.
+        logprobs: number of most likely tokens to report per token (0: only the sampled one); None: no report.
         prompt_logprobs: the same for the prompt's tokens from the second on. The request then uses no cached prefix,
             since cached tokens have no logits.
         stop: strings that end the request. Enforced by the controller.
@@ -58,8 +56,7 @@ class SamplingParams:
         logit_bias: (token, value added to its logit), each token once.
         bad_words: strings that the output must not contain. `vajra_py.engine.tokenizer.with_bad_words` converts them to
             `bad_words_token_ids` before the request is submitted.
-        bad_words_token_ids: token sequences that the output never completes. The end of the prompt does not count as
-            their beginning.
+        bad_words_token_ids: token sequences that the output must not contain; the prompt's end is not part of it.
         include_stop_str_in_output: True if the request's text includes the stop string, or the text of the stop token,
             that ended it. Enforced by the controller.
     """
@@ -97,10 +94,8 @@ class NewRow:
         prompt_token_ids: the request's prompt; read only if `needs_prompt(sampling)`, may be empty otherwise.
         output_token_ids: output so far, for a request that lost its slot and got another; read only if
             `needs_outputs(sampling)`.
-        num_output_tokens: number of output tokens so far; always read (for `min_tokens` and the position in the random
-            stream).
-        adapter: name of the LoRA adapter, which must be loaded in each step that computes the request; empty: the base
-            model.
+        num_output_tokens: number of output tokens so far; always read (`min_tokens`, place in the random stream).
+        adapter: LoRA adapter, which must be loaded whenever the request is computed; empty: the base model.
     """
 
     slot: int
@@ -137,8 +132,7 @@ class Chunk:
             tokens of the request each; the last one holds the tokens after those, including this chunk's.
         num_drafts: number of the last tokens that are drafts. A token is sampled from the logits of each draft and of
             the token before the first. For requests whose sampling depends neither on their output nor on penalties.
-        num_outputs: number of output tokens of the request so far, if drafts may have been rejected since its last
-            step; None: as many as were sampled.
+        num_outputs: output tokens so far, if its last step may have rejected drafts; None: as many as were sampled.
     """
 
     slot: int
@@ -178,9 +172,7 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot.
-
-    Ordered with steps: earlier steps use the slot's old content, later ones its new content.
+    """Copy of an adapter into a slot; earlier steps use the slot's old content, later ones its new content.
 
     Attributes:
         number: sequence number of the load among those of its replica.
@@ -455,18 +447,15 @@ class LookaheadRunner(ModelRunner, Protocol):
     def run_ahead(self, work: LookaheadStep) -> StepOutput:
         """Return the output of `work.step`.
 
-        If the device computes asynchronously, `work.ahead` is submitted right after it.
-
-        A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`. Raises like
-        `submit`.
+        If the device computes asynchronously, `work.ahead` is submitted right after it. A step without `begun` rows
+        undoes the decodes that were started ahead, and so does `submit`. Raises like `submit`.
         """
 
     def begin_ahead(self) -> None:
         """Compute the decodes to start ahead that are not submitted yet.
 
-        Called when the caller is idle after delivering the output.
-
-        Without this call they are computed with the step that lists them in `begun`. Raises like `submit`.
+        For a caller that is idle after delivering the output. Without this call they are computed with the step that
+        lists them in `begun`. Raises like `submit`.
         """
 
 
@@ -489,10 +478,7 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def mark(self) -> object:
-        """Return a mark on the device after everything submitted so far.
-
-        The mark is None if calls return only when their work is complete.
-        """
+        """Return a mark after all work submitted so far; None if calls return only when their work is complete."""
 
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """Copy KV blocks between device and host, in order. Raises `ExecutorError`.

@@ -1,1 +1,1 @@
-"""Facts of devices, models and deployments."""
+"""Specifications of devices, models and deployments."""

@@ -25,15 +25,15 @@ _DEVICE_ALIASES = {
 
 
 def model_names() -> list[str]:
-    """Names of the models that are described here, sorted."""
+    """Return the names of the described models, sorted."""
     return _names("models")
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """The model of that name (any case, an organisation in front is ignored), or of that `config.json` or folder with one.
+    """Return the model with this name (any case, without organisation), or of this `config.json` file or its folder.
 
     Raises:
-        ConfigError: no such name or file, or a file that describes no supported model.
+        ConfigError: the name or file does not exist, or the file describes no supported model.
     """
     text = str(name_or_path)
     shipped = {name.lower(): name for name in model_names()}
@@ -51,10 +51,10 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
 
 
 def read_json_file(path: Path) -> Any:
-    """The contents of a JSON file.
+    """Return the contents of a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or is not JSON; names the line.
+        ConfigError: the file cannot be read, or is not JSON; names the line.
     """
     try:
         return json.loads(path.read_text("utf-8"))
@@ -71,12 +71,12 @@ def _load_file(path: Path, name: str) -> ModelSpec:
 
 
 def device_names() -> list[str]:
-    """Names of the devices that are described here, sorted."""
+    """Return the names of the described devices, sorted."""
     return _names("hardware")
 
 
 def read_device_file(name: str) -> dict[str, Any]:
-    """The description of one shipped device as it lies in its file.
+    """Return the contents of a shipped device's file.
 
     Raises:
         ConfigError: there is no device of that name.
@@ -87,7 +87,7 @@ def read_device_file(name: str) -> dict[str, Any]:
 
 
 def device_name(name: str) -> str:
-    """The full name of a shipped device: any case, and short forms (a100, h100, h200, cpu).
+    """Return the full name of a shipped device; accepts any case, and short names (a100, h100, h200, cpu).
 
     Raises:
         ConfigError: there is no device of that name.

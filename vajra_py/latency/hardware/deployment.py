@@ -9,9 +9,9 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 
 ACTIVATION_TOKENS = 8192
-"""Tokens of one step that memory is set aside for."""
+"""Number of tokens in one step for which activation memory is reserved."""
 LOGIT_ROWS = 256
-"""Rows of scores over the vocabulary that memory is set aside for, in float32 and twice."""
+"""Number of rows of logits for which memory is reserved, in float32 and twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +21,17 @@ class Parallelism:
     tensor: int = 1
     pipeline: int = 1
     kv: int = 1
-    """KV-parallel groups, each with all of the tensor and pipeline ranks."""
+    """KV-parallel groups, each with all tensor-parallel and pipeline ranks."""
     data: int = 1
-    """Data-parallel ranks that hold the routed experts together, each a part of them; of effect on memory alone."""
+    """Data-parallel ranks that divide the routed experts among them; affects memory only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One replica: a model on devices of one kind.
+    """One replica: a model on devices of one type.
 
     Raises:
-        ConfigError: the model cannot be split that way, or the device cannot multiply in the model's dtype.
+        ConfigError: the model cannot be divided that way, or the device does not support the model's dtype.
     """
 
     model: ModelSpec
@@ -39,7 +39,7 @@ class Deployment:
     parallelism: Parallelism = Parallelism()
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with all problems of a deployment that cannot be built."""
+        """Check the deployment. Raises `ConfigError` with all problems."""
         model, device, split = self.model, self.device, self.parallelism
         problems = []
         if model.num_heads % split.tensor:
@@ -60,27 +60,27 @@ class Deployment:
 
     @property
     def activation_dtype(self) -> str:
-        """The dtype of hidden states: that of the weights, or bfloat16 for 8-bit weights."""
+        """Dtype of hidden states: that of the weights, or bfloat16 for 8-bit weights."""
         return "bfloat16" if self.model.dtype == "fp8" else self.model.dtype
 
     @property
     def attention_dtype(self) -> str:
-        """The dtype that attention multiplies in; an 8-bit cache is widened as it is read."""
+        """Dtype of attention's arithmetic; an 8-bit KV cache is converted to a wider dtype when it is read."""
         return self.activation_dtype
 
     @property
     def num_first_layers(self) -> int:
-        """Layers of the fullest pipeline stage; the stages with one layer more come first."""
+        """Number of layers of the largest pipeline stage; stages with one layer more come first."""
         return -(-self.model.num_layers // self.parallelism.pipeline)
 
     @property
     def num_last_layers(self) -> int:
-        """Layers of the last pipeline stage, which also holds the head."""
+        """Number of layers of the last pipeline stage, which also holds the head."""
         return self.model.num_layers // self.parallelism.pipeline
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
-        """Bytes that one device keeps of one token in one layer; heads are copied once there are more ranks than KV heads."""
+        """KV bytes per token and layer on one device; with more ranks than KV heads, heads are replicated."""
         size = DTYPE_BYTES[self.model.kv_dtype]
         if self.model.latent is not None:
             return self.model.kv_values_per_token_per_layer * size
@@ -88,9 +88,9 @@ class Deployment:
         return 2 * heads * self.model.head_dim * size
 
     def weight_bytes(self, num_layers: int) -> float:
-        """Bytes of weights on one device of the first or the last stage, when that stage has `num_layers` average layers.
+        """Return the bytes of weights on one device of the first or last stage, which has `num_layers` layers.
 
-        With one stage it holds its part of the embeddings and of the head, otherwise of one of the two.
+        With one stage the device holds its part of both embeddings and head, else of one of the two.
         """
         model = self.model
         elsewhere = model.routed_weights * (self.parallelism.data - 1) // self.parallelism.data
@@ -100,7 +100,7 @@ class Deployment:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes set aside on each device for hidden states of a large step and for scores over the vocabulary."""
+        """Return the bytes reserved on each device for hidden states of a large step and for logits."""
         model, split = self.model, self.parallelism.tensor
         width = model.intermediate_size
         if model.experts is not None:
@@ -111,9 +111,10 @@ class Deployment:
         return ACTIVATION_TOKENS * per_token * DTYPE_BYTES[self.activation_dtype] + scores
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """KV blocks of `block_size` tokens that fit beside weights and activations on the fullest device, of one KV-parallel group.
+        """Return the KV blocks of `block_size` tokens that fit on the fullest device of one KV-parallel group.
 
-        `memory_fraction` of the device's memory is used at all; the rest is for the driver, graphs and fragmentation.
+        Of the device's memory, the fraction `memory_fraction` is used for weights, activations and KV; the rest is left
+        for the driver, graphs and fragmentation.
 
         Raises:
             ConfigError: not even one block fits.
@@ -143,10 +144,10 @@ def kv_blocks_that_fit(
     block_size: int = 16,
     memory_fraction: float = 0.9,
 ) -> int:
-    """KV blocks that a replica of `model` on tensor_parallel x pipeline_parallel devices can hold.
+    """Return the number of KV blocks of a replica of `model` on tensor_parallel x pipeline_parallel devices.
 
     Raises:
-        ConfigError: the model cannot be split that way or does not fit.
+        ConfigError: the model cannot be divided that way or does not fit.
     """
     deployment = Deployment(model, device, Parallelism(tensor_parallel, pipeline_parallel))
     return deployment.kv_blocks(block_size, memory_fraction)

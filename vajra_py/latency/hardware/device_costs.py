@@ -1,4 +1,4 @@
-"""Prices and power of devices: the figures under `operation` in `hardware/*.json`, each with its source, and the user's changes to them."""
+"""Prices and power of devices: the values under `operation` in `hardware/*.json`, with sources, and changes by the user."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ POWER_FIELDS = ("idle_w", "decode_w", "prefill_w", "saturating_tokens")
 
 @dataclass(frozen=True, slots=True)
 class DevicePower:
-    """Electrical power of one device by what it computes, watts.
+    """Electrical power of one device by kind of work, in watts.
 
-    Decoding one sequence leaves the arithmetic units idle (`decode_w`); prefills keep them busy (`prefill_w`). In between power rises with the tokens that the step computes, up to
-    `saturating_tokens`: 128 decodes draw more than one (Patel et al., "Splitwise", ISCA 2024, figures 8 and 9; ML.ENERGY Benchmark 3.0).
+    Decoding one sequence leaves the arithmetic units idle (`decode_w`); prefills use them fully (`prefill_w`). In
+    between, power rises with the number of tokens in the step, up to `saturating_tokens`: 128 decodes draw more than
+    one (Patel et al., "Splitwise", ISCA 2024, figures 8 and 9; ML.ENERGY Benchmark 3.0).
     """
 
     idle_w: float
@@ -29,7 +30,7 @@ class DevicePower:
     saturating_tokens: float
 
     def of_steps(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Power during steps of `num_tokens` tokens, watts."""
+        """Return the power during steps of `num_tokens` tokens, in watts."""
         share = np.minimum(np.maximum(num_tokens - 1, 0) / max(self.saturating_tokens - 1, 1), 1.0)
         power: NDArray[np.float64] = self.decode_w + (self.prefill_w - self.decode_w) * share
         return power
@@ -37,16 +38,16 @@ class DevicePower:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Costs of one device: price per hour and power, None where unknown."""
+    """Costs of one device: price per hour and power; None if unknown."""
 
     device: str
     price_per_hour: float | None = None
     power: DevicePower | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Sources of the price (`price_per_hour`, with its date) and of each figure of the power."""
+    """Source of the price (`price_per_hour`, with date) and of each power value."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
-        """Return the costs with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
+        """Return the costs with values given by the user: `price_per_hour` and the `POWER_FIELDS`."""
         watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
         power = self.power
         if watts and power is not None:
@@ -58,7 +59,7 @@ class DeviceCosts:
 
 
 def device_costs(name: str) -> DeviceCosts:
-    """Return the known costs of a device of that name (any case, short forms too); none of one that is not described."""
+    """Return the known costs of a device by name (any case, short names too); without values if it is not described."""
     try:
         canonical = device_name(name)
     except ConfigError:

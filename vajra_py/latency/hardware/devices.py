@@ -1,7 +1,8 @@
-"""Speeds of devices and the fraction of them that programs reach.
+"""Peak speeds of devices, and the fractions of them that kernels reach.
 
-A description states every figure with its source in `hardware/*.json`; a user's own one is the same mapping without sources, whole or as
-changes to a shipped device (`base`). Peaks are dense (no structured sparsity), bandwidths are per direction.
+A description states every value with its source in `hardware/*.json`. A user's own device is the same mapping without
+sources, either complete or as changes to a shipped device (`base`). Peaks are dense (no structured sparsity),
+bandwidths per direction.
 """
 
 from __future__ import annotations
@@ -19,49 +20,52 @@ from vajra_py.latency.hardware.model_spec import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device of a replica, and the link to its peers and to the host."""
+    """One device of a replica, with its links to peers and to the host."""
 
     name: str
     peak_flops: Mapping[str, float]
-    """Operations per second by dtype of the matrix products; a dtype that is not listed cannot be run."""
+    """Operations per second by dtype of the matrix products; the device does not support dtypes that are not listed."""
     compute_fraction: Mapping[str, float]
-    """Share of the peak that products of a layer's size reach, by dtype."""
+    """Fraction of the peak that matrix products of a layer's size reach, by dtype."""
     attention_fraction: float
-    """Share of the peak that the attention kernels reach."""
+    """Fraction of the peak that attention kernels reach."""
     memory_bandwidth: float
     """Bytes per second."""
     bandwidth_fraction: float
     memory_bytes: int
-    """Memory as the driver reports it."""
+    """Memory in bytes, as the driver reports it."""
     link_bandwidth: float
     """Bytes per second to peers of the same replica, one direction."""
     link_fraction: float
     link_latency_s: float
-    """Time of an exchange between peers that carries nothing."""
+    """Time of an empty exchange between peers, in seconds."""
     host_link_bandwidth: float
-    """Bytes per second to or from host memory, as reached by large copies."""
+    """Bytes per second to or from host memory that large copies reach."""
     kernel_latency_s: float
-    """Fixed time of one kernel in a replayed graph: start and drain."""
+    """Fixed time of one kernel in a replayed graph (start and drain), in seconds."""
     step_overhead_s: float
-    """Time per step that no kernel covers: scheduling, input preparation, launch, sampling."""
+    """Time per step outside all kernels (scheduling, input preparation, launch, sampling), in seconds."""
     num_sms: int = 0
-    """Streaming multiprocessors; 0: unknown, or none."""
+    """Number of streaming multiprocessors; 0: unknown, or none."""
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
     priced_as: str | None = None
-    """Device name by which price and power are looked up: the shipped device's, also of a changed one; None: unnamed."""
+    """Name of the shipped device whose price and power apply, also for a changed device; None: unnamed."""
 
     @property
     def uses_flash_attention_2(self) -> bool:
-        """True where vLLM computes attention by FlashAttention 2: neither on Hopper (version 3) nor on data-centre Blackwell (FlashInfer)."""
+        """True if vLLM uses FlashAttention 2 on this device.
+
+        It does not on Hopper (FlashAttention 3) and on data-centre Blackwell (FlashInfer).
+        """
         return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
 
     def flops(self, dtype: str) -> float:
-        """Attainable operations per second of matrix products in `dtype`."""
+        """Return the attainable operations per second of matrix products in `dtype`."""
         return self.peak_flops[dtype] * self.compute_fraction[dtype]
 
     def attention_flops(self, dtype: str) -> float:
-        """Attainable operations per second of attention on values of `dtype`."""
+        """Return the attainable operations per second of attention on values of `dtype`."""
         return self.peak_flops[dtype] * self.attention_fraction
 
     @property
@@ -111,10 +115,10 @@ class DeviceConfig(BaseModel):
     )
 
     def to_device(self) -> DeviceSpec:
-        """The device.
+        """Return the complete device.
 
         Raises:
-            ConfigError: an unknown base or dtype, or a figure that neither the base nor this mapping gives.
+            ConfigError: the base or a dtype is unknown, or a value is given neither here nor by the base.
         """
         given = {key: value for key, value in self.model_dump(exclude={"base"}).items() if value is not None}
         figures = {**_figures(self.base), **given} if self.base else given
@@ -145,10 +149,10 @@ class DeviceConfig(BaseModel):
 
 
 def load_device(description: str | Mapping[str, Any] | DeviceConfig) -> DeviceSpec:
-    """The shipped device of that name (any case), or the device that a mapping describes.
+    """Return the shipped device with this name (any case), or the device that a mapping describes.
 
     Raises:
-        ConfigError: no such device, or a wrong or missing figure; all problems at once.
+        ConfigError: the device does not exist, or values are wrong or missing; reports all problems at once.
     """
     if isinstance(description, str):
         name = device_name(description)
@@ -173,7 +177,7 @@ def _figures(name: str) -> dict[str, Any]:
 
 
 def device_sources(name: str) -> dict[str, str]:
-    """Return the source of each figure of a shipped device, by field.
+    """Return the source of each value of a shipped device, by field.
 
     Raises:
         ConfigError: there is no device of that name.

@@ -1,7 +1,8 @@
 """Read a `ModelSpec` from a Hugging Face `config.json`.
 
-Keys that decide time or memory must be there; a missing, ill-typed or unsupported one is a `ConfigError` that names file and key. Defaults
-are those of the model's class in transformers, and only for keys that published files leave out.
+Keys that determine time or memory are required; a missing, ill-typed or unsupported one raises a `ConfigError` that
+names file and key. Defaults are those of the model's class in transformers, and only exist for keys that published
+files omit.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Properties of a model's class that have no key in its file."""
+    """Properties of a model family that its configuration file does not state."""
 
     norms_per_layer: int = 2
     norm_parameters: int = 1
     """2 for layer norms with a bias."""
     head_norms: bool = False
-    """True where queries and keys are normed by head."""
+    """True if queries and keys are normalised per head."""
     qkv_bias: bool = False
     all_biases: bool = False
     mlp_matrices: int = 3
     tied: bool = False
     head_dim: int | None = None
     sliding_every: int = 1
-    """One layer in this many has full attention where the file has a window and no list of layer types; 1: none has."""
+    """If the file has a window but no list of layer types, one layer in this many has full attention; 1: no layer has a
+    window."""
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -59,7 +61,7 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class _Keys:
-    """Reads one configuration's keys and gathers what is wrong with them."""
+    """Reader of one configuration's keys that collects their problems."""
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str) -> None:
         self.values = values
@@ -71,7 +73,10 @@ class _Keys:
         self.problems.append(Problem(f"{self._source} {self._prefix}{key}", message, allowed))
 
     def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """The first of `names` that is there and not null, an integer of at least `low`; otherwise the default or a problem."""
+        """Return the first of `names` that is set, as an integer of at least `low`.
+
+        Else the default, or record a problem.
+        """
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -98,11 +103,11 @@ def _also(names: tuple[str, ...]) -> str:
 
 
 def model_from_config(values: Mapping[str, Any], *, name: str, source: str) -> ModelSpec:
-    """The model that the contents of a `config.json` describe; `source` is what errors point at (a file).
+    """Return the model described by the contents of a `config.json`; `source` (a file) is named in errors.
 
     Raises:
-        ConfigError: a needed key is missing or ill-typed, or the architecture is not a decoder-only transformer with attention in
-            every layer. All problems at once.
+        ConfigError: a required key is missing or ill-typed, or the architecture is not a decoder-only transformer with
+            attention in every layer; reports all problems at once.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(Problem(source, f"is not a JSON object ({type(values).__name__})"))
@@ -191,7 +196,7 @@ def _latent(keys: _Keys) -> LatentAttention | None:
 
 
 def _feed_forward(keys: _Keys, num_layers: int) -> tuple[Experts | None, int]:
-    """The experts, and the width of the dense layers (0 when there are none)."""
+    """Return the experts (None if there are none), and the width of the dense layers (0 if there are none)."""
     values = keys.values
     num_experts = next(
         (values[k] for k in ("num_local_experts", "n_routed_experts", "num_experts") if values.get(k)), 0
@@ -232,7 +237,7 @@ def _num_expert_layers(keys: _Keys, num_layers: int) -> int:
 
 
 def _sliding(keys: _Keys, family: _Family, num_layers: int) -> tuple[int | None, int]:
-    """The window, and how many layers look no further back than it."""
+    """Return the window, and the number of layers with a window."""
     values = keys.values
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         return None, 0

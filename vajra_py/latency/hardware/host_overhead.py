@@ -1,4 +1,4 @@
-"""Time that an engine's host adds to what its GPU computes, between steps and for each request."""
+"""Time that an engine's host adds to its GPU's time, per step and per request."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ CAPTURE_LIMIT = 512
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Time that scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
+    """Time that scheduling, input preparation, sampling and output processing add to steps and requests, in seconds.
 
-    Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step while the GPU
-    computes this one: nothing is added unless the host takes longer than the GPU, or a calibration found an `exposed_s`.
+    Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step
+    while the GPU computes, so nothing is added unless the host takes longer than the GPU, or a calibration found an
+    `exposed_s`.
     """
 
     step_base_s: float = 0.0
     """Host time of every step."""
     step_per_request_s: float = 0.0
-    """Host time for each request in the step."""
+    """Host time per request in the step."""
     exposed_s: float = 0.0
-    """Time that the GPU waits in every step although scheduling is asynchronous; no profile of operators has it, so the default is 0."""
+    """GPU waiting time in every step despite asynchronous scheduling; operator profiles do not measure it, so the
+    default is 0."""
     asynchronous: bool = False
-    """True where the host's work overlaps the step before."""
+    """True if the host's work overlaps the previous step."""
     arrival_s: float = 0.0
-    """Time from a request's arrival to its place in the scheduler's queue."""
+    """Time from a request's arrival until it is in the scheduler's queue."""
     first_token_s: float = 0.0
-    """Time from the end of the step that computed a request's token to the client."""
+    """Time from the end of the step that computed a token until the client gets it."""
 
     @property
     def request_s(self) -> float:
-        """Part of every request's time to its first token, and to its last, besides queueing and steps."""
+        """Part of every request's TTFT and E2E latency that is neither queueing nor steps, in seconds."""
         return self.arrival_s + self.first_token_s
 
 
@@ -53,11 +55,11 @@ HOST_OVERHEADS = MappingProxyType(
         ),
     }
 )
-"""Overheads by name; sources of the figures: docs/reference/latency-models.md."""
+"""Overheads by name; docs/reference/latency-models.md states the sources of the values."""
 
 
 def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:
-    """The overhead of that name, with what is given (not None) in place of its figures.
+    """Return the overhead with this name, with values replaced by those of `changes` that are not None.
 
     Raises:
         ConfigError: there is no overhead of that name.

@@ -12,17 +12,17 @@ from vajra_py.contract.latency import BatchFeatures
 
 @dataclass(frozen=True, slots=True)
 class ConstantModel:
-    """Every step takes `step_time_s`; a batch passes `num_stages` stages of equal length."""
+    """Latency model with `step_time_s` for every step, divided equally over `num_stages` stages."""
 
     step_time_s: float
     num_stages: int = 1
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds in each stage."""
+        """Return the seconds of each stage."""
         return self.step_time_s / self.num_stages
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds in all stages."""
+        """Return the seconds of all stages."""
         return self.step_time_s
 
     def decode_run_times_s(
@@ -34,27 +34,28 @@ class ConstantModel:
 
 @dataclass(frozen=True, slots=True)
 class AffineModel:
-    """A step takes a base time plus a time per token, request and attended token; all in seconds.
+    """Latency model with a base time plus a time per token, request and attended token, all in seconds.
 
-    With `overlap`, tokens and pairs (arithmetic) and the cached tokens of decodes (memory) take the longer time of the two.
+    With `overlap`, the time of tokens and pairs (arithmetic) and that of decodes' cached tokens (memory) overlap: the
+    longer counts.
     """
 
     base_s: float
     per_token_s: float = 0.0
     per_request_s: float = 0.0
     per_prefill_pair_s: float = 0.0
-    """Per query-key pair of prefill attention."""
+    """Seconds per query-key pair of prefill attention."""
     per_decode_context_token_s: float = 0.0
     per_swap_byte_s: float = 0.0
     num_stages: int = 1
     overlap: bool = False
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds in each stage: all stages are alike."""
+        """Return the seconds of each stage; all stages are equal."""
         return self.batch_time_s(features) / self.num_stages
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds in all stages."""
+        """Return the seconds of all stages."""
         if self.overlap:
             memory = features.decode_context_tokens * self.per_decode_context_token_s
             return max(self._compute_s(features), memory) + self._in_turn_s(features)
@@ -65,7 +66,7 @@ class AffineModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
-        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        """Return the seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
         if self.overlap:
             features = BatchFeatures(num_decodes=num_decodes)
@@ -80,5 +81,5 @@ class AffineModel:
         return features.num_tokens * self.per_token_s + features.prefill_attention_pairs * self.per_prefill_pair_s
 
     def _in_turn_s(self, features: BatchFeatures) -> float:
-        """Seconds that nothing hides."""
+        """Return the seconds that overlap with nothing."""
         return self.base_s + features.num_requests * self.per_request_s + features.swap_bytes * self.per_swap_byte_s

@@ -1,9 +1,10 @@
 """Fit curves to measured step times and report their error on held-out steps.
 
-Everything is a sum of functions that do not fall, but for the first few numbers of tokens: products of two rows may take longer than
-those of four, since they are other algorithms. So the fit is a least-squares problem with coefficients of 0 or more: levels at those
-first numbers, slopes between the other knots of curves, and prices per unit. Errors are relative, so that short steps count as much as
-long ones; a few measurements that something else on the machine disturbed are held to count less (Huber's weights).
+The fit is a sum of non-decreasing functions. The only exception are the first few numbers of tokens: products of two
+rows may take longer than those of four, since libraries use different algorithms. So the fit is a least-squares problem
+with non-negative
+coefficients: levels at those first numbers, slopes between the other knots of curves, and prices per unit. Errors are
+    relative, so that short steps count as much as long ones; disturbed measurements get less weight (Huber's weights).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from vajra_py.latency.models.tabular import read_columns
 Floats = npt.NDArray[np.float64]
 
 _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
-"""Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
-different algorithms; attention reads evenly."""
+"""Each curve has a knot at every number up to the first value, and at powers of the second value beyond: matrix
+products of one, two or a few rows use different algorithms, while attention reads evenly."""
 _FREE = "num_tokens"
-"""Name of the only curve that may fall at its first knots."""
+"""Name of the only curve that may decrease at its first knots."""
 _HUBER = 0.15
-"""Relative error from which on a measurement counts less."""
+"""Relative error above which a measurement gets less weight."""
 _ROUNDS = 8
 _HELD_OUT_PART = 5
 STEP_COLUMNS = ("num_decodes", "decode_context_tokens", "num_prefills", "prefill_tokens", "prefill_context_tokens")
@@ -39,7 +40,7 @@ TIME_COLUMN = "time_s"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step's features and how long it took, in seconds."""
+    """Features of a measured step and its duration in seconds."""
 
     features: BatchFeatures
     time_s: float
@@ -53,7 +54,7 @@ class Measured:
 
 
 def fit_steps(measured: Sequence[Measured]) -> StepFit:
-    """The best fit. `ValueError` without measurements."""
+    """Return the best fit. Raises `ValueError` without measurements."""
     if not measured:
         raise ValueError("fit: there are no measurements")
     features = {
@@ -75,9 +76,9 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
 
 
 def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return relative errors of a fit to four fifths of the shapes on the first fifth in this order: by kind of step and over all.
+    """Return relative errors on the first fifth of the shapes in `order`, of a fit to the other shapes.
 
-    For each: how many, the median and the 90th percentile of the error's size, and its mean with sign.
+    Errors are given by kind of step and over all. Each entry has the number of steps, the median and 90th percentile of the absolute error, and its signed mean.
     """
     num_held_out = max(1, len(measured) // _HELD_OUT_PART)
     held_out = [measured[index] for index in order[:num_held_out]]
@@ -86,14 +87,16 @@ def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[
 
 
 def is_steps_table(path: str) -> bool:
-    """Return true for the name of a table of measured steps, false for that of a profile."""
+    """Return True for the name of a table of measured steps, False for that of a profile."""
     return path.endswith((".csv", ".csv.gz", ".npz", ".parquet"))
 
 
 def profile_of_steps(path: str) -> Profile:
-    """Fit a profile to a table with one row for each measured step: `STEP_COLUMNS`, and those of `OPTIONAL_COLUMNS` that it has.
+    """Fit a profile to a table with one row per measured step.
 
-    Without `prefill_attention_pairs` the chunks of a step count as equal ones.
+    Its columns are `STEP_COLUMNS` and any of `OPTIONAL_COLUMNS`.
+
+    Without `prefill_attention_pairs`, the chunks of a step are assumed to be equal.
 
     Raises:
         ConfigError: the file is missing or broken, lacks a column, has no rows, or a value cannot be one of a step.
@@ -120,7 +123,7 @@ def profile_of_steps(path: str) -> Profile:
 
 
 def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Relative errors of predictions; see `held_out_errors`."""
+    """Return the relative errors of predictions; see `held_out_errors`."""
     found: dict[str, dict[str, float]] = {}
     for kind in ("all", "decode", "prefill", "mixed"):
         chosen = [one for one in measured if kind in ("all", one.kind)]
@@ -148,9 +151,10 @@ def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
 
 
 def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
-    """The functions whose sum a curve is, at these values: segments, and for the one that may fall a level at each of its first knots.
+    """Return the functions whose weighted sum is the curve, evaluated at `values`.
 
-    It is straight between levels, as the first one before that, and rises from the last one on.
+    They are segments; for the curve that may decrease, also a level at each of its first knots. Such a curve is linear
+    between levels, equal to the first level before it, and increases after the last one.
     """
     if name != _FREE:
         return _segments(values, knots)
@@ -160,7 +164,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
-    """Part of each value in each segment; the last one has no end."""
+    """Return the part of each value in each segment; the last segment has no end."""
     columns = []
     for index, (low, high) in enumerate(pairwise(knots)):
         top = np.inf if index == len(knots) - 2 else high
@@ -169,9 +173,10 @@ def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
 
 
 def _robust(matrix: Floats, times: Floats) -> Floats:
-    """Coefficients >= 0 with matrix @ x near the times, relative to what is predicted; rows far from it count less.
+    """Return coefficients >= 0 such that matrix @ x approximates the times in relative terms; outliers get less weight.
 
-    Relative to the prediction, since relative to the measurement short times would pull more than long ones.
+    Errors are relative to the prediction; relative to the measurement, short times would have more influence than long
+    ones.
     """
     from scipy.optimize import nnls  # takes long to import, and most models are not fitted
 

@@ -1,7 +1,7 @@
-"""Roofline step time where arithmetic, memory and links of a device work beside each other, or in turn.
+"""Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
-The work is that of `RooflineModel`, operator by operator; what differs is how far the time of one resource hides that of another. Sums
-of all and the largest sum bound what any schedule of the operators can reach.
+The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. The sum
+of all times and the largest time per resource bound what any schedule of the operators can reach.
 Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
 kinds of attention.
 """
@@ -28,7 +28,7 @@ from vajra_py.latency.models.roofline import (
 )
 
 Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
-"""Degree to which arithmetic, memory traffic and exchanges between devices hide each other; `partial` is `RooflineModel`."""
+"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `partial` is `RooflineModel`."""
 
 _DESCRIBED = {
     "none": "nothing overlaps",
@@ -39,17 +39,17 @@ _DESCRIBED = {
 
 
 class Work(NamedTuple):
-    """Seconds for which some work takes each resource of a device, were it alone."""
+    """Seconds that some work needs of each resource of a device, without overlap."""
 
     compute_s: float
     """Arithmetic."""
     memory_s: float
-    """Traffic of the device's memory."""
+    """Memory traffic of the device."""
     network_s: float
     """Exchanges between the devices of a replica."""
 
     def plus(self, other: Work) -> Work:
-        """Return the work of both."""
+        """Return the sum of both."""
         return Work(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def times(self, factor: float) -> Work:
@@ -58,15 +58,15 @@ class Work(NamedTuple):
 
 
 _PREFILL, _DECODE = 0, 1
-"""Places of the two kinds of attention among the operators."""
+"""Indices of the two kinds of attention among the operators."""
 _NOTHING = Work(0.0, 0.0, 0.0)
 
 
 class OverlappedRooflineModel:
     """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
-    Kernel and link latencies, the overhead of a step, transfers between stages and swapped bytes are in turn with the rest, whatever
-    overlaps: a copy that a step needs, or that empties blocks which it writes, cannot be beside it.
+    Kernel and link latencies, step overhead, transfers between stages and swapped bytes never overlap with other work:
+    a step cannot run beside a copy that it needs, or that frees blocks which it writes.
 
     Raises:
         ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
@@ -93,7 +93,10 @@ class OverlappedRooflineModel:
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+
+        0 for an empty batch.
+        """
         if not features.num_tokens:
             return features.swap_bytes * self._step.swap_byte_s
         operators, head = self._operators(features)
@@ -105,7 +108,7 @@ class OverlappedRooflineModel:
         return busy + self._in_turn_s(features)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds that the slowest stage is busy with this batch; the whole step when there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
         if self.num_stages == 1 or not features.num_tokens:
             return self.batch_time_s(features)
         operators, head = self._operators(features)
@@ -121,7 +124,7 @@ class OverlappedRooflineModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
-        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        """Return the seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         first = BatchFeatures(num_decodes, first_context_tokens)
         steps = (
             first._replace(decode_context_tokens=first_context_tokens + step * num_decodes) for step in range(num_steps)
@@ -129,12 +132,12 @@ class OverlappedRooflineModel:
         return np.fromiter((self.batch_time_s(each) for each in steps), np.float64, num_steps)
 
     def work(self, features: BatchFeatures) -> Work:
-        """Return the demand of a step on each resource, over all stages, without the time that overlaps with nothing."""
+        """Return a step's use of each resource over all stages, without work that never overlaps."""
         operators, head = self._operators(features)
         return _sum([*operators, head])
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """KV blocks that fit; see `Deployment.kv_blocks`."""
+        """Return the number of KV blocks that fit; see `Deployment.kv_blocks`."""
         return self.deployment.kv_blocks(block_size, memory_fraction)
 
     def describe(self) -> ModelDescription:
@@ -144,7 +147,7 @@ class OverlappedRooflineModel:
         return replace(plain, source=f"{plain.source}, {_DESCRIBED[self.overlap]}", kv_blocks=self.kv_blocks)
 
     def _time_s(self, operators: list[Work]) -> float:
-        """Seconds of these operators, the two kinds of attention first."""
+        """Return the seconds of these operators; the two kinds of attention come first."""
         if self.overlap == "none":
             return sum(_sum(operators))
         if self.overlap == "step":
@@ -190,11 +193,11 @@ class OverlappedRooflineModel:
         return Work(seen * self._key_compute_s, seen * self._key_memory_s, 0.0)
 
     def _fixed_s(self, features: BatchFeatures) -> float:
-        """Latencies of kernels and exchanges in all layers."""
+        """Return the latencies of kernels and exchanges in all layers, in seconds."""
         return self._layers.fixed_s + (self._layers.merge_fixed_s if features.num_merged_tokens else 0.0)
 
     def _in_turn_s(self, features: BatchFeatures) -> float:
-        """Seconds of a step that nothing hides."""
+        """Return the seconds of a step that overlap with nothing."""
         step = self._step
         sending = (self.num_stages - 1) * (step.send_fixed_s + features.num_tokens * step.send_token_s)
         overhead = self.num_stages * step.step_overhead_s

@@ -1,7 +1,7 @@
-"""Run-length encoding of step times: a run of steps is its beginning, its first duration, and how durations change.
+"""Compact encoding of step times: a run of steps is stored as its start, first duration, and changes of the duration.
 
-Steps of a decode run take nearly linearly longer, so second differences of their ends are tiny and compress to almost nothing.
-All arithmetic is on integers, modulo 2**64, so what comes out is what went in.
+Durations in a run of decodes grow almost linearly, so the second differences of their ends are tiny and compress well.
+All arithmetic is on integers modulo 2**64, so decoding is exact.
 """
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
-"""Columns of a file of step records with the times at which steps were formed and ended; `duration_s` is NaN where it follows from the ticks."""
+"""Columns of a file of step records with the ticks at which steps were formed and ended; `duration_s` is NaN if it
+follows from them."""
 
 _EXACT = 2**53
-"""Whole numbers below this are exact as floats, so that dividing them rounds once."""
+"""Integers below this are exact as floats, so that a division rounds only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTimes:
-    """Runs of steps; the steps of a run follow one another without a pause. Ticks; one value a run, but for `bends`."""
+    """Runs of steps; the steps of a run follow one another without pause.
+
+    In ticks; one value per run, except `bends`.
+    """
 
     gap: Ints
-    """Time from the end of the previous run in this list (of any replica) to the forming of its first step; for the first run, from 0."""
+    """Time from the end of the previous run in this list (of any replica) until its first step is formed; for the first
+    run, from 0."""
     num_steps: Ints
-    """Number of steps of each, at least 1."""
+    """Number of steps of each run, at least 1."""
     duration: Ints
-    """Duration of the first step."""
+    """Duration of the run's first step."""
     drift: Ints
-    """Duration of the second step less that of the first; 0 where there is none."""
+    """Duration of the second step minus that of the first; 0 for a run of one step."""
     bends: Ints
-    """Change of the drift from step to step, from the third step of each run on, all runs after one another."""
+    """Change of the drift from step to step, from the third step of each run on; all runs concatenated."""
 
     @classmethod
     def pack(cls, formed: Ints, num_steps: Ints, ends: Ints) -> PackedTimes:
-        """Pack runs: `formed` has the tick at which the first step of each was formed, `ends` those at which its steps ended, run by run."""
+        """Pack runs of steps.
+
+        `formed` has the tick at which the first step of each run was formed, `ends` the ticks at which all steps ended,
+        run by run.
+        """
         stops = np.cumsum(num_steps)
         starts = stops - num_steps
         before = np.empty_like(ends)
@@ -55,7 +64,7 @@ class PackedTimes:
         return cls(gap, num_steps, durations[starts], drift, bends[_are_bent(len(ends), num_steps, starts)])
 
     def unpack(self) -> tuple[Ints, Ints]:
-        """(ticks at which steps were formed, ticks at which they ended), those of all runs after one another."""
+        """Return the ticks at which steps were formed and those at which they ended, all runs concatenated."""
         num_steps = self.num_steps
         stops = np.cumsum(num_steps)
         starts = stops - num_steps
@@ -72,7 +81,7 @@ class PackedTimes:
 
 
 def _are_bent(num_all: int, num_steps: Ints, starts: Ints) -> NDArray[np.bool_]:
-    """Mask of the steps that are the third of their run or a later one."""
+    """Return a mask of the steps that are the third of their run or later."""
     bent = np.ones(num_all, dtype=np.bool_)
     bent[starts] = False
     bent[starts[num_steps > 1] + 1] = False
@@ -80,12 +89,12 @@ def _are_bent(num_all: int, num_steps: Ints, starts: Ints) -> NDArray[np.bool_]:
 
 
 def _positions(num_steps: Ints, starts: Ints) -> Ints:
-    """Each step's place in its run, from 0."""
+    """Return each step's index in its run, from 0."""
     return np.arange(int(num_steps.sum()), dtype=np.int64) - np.repeat(starts, num_steps)
 
 
 def _sums(values: Ints, starts: Ints, counts: Ints) -> Ints:
-    """Running sums that begin anew at each run."""
+    """Return running sums that restart at each run."""
     if not values.size:
         return values
     sums = np.cumsum(values)
@@ -94,14 +103,14 @@ def _sums(values: Ints, starts: Ints, counts: Ints) -> Ints:
 
 
 def seconds_of(ticks: Ints, ticks_per_second: int) -> NDArray[np.float64]:
-    """Times in seconds, correctly rounded, as dividing Python's integers is."""
+    """Return times in seconds, rounded correctly, like the division of Python integers."""
     if not ticks.size or max(-ticks.min(), ticks.max()) < _EXACT:
         return ticks / float(ticks_per_second)
     return np.array([tick / ticks_per_second for tick in ticks.tolist()], dtype=np.float64)
 
 
 def steps_of_records(columns: Mapping[str, Any], ticks_per_second: int) -> tuple[Ints, NDArray[np.float64]]:
-    """(index, duration in seconds) of every step of a file of step records, by its columns."""
+    """Return (index, duration in seconds) of every step in a file of step records, given its columns."""
     num_steps = columns["num_steps"].astype(np.int64)
     times = PackedTimes(columns["gap"], num_steps, columns["duration"], columns["drift"], columns["bends"])
     formed_at, ended_at = (seconds_of(ticks, ticks_per_second) for ticks in times.unpack())

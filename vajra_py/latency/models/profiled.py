@@ -1,9 +1,9 @@
 """Step time from a profile that `vajra profile` measured.
 
-A step takes a base, a piecewise-linear time for its tokens (matrix products get cheaper per token as there are more), one for
-the context that its decodes read, one for the query-key pairs of its prompts' attention, and so much per decode, chunk, token
-of chunks' context and byte swapped; and the engine's own time for forming it. Every part grows with what it is a function of, but for the first
-few tokens: two rows may take longer than four, since their products are other algorithms.
+A step takes a base time; piecewise-linear times for its tokens (matrix products are cheaper per token in larger
+batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per decode,
+chunk, token of chunks' context and byte swapped; and the engine's time for forming it. Each part is non-decreasing,
+except over the first few tokens: two rows may take longer than four, since libraries use different algorithms.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from vajra_py.latency.models.variation import Variation
 PROFILE_VERSION = 1
 PROFILE_KIND = "vajra-profile"
 CURVES = ("num_tokens", "decode_context_tokens", "prefill_attention_pairs")
-"""Features whose time is a curve."""
+"""Features with a curve."""
 COEFFICIENTS = ("num_decodes", "num_prefills", "prefill_context_tokens", "swap_bytes")
-"""Features whose time is a product."""
+"""Features with a constant time per unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise-linear function: `values` at `knots` (ascending, the first 0), straight on beyond."""
+    """A piecewise-linear function with `values` at `knots` (ascending from 0), extrapolated linearly."""
 
     knots: tuple[float, ...]
     values: tuple[float, ...]
 
     def at(self, x: float) -> float:
-        """The value at `x` >= 0."""
+        """Return the value at `x` >= 0."""
         index = min(bisect_right(self.knots, x), len(self.knots) - 1) - 1
         return self.values[index] + self._slope(index) * (x - self.knots[index])
 
     def at_each(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The same for many, bit for bit."""
+        """Return the values at all of `x`, bit for bit equal to `at`."""
         indices = np.minimum(np.searchsorted(self.knots, x, side="right"), len(self.knots) - 1) - 1
         slopes = np.array([self._slope(index) for index in range(len(self.knots) - 1)])
         values, knots = np.array(self.values), np.array(self.knots)
@@ -59,18 +59,18 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Seconds of a step as a function of its features; see the module."""
+    """Seconds of a step as a function of its features; the module describes the terms."""
 
     base_s: float
     curves: Mapping[str, Curve]
     coefficients: Mapping[str, float]
 
     def time_s(self, features: BatchFeatures) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds of steps of `num_decodes` decodes, one for each sum of their contexts."""
+        """Return the seconds of steps of `num_decodes` decodes, one per sum of their contexts."""
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
@@ -86,14 +86,15 @@ class StepFit:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured model on a device.
+    """Profile of a model measured on a device.
 
     Attributes:
-        fit: seconds of a step, forming it included.
-        facts: what was measured: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …), versions.
-        errors: relative errors of the fit on shapes that it was not made from, by kind of features.
-        num_shapes: shapes that were measured.
-        variation: how much equal steps differ; None where each batch was measured once or twice.
+        fit: seconds of a step, including its forming.
+        facts: measured configuration: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …),
+            versions.
+        errors: relative errors of the fit on held-out shapes, by kind of features.
+        num_shapes: number of measured shapes.
+        variation: variation of equal steps; None if each batch was measured once or twice only.
     """
 
     fit: StepFit
@@ -123,10 +124,10 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile of a file.
+    """Return the profile in a file.
 
     Raises:
-        ConfigError: it is missing, broken, of another kind, or of another version.
+        ConfigError: the file is missing, broken, of another kind, or of another version.
     """
     data = read_json_file(Path(path))
     where = str(path)
@@ -167,7 +168,7 @@ class ProfiledModel:
     """A `LatencyModel` from a profile.
 
     Attributes:
-        variation: how much equal steps differ where they are simulated (see `VariesSteps`); policies get the mean.
+        variation: variation of equal steps in simulations (see `VariesSteps`); policies get the mean.
     """
 
     num_stages = 1
@@ -178,17 +179,17 @@ class ProfiledModel:
         self._fit = profile.fit
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds of the step: there is one stage."""
+        """Return the seconds of the step; there is one stage."""
         return self._fit.time_s(features)
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds of the step."""
+        """Return the seconds of the step."""
         return self._fit.time_s(features)
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
-        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        """Return the seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
         return self._fit.decode_times_s(num_decodes, contexts)
 

@@ -1,7 +1,7 @@
-"""Step durations of a recorded run, played back.
+"""Step durations of a recorded run, replayed.
 
-Replaying durations in place of predictions makes a simulation take the decisions of the recorded run, which is the strongest check that
-both run the same scheduler. Durations are handed out once, in order, per replica.
+With recorded durations instead of predictions a simulation makes the decisions of the recorded run, which is the
+strongest check that both run the same scheduler. Durations are returned once each, in order, per replica.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = ("replica_id", "step_index", "duration_s")
 
 
 class RecordedDurations:
-    """Durations of the steps of each replica, in the order in which they are asked for."""
+    """Durations of each replica's steps, in order."""
 
     def __init__(self, durations_s: Mapping[int, Sequence[float]], *, source: str = "recorded durations") -> None:
         problems = [
@@ -40,21 +40,24 @@ class RecordedDurations:
 
     @classmethod
     def from_steps_table(cls, path: str | Path) -> RecordedDurations:
-        """The durations of a run's steps table (Parquet, CSV or JSON; columns replica_id, step_index, duration_s).
+        """Return the durations in a run's steps table (Parquet, CSV or JSON.
 
-        A Parquet file may hold runs of steps as records, as runs write it.
+        Columns replica_id, step_index, duration_s).
+
+        A Parquet file may store runs of steps as records, the format that runs write.
 
         Raises:
-            ConfigError: the file is unreadable, lacks a column, or a replica's step indices do not run from 0 without gaps.
+            ConfigError: the file is unreadable or lacks a column, or a replica's step indices are not consecutive from
+                0.
         """
         columns = _of_records(Path(path)) or read_columns(Path(path), COLUMNS)
         return cls(_by_replica(zip(*(columns[name] for name in COLUMNS), strict=True), str(path)), source=str(path))
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
-        """Seconds of the replica's next step; `step_index`, when given, must be the one that comes next.
+        """Return the seconds of the replica's next step; `step_index`, if given, must be the index of that step.
 
         Raises:
-            ExecutorError: no recording of that replica, none left, or queried out of order.
+            ExecutorError: the replica has no recording, its steps are used up, or the order is wrong.
         """
         steps = self._durations.get(replica_id)
         if steps is None:
@@ -77,16 +80,16 @@ class RecordedDurations:
         return steps[index]
 
     def num_left(self, replica_id: int) -> int:
-        """Steps of the replica that have not been handed out."""
+        """Return the number of the replica's steps that are not replayed yet."""
         return len(self._durations.get(replica_id, ())) - self._next.get(replica_id, 0)
 
     def restart(self) -> None:
-        """Begin every replica's recording anew."""
+        """Restart every replica's recording from its first step."""
         self._next = dict.fromkeys(self._durations, 0)
 
 
 def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
-    """The columns of a Parquet file of step records; None for any other file."""
+    """Return the columns of a Parquet file of step records; None for any other file."""
     if path.suffix != ".parquet" or not path.is_file():
         return None
     import pyarrow as pa
@@ -128,10 +131,10 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 
 
 class RecordedModel:
-    """A recording in the place of a latency model: a simulator takes its durations, and it predicts nothing.
+    """Latency model that gives a simulator recorded durations, and makes no predictions.
 
-    Policies that ask need `backend.simulator.predictions`; to replay a run decision for decision, that must be the model that the
-    recorded run's policies used.
+    Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, it
+    must be the model that the recorded run's policies used.
     """
 
     num_stages = 1
@@ -140,7 +143,7 @@ class RecordedModel:
         self.durations = durations
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Raises `ExecutorError`: a recording has no predictions."""
+        """Raise `ExecutorError`, since a recording has no predictions."""
         raise ExecutorError(
             "recorded latency: a policy asked for a prediction, which a recording cannot give. "
             "Set backend.simulator.predictions to the latency model of the recorded run."
@@ -149,11 +152,11 @@ class RecordedModel:
     batch_time_s = stage_time_s
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
-        """Seconds of the replica's next recorded step; see `RecordedDurations`."""
+        """Return the seconds of the replica's next recorded step; see `RecordedDurations`."""
         return self.durations.next_duration_s(replica_id, step_index)
 
     def restart(self) -> None:
-        """Begin every replica's recording anew."""
+        """Restart every replica's recording from its first step."""
         self.durations.restart()
 
     def describe(self) -> ModelDescription:

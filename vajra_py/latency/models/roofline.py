@@ -1,9 +1,10 @@
 """Roofline step time: every operator bound by arithmetic or by memory bandwidth.
 
-Operators add up (one stream runs them in turn). Inside an operator arithmetic and memory overlap in part: it takes the root of the sum
-of the squares of the two bounds, which is the larger one away from the ridge and 1.4 times either where they are equal. Every
-coefficient is computed once, so that a question costs a few dozen multiplications. Times grow, or stay, with every feature of the batch. Source of the method: Williams,
-Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in docs/reference/latency-models.md.
+Times of operators add up (one stream runs them in turn). Within an operator, arithmetic and memory overlap in part: it
+takes the root of the sum of the squares of the two bounds, which is close to the larger bound away from the ridge, and
+1.4 times either where they are equal. Coefficients are computed once, so that a prediction costs a few dozen
+multiplications. Times are non-decreasing in every feature of the batch. Method: Williams, Waterman and Patterson,
+"Roofline", CACM 52(4), 2009; formulas and values are in docs/reference/latency-models.md.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 
 _FEW_STEPS = 24
-"""Up to here plain numbers are faster than arrays."""
+"""Number of values up to which plain numbers are faster than arrays."""
 
 KERNELS_PER_LAYER = 10
-"""Two norms, four products, rotary embedding, cache write, attention, activation."""
+"""Kernels per layer: two norms, four products, rotary embedding, cache write, attention, activation."""
 KERNELS_PER_EXPERT_LAYER = 16
-"""Kernels of a layer with experts: those of a dense one, and scores, selection, sorting, two permutations, weighted sum."""
+"""Kernels per layer with experts: those of a dense layer, and scores, selection, sorting, two permutations, weighted
+sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCoefficients:
-    """Seconds per unit of work, over all layers of the model, on one device of the tensor-parallel group."""
+    """Seconds per unit of work over all layers of the model, on one tensor-parallel rank."""
 
     dense_weights_s: float
-    """Reading the weights that every token uses, once a step."""
+    """Reading the weights that every token uses, per step."""
     dense_token_s: float
-    """Reading and writing the activations of those products, per token."""
+    """Reading and writing the activations of these weights' products, per token."""
     dense_flops_s: float
-    """Their arithmetic, per token."""
+    """Arithmetic of these products, per token."""
     expert_weights_s: float
-    """Reading all routed experts."""
+    """Reading all routed experts, per step."""
     expert_missed: float
     """Probability that one token does not use a given expert."""
     expert_flops_s: float
@@ -52,19 +54,19 @@ class LayerCoefficients:
     pair_s: float
     """Prefill attention's arithmetic, per query-key pair, in layers with full attention."""
     window_pair_s: float
-    """The same in layers with a window."""
+    """Prefill attention's arithmetic, per query-key pair, in layers with a window."""
     key_s: float
     """Reading one cached token for prefills, in layers with full attention."""
     window_key_s: float
     window: float
-    """Tokens that a layer with a window looks back at most; 0 when all layers look at everything."""
+    """Window of the layers that have one, in tokens; 0 if all layers have full attention."""
     merge_fixed_s: float
     merge_token_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepCoefficients:
-    """Seconds per unit of work outside the layers' common part."""
+    """Seconds per unit of work outside the layers, and of decode attention."""
 
     decode_key_s: float
     """Decode attention per key (memory or arithmetic), over the layers with full attention."""
@@ -79,10 +81,10 @@ class StepCoefficients:
 
 
 class RooflineModel:
-    """Predicts steps of one model on one kind of device; implements `LatencyModel` and `PredictsDecodeRuns`.
+    """Roofline of one model on one type of device; implements `LatencyModel` and `PredictsDecodeRuns`.
 
     Raises:
-        ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
+        ConfigError: the model cannot be divided as configured, or the device does not support its dtype.
     """
 
     __slots__ = (
@@ -108,16 +110,20 @@ class RooflineModel:
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
-        """Answers of `_products_s`, by tokens: most steps have as many as their budget allows."""
+        """Cache of `_products_s` by tokens; the token budget makes equal numbers frequent."""
         self._rows: dict[int, float] = {}
-        """Head and overhead, by rows."""
+        """Cache of the times of head and overhead, by rows."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
-        """Parts of a step of decodes alone, by number of decodes: its layers without attention, and what is outside them."""
+        """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
+        layers."""
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+
+        0 for an empty batch.
+        """
         num_decodes = features.num_decodes
         num_tokens = num_decodes + features.prefill_tokens + features.num_draft_tokens
         if not num_tokens:
@@ -128,7 +134,7 @@ class RooflineModel:
         return layers + self._outside_s(features, num_tokens)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds that the slowest stage is busy with this batch; the whole step when there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
         if self.num_stages == 1:
             return self.batch_time_s(features)
         num_tokens = features.num_tokens
@@ -148,9 +154,10 @@ class RooflineModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """Seconds of each of `num_steps` steps of `num_decodes` decodes, whose contexts sum to `first_context_tokens` at first.
+        """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
-        Equal, bit for bit, to calling `batch_time_s` step by step while every context grows by one token a step.
+        Their contexts sum to `first_context_tokens` in the first step. Equal, bit for bit, to calling `batch_time_s`
+        step by step while every context grows by one token per step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
@@ -174,7 +181,7 @@ class RooflineModel:
         return times
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """KV blocks that fit; see `Deployment.kv_blocks`."""
+        """Return the number of KV blocks that fit; see `Deployment.kv_blocks`."""
         return self.deployment.kv_blocks(block_size, memory_fraction)
 
     def describe(self) -> ModelDescription:
@@ -192,9 +199,10 @@ class RooflineModel:
         )
 
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
-        """Seconds of a step by component; their sum is `batch_time_s`, up to rounding.
+        """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
-        `weights` is what the products of the layers take (arithmetic or memory), `kernels` latencies and element-wise work.
+        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` latencies and
+        element-wise work.
         """
         num_tokens = features.num_tokens
         if not num_tokens:
@@ -217,7 +225,7 @@ class RooflineModel:
         }
 
     def _layers_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Return the time of all layers without decode attention."""
+        """Return the seconds of all layers without decode attention."""
         time = self._products.get(num_tokens)
         if time is None:
             time = self._products[num_tokens] = self._products_s(num_tokens)
@@ -229,7 +237,10 @@ class RooflineModel:
         return time
 
     def _products_s(self, num_tokens: int) -> float:
-        """Seconds that depend on the number of tokens alone: products with weights, element-wise work, latencies."""
+        """Return the seconds that depend only on the number of tokens.
+
+        These are products with weights, element-wise work and latencies.
+        """
         (
             dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
             elementwise_s, fixed_s, _, _, _, _, _, _, _,
@@ -244,21 +255,22 @@ class RooflineModel:
         return time + (fixed_s + num_tokens * elementwise_s)
 
     def _prefill_s(self, features: BatchFeatures) -> float:
-        """Attention of the prefill chunks over all layers."""
+        """Return the seconds of the prefill chunks' attention over all layers."""
         pair_s, key_s, window_pair_s, window_key_s = self._prefill
         window = self._window
         keys = features.prefill_context_tokens + features.prefill_tokens
         flops, memory = features.prefill_attention_pairs * pair_s, keys * key_s
         time = sqrt(memory * memory + flops * flops)
         if window:
-            # Contexts are known in sum only, so the window caps the sums: exact while all are longer, or all shorter, than it.
+            # Only the sum of the contexts is known, so the window caps the sums: exact if all contexts are longer, or
+            # all shorter.
             flops = min(features.prefill_attention_pairs, features.prefill_tokens * window) * window_pair_s
             memory = min(keys, features.num_prefills * window + features.prefill_tokens) * window_key_s
             time += sqrt(memory * memory + flops * flops)
         return time
 
     def _decode_s(self, num_decodes: int, context_tokens: int) -> float:
-        """Attention of the decodes over all layers."""
+        """Return the seconds of the decodes' attention over all layers."""
         keys = context_tokens + num_decodes
         time = keys * self._step.decode_key_s
         if self._window:
@@ -266,13 +278,13 @@ class RooflineModel:
         return time
 
     def _head_s(self, num_rows: int) -> float:
-        """The product with the vocabulary, one row for every request of the batch and for every draft."""
+        """Return the seconds of the output layer, with one row for every request of the batch and for every draft."""
         step = self._step
         memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
         return sqrt(memory * memory + flops * flops)
 
     def _outside_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Head, transfers between stages, overhead and swapping."""
+        """Return the seconds of head, transfers between stages, overhead and swapping."""
         num_rows = features.num_decodes + features.num_prefills + features.num_draft_tokens
         time = self._rows.get(num_rows)
         if time is None:
@@ -285,13 +297,13 @@ class RooflineModel:
 
 
 def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
-    """The coefficients of a model's layers on a device; symbols as in docs/reference/latency-models.md."""
+    """Return the coefficients of a model's layers on a device; symbols as in docs/reference/latency-models.md."""
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
     flops, bandwidth = device.flops(model.dtype) * split.tensor, device.attainable_bandwidth * split.tensor
     experts = model.experts
     query = model.num_heads * (model.latent.v_head_dim if model.latent else model.head_dim)
-    # Inputs of the products are whole on every rank; their outputs and the width inside are split.
+    # Inputs of the products are complete on every rank; their outputs and the inner width are divided.
     whole = model.num_layers * 4 * model.hidden_size * state / device.attainable_bandwidth
     inside = model.num_layers * (2 * query + model.num_kv_heads * model.head_dim * 2) + model.num_dense_layers * (
         model.mlp_matrices * model.intermediate_size
@@ -325,18 +337,19 @@ def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
 
 
 def step_coefficients(deployment: Deployment) -> StepCoefficients:
-    """The coefficients of what a step does outside the layers, and of decode attention."""
+    """Return the coefficients of a step's work outside the layers, and of decode attention."""
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
     bandwidth = device.attainable_bandwidth * split.tensor
-    # One query row a request: both bounds are proportional to the keys, so the slower one is known beforehand.
+    # One query row per request: both bounds are proportional to the number of keys, so the slower one is known
+    # beforehand.
     key = max(decode_key_s(deployment))
     between_stages = split.pipeline > 1
     return StepCoefficients(
         decode_key_s=(model.num_layers - model.num_sliding_layers) * key,
         window_decode_key_s=model.num_sliding_layers * key,
         head_weights_s=model.head_weights * size / bandwidth,
-        # Scores are written once and read twice (largest value, sample), in float32.
+        # Logits are written once and read twice (maximum, sample), in float32.
         head_row_s=3 * 4 * model.vocab_size / bandwidth,
         head_flops_s=2 * model.head_weights / (device.flops(model.dtype) * split.tensor),
         step_overhead_s=device.step_overhead_s,
@@ -347,14 +360,17 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
 
 
 def decode_key_s(deployment: Deployment) -> tuple[float, float]:
-    """Seconds of memory and of arithmetic that a decode's attention takes for each key, in one layer."""
+    """Return the seconds of memory and of arithmetic per key of a decode's attention, in one layer."""
     model, device = deployment.model, deployment.device
     flops = device.attention_flops(deployment.attention_dtype) * deployment.parallelism.tensor
     return deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth, model.decode_flops_per_pair / flops
 
 
 def elementwise_token_s(deployment: Deployment) -> float:
-    """Seconds per token of the kernels that only move values: norms with residuals, rotary embedding, activation, cache write."""
+    """Return the seconds per token of kernels that only move values.
+
+    These are norms with residuals, rotary embedding, activation and cache write.
+    """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     state = DTYPE_BYTES[deployment.activation_dtype]
     width = model.num_dense_layers * model.intermediate_size
@@ -368,7 +384,7 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Seconds per step and per token of the two sums over tensor-parallel ranks in each layer (ring: 2 (t - 1) / t of the bytes)."""
+    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the bytes)."""
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:
         return 0.0, 0.0
@@ -378,9 +394,10 @@ def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def _kv_merge(deployment: Deployment) -> tuple[float, float]:
-    """Seconds per step with merged tokens, and per merged token, of combining partial attention over KV-parallel groups.
+    """Return the seconds of merging partial attention over KV-parallel groups: per step that does so, and per token.
 
-    Each group sends a float32 output vector and one log-sum-exp for every query head of its rank to every layer's owner.
+    Each group sends a float32 output vector and one log-sum-exp per query head of its rank to the owner, in every
+    layer.
     """
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     head = model.latent.v_head_dim if model.latent else model.head_dim

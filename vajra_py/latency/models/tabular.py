@@ -18,12 +18,14 @@ Columns = dict[str, npt.NDArray[np.float64]]
 
 
 def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Columns:
-    """Read columns of numbers from a CSV (also gzip'd), JSON, npz or Parquet file, all of one length.
+    """Read columns of numbers of equal length from a CSV (also gzip'd), JSON, npz or Parquet file.
 
-    They are the needed ones and those of the optional ones that the file has. JSON is an object of lists, or a list of objects.
+    Returns the needed columns, and those optional ones that the file has. JSON is an object of lists, or a list of
+    objects.
 
     Raises:
-        ConfigError: the file is missing, broken or of another kind, or lacks a needed column; a value is not a finite number (names the line).
+        ConfigError: the file is missing, broken or of another kind, or lacks a needed column, or a value is not a
+            finite number (names the line).
     """
     if not path.is_file():
         raise ConfigError(Problem(str(path), "there is no such file"))
@@ -50,10 +52,10 @@ def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 
 
 def check_names(path: Path, names: Mapping[str, Any], needed: Sequence[str]) -> None:
-    """Refuse a file that lacks a needed column.
+    """Check that a file has the needed columns.
 
     Raises:
-        ConfigError: one problem for each.
+        ConfigError: columns are missing; one problem per column.
     """
     missing = [
         Problem(str(path), f"has no column {name!r}", did_you_mean(name, names)) for name in needed if name not in names
@@ -63,17 +65,17 @@ def check_names(path: Path, names: Mapping[str, Any], needed: Sequence[str]) -> 
 
 
 def read_npz(path: Path) -> Columns:
-    """The arrays of an npz file, as float64.
+    """Return the arrays of an npz file, as float64.
 
     Raises:
-        ConfigError: it is not an npz file, or holds something else than numbers.
+        ConfigError: the file is not an npz file, or contains values other than numbers.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {key: arrays[key].astype(np.float64) for key in arrays.files}
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(Problem(str(path), f"is not an npz file of numbers ({error})")) from error
-    except Exception as error:  # zipfile has exceptions of its own
+    except Exception as error:  # zipfile raises its own exceptions
         raise ConfigError(Problem(str(path), f"cannot be read as npz ({error})")) from error
 
 

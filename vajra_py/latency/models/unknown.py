@@ -1,4 +1,4 @@
-"""Placeholder latency model that answers every question with a clear error."""
+"""Placeholder latency model that raises a clear error for every prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vajra_py.errors import ConfigError, Problem
 
 
 class NoPredictions:
-    """Predicts nothing; raises, and names the missing setting."""
+    """Latency model without predictions; its errors name the missing setting."""
 
     num_stages = 1
 
@@ -17,11 +17,11 @@ class NoPredictions:
         self._setting = setting
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Raises `ConfigError`."""
+        """Raise `ConfigError`."""
         self._refuse()
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Raises `ConfigError`."""
+        """Raise `ConfigError`."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Variation of equal steps: what single steps take, as multiples of what is predicted for their shape."""
+"""Variation of equal steps: measured durations as multiples of the prediction for their shape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import numpy.typing as npt
 _MOST_FACTORS = 100
 
 Factors: TypeAlias = tuple[float, ...]
-"""Multiples that are equally likely, ascending, 1 on average: predictions are of the mean."""
+"""Equally likely multiples, ascending, with mean 1, since predictions are the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """Variation of equal steps: those that only decode, and those that compute prompts. Raises `ValueError` for invalid `Factors`."""
+    """Variation of equal steps, separately for steps of decodes only and for steps with prompts.
+
+    Raises `ValueError` for invalid `Factors`.
+    """
 
     decodes: Factors
     prompts: Factors
@@ -31,17 +34,20 @@ class Variation:
                 raise ValueError(f"the variation's factors of {kind} are not 1 on average")
 
     def at(self, quantile: npt.NDArray[np.float64], *, has_prompts: bool) -> npt.NDArray[np.float64]:
-        """Factors of steps that are as lucky as this: from 0 (the fastest) to 1 (excluded), each equally likely."""
+        """Return the factors of steps at these quantiles: from 0 (the fastest) to 1 (exclusive)."""
         factors = np.array(self.prompts if has_prompts else self.decodes)
         found: npt.NDArray[np.float64] = factors[(quantile * len(factors)).astype(np.int64)]
         return found
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Return the factors of a sample: the means of its hundredths relative to its mean (every value of a smaller sample)."""
+    """Return the factors of a sample: the means of its hundredths, relative to its mean.
+
+    For a smaller sample, they are all of its values relative to the mean.
+    """
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
-    # A value may lie in two hundredths, with a part in each. Means ascend, up to rounding.
+    # A value may fall into two hundredths, with a part in each. The means ascend, up to rounding.
     cuts = np.linspace(0, number, min(number, _MOST_FACTORS) + 1)
     means = np.sort(np.diff(np.interp(cuts, np.arange(number + 1), sums)))
     return tuple((means / means.mean()).tolist())

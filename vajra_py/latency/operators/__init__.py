@@ -1,1 +1,1 @@
-"""Latency model of measured operators: profile bundles and aiconfigurator's tables."""
+"""Latency models from measured operator times: profile bundles and aiconfigurator's tables."""

@@ -1,8 +1,9 @@
-"""Interpolate measured attention times over chunk, chunk's context, decodes and decodes' context.
+"""Interpolate measured attention times over chunk size, chunk's context, number of decodes and decodes' context.
 
-Three kernels are distinguished, because engines launch different ones: decodes alone, chunks alone, and both in one call. Inside the
-measured grid times are linear in each axis. Holes of the grid are filled once, when the tables are built: inside by interpolation, at
-its rim by continuing the line through the two nearest points. Above the grid the same lines continue; `reach` bounds how far.
+Engines launch different kernels for decodes only, for chunks only, and for both in one call, so these cases have
+separate tables. Inside the measured grid, times are linear in each axis. Holes of the grid are filled once, when the
+tables are built: inside by interpolation, at the rim by extrapolation from the two nearest points. The same lines
+extend above the grid, up to `reach`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
 Factor = Callable[[tuple[Array, ...]], Grid | None]
-"""Factors on the times at the points of a grid with these axes; None: all 1."""
+"""Factors on the times at the points of a grid with the given axes; None: all 1."""
 
 
 class DecodeRow:
-    """Times of a number of decodes by their mean context: linear between the knots and beyond them."""
+    """Times of a fixed number of decodes by their mean context; linear between the knots and beyond the last."""
 
     __slots__ = ("knots", "slopes", "values")
 
@@ -31,14 +32,14 @@ class DecodeRow:
         self.slopes: list[float] = (np.diff(values) / np.diff(knots)).tolist()
 
     def at(self, context: float) -> float:
-        """Microseconds at one mean context; what lies below the first knot costs what the first knot does."""
+        """Return the microseconds at one mean context; below the first knot, the time is that of the first knot."""
         if context <= self.knots[0]:
             return self.values[0]
         index = min(bisect_right(self.knots, context), len(self.slopes)) - 1
         return self.values[index] + self.slopes[index] * (context - self.knots[index])
 
     def at_each(self, contexts: Array) -> Array:
-        """The same for many, bit for bit."""
+        """Return the microseconds at each mean context, bit for bit equal to `at`."""
         knots, values, slopes = np.array(self.knots), np.array(self.values), np.array(self.slopes)
         clipped = np.maximum(contexts, knots[0])
         indices = np.minimum(np.searchsorted(knots, clipped, side="right"), len(slopes)) - 1
@@ -47,7 +48,7 @@ class DecodeRow:
 
 
 class MixedSlice:
-    """Times of one number of decodes beside a chunk, by (chunk, its context, the decodes' mean context)."""
+    """Times of a fixed number of decodes beside a chunk, by (chunk, its context, decodes' mean context)."""
 
     __slots__ = ("_chunks", "_contexts", "_decode_contexts", "_stride_chunk", "_stride_context", "_times")
 
@@ -60,7 +61,7 @@ class MixedSlice:
         self._times.frombytes(np.ascontiguousarray(times, dtype=np.float64).tobytes())
 
     def at(self, chunk: float, context: float, decode_context: float) -> float:
-        """Microseconds of one call."""
+        """Return the microseconds of one call."""
         axis = self._chunks
         i = bisect_right(axis, chunk, 1, len(axis) - 1) - 1
         x = (chunk - axis[i]) / (axis[i + 1] - axis[i])
@@ -70,7 +71,7 @@ class MixedSlice:
         axis = self._decode_contexts
         k = bisect_right(axis, decode_context, 1, len(axis) - 1) - 1
         z = (decode_context - axis[k]) / (axis[k + 1] - axis[k])
-        # Below the first knot a call costs what the first knot does.
+        # Below the first knot, the time is that of the first knot.
         x, z = (x if x > 0.0 else 0.0), (z if z > 0.0 else 0.0)
         times, one, two = self._times, self._stride_chunk, self._stride_context
         at = i * one + j * two + k
@@ -92,10 +93,11 @@ def _equal(_axes: tuple[Array, ...]) -> Grid | None:
 
 
 class AttentionGrid:
-    """Attention times of one layer, microseconds, from rows of (chunk, context, decodes, decode context, time).
+    """Attention times of one layer in microseconds, from rows of (chunk, context, decodes, decode context, time).
 
-    Rows are of equal contexts; `decode_factor` and `mixed_factor` give what times at the grid's points are multiplied by where contexts are
-    not, from the axes (decodes, context) and (decodes, chunk, context behind it, decodes' context).
+    The rows were measured with equal contexts. For unequal ones, `decode_factor` and `mixed_factor` return factors on
+    the times at the grid's points, given the axes (decodes, context) and (decodes, chunk, chunk's context, decodes'
+    context).
     """
 
     def __init__(self, rows: Array, decode_factor: Factor = _equal, mixed_factor: Factor = _equal) -> None:
@@ -121,7 +123,7 @@ class AttentionGrid:
         self._slices: dict[int, MixedSlice] = {}
 
     def decodes(self, count: int) -> DecodeRow:
-        """Times of `count` decodes alone, by their mean context."""
+        """Return the times of `count` decodes alone, by their mean context."""
         row = self._rows.get(count)
         if row is None:
             values = _along_first(self.decode_counts, self._decode, float(count))
@@ -129,11 +131,11 @@ class AttentionGrid:
         return row
 
     def prefill_us(self, chunk: float, context: float) -> float:
-        """Time of one chunk alone."""
+        """Return the microseconds of one chunk alone."""
         return self._prefill.at(chunk, context, 0.0)
 
     def mixed(self, count: int) -> MixedSlice:
-        """Times of `count` decodes beside a chunk."""
+        """Return the times of `count` decodes beside a chunk."""
         found = self._slices.get(count)
         if found is None:
             counts, chunks, contexts, decode_contexts = self._mixed_axes
@@ -154,7 +156,7 @@ def _grid(first: Array, second: Array, times: Array) -> tuple[Array, Array, Grid
 
 
 def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid]:
-    """(axes, times by (decodes, chunk, context, decode context))."""
+    """Return the axes, and the times by (decodes, chunk, context, decode context)."""
     axes = (np.unique(rows[:, 2]), np.unique(rows[:, 0]), np.unique(rows[:, 1]), np.unique(rows[:, 3]))
     grid = np.full(tuple(map(len, axes)), np.nan)
     places = tuple(np.searchsorted(axis, rows[:, column]) for axis, column in zip(axes, (2, 0, 1, 3), strict=True))
@@ -163,9 +165,9 @@ def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid]:
 
 
 def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
-    """The grid without holes: inside by linear interpolation along the last axis first, then at the rim along the same lines.
+    """Return the grid with its holes filled: inside by linear interpolation, at the rim by linear extrapolation.
 
-    Times that such a line would make negative are the smallest that was measured.
+    The last axis is used first. Extrapolated times that would be negative are replaced by the smallest measured time.
     """
     result = grid.copy()
     for beyond in (False, True):
@@ -175,7 +177,7 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
             moved = np.moveaxis(result, axis, -1)
             lines = moved.reshape(-1, moved.shape[-1])
             known = np.isfinite(lines)
-            # Lines with the same holes are filled together.
+            # Lines with holes at the same positions are filled together.
             codes = known @ (1 << np.arange(known.shape[1], dtype=np.int64))
             for code, first in zip(*np.unique(codes, return_index=True), strict=True):
                 pattern = known[first]
@@ -190,7 +192,7 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
 def _fill_lines(
     lines: Array, rows: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_], knots: Array, *, beyond: bool
 ) -> None:
-    """Fill the holes of some lines in place, all of which have the same ones."""
+    """Fill the holes in some lines in place; all of these lines have holes at the same positions."""
     from scipy.interpolate import interp1d
 
     x = knots[known]
@@ -200,7 +202,7 @@ def _fill_lines(
 
 
 def _along_first(knots: Array, grid: Grid, at: float) -> Grid:
-    """The grid at one value of its first axis; beyond the last knot along the last line, below the first one as there."""
+    """Return the grid at one value of its first axis, extrapolated above the last knot and constant below the first."""
     from scipy.interpolate import interp1d
 
     if len(knots) == 1:

@@ -52,10 +52,11 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
     )
 
     def build(self) -> ProfileBundleModel:
-        """The latency model.
+        """Return the latency model.
 
         Raises:
-            ConfigError: the bundle is missing or broken, does not have this model or parallelism, or nothing describes the link.
+            ConfigError: the bundle is missing or broken or does not match this model or parallelism, or the link is not
+                described.
         """
         from vajra_py.latency.operators.bundle_files import read_bundle
         from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
@@ -68,13 +69,16 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
 
     @property
     def device_name(self) -> str | None:
-        """The device named here, else the bundle's."""
+        """Name of the configured device, else of the bundle's device."""
         from vajra_py.latency.operators.bundle_files import bundle_hardware
 
         return self.device or bundle_hardware(self.path)
 
     def model_spec(self, bundle: Bundle | None = None) -> ModelSpec:
-        """The model in the bundle's precision: the one named here, else the bundle's, whose tuned variants have its shape."""
+        """Return the configured model, else the bundle's, in the bundle's precision.
+
+        Tuned variants have their base model's dimensions.
+        """
         from vajra_py.latency.operators.bundle_files import read_bundle
 
         bundle = bundle or read_bundle(self.path, self.tensor_parallel)
@@ -92,7 +96,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         )
 
     def device_spec(self, bundle: Bundle) -> DeviceSpec | None:
-        """The device named here, else the bundle's where it is described."""
+        """Return the configured device, else the bundle's; None if it is not described."""
         if self.device is not None:
             return load_device(self.device)
         try:

@@ -1,9 +1,9 @@
 """Read a profile bundle: the operator times of one model on one GPU, measured by layer and stored as CSV files.
 
-The layout is `MODEL/VARIANT/meta.yaml` with one folder `tpN` for each tensor-parallel degree, which holds `dense.csv`,
-`per_sequence.csv`, `attention.csv` and, where they were measured, `moe.csv` and `skew.csv` (each also gzip'd). Times are
-microseconds of one call in one layer. Every mistake is reported with its file and line; nothing is guessed from a folder that is
-incomplete.
+The layout is `MODEL/VARIANT/meta.yaml` with one folder `tpN` per tensor-parallel degree, which contains `dense.csv`,
+`per_sequence.csv`, `attention.csv` and, if they were measured, `moe.csv` and `skew.csv` (each may be gzip'd). Times are
+microseconds of one call in one layer. Every error is reported with its file and line, and an incomplete folder is
+refused.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ ONCE_A_LAYER = ("qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "
 DENSE_LAYERS = (*ONCE_A_STEP, *TWICE_A_LAYER, *ONCE_A_LAYER)
 NEEDED_DENSE = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
 MLP_LAYERS = ("gate_up_proj", "act_fn", "down_proj")
-"""Layers of the MLP; missing in models with experts."""
+"""Layers of the MLP; absent in models with experts."""
 SEQUENCE_LAYERS = ("lm_head", "sampler")
 ATTENTION_AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 LONGEST_US = 1e6
-"""No single operator of one layer takes a second: a larger time is in another unit."""
+"""Upper bound of operator times: no single operator of a layer takes a second, so a larger time is in a wrong unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Times of one operator by one size; `sizes` ascend."""
+    """Times of one operator by size; `sizes` ascend."""
 
     sizes: Array
     times_us: Array
 
 
 class SkewSample(NamedTuple):
-    """Slowdown of one attention call by unequal decode contexts, over equal ones of the same mean."""
+    """Slowdown of one attention call by unequal decode contexts, relative to equal contexts with the same mean."""
 
     num_decodes: float
     prefill_chunk: float
     variation: float
-    """Standard deviation of the contexts over their mean."""
+    """Standard deviation of the contexts divided by their mean."""
     ratio: float
-    """Time of the unequal batch over that of the equal one."""
+    """Time of the unequal batch divided by that of the equal one."""
     num_long: float = 0.0
-    """Decodes with the longer of the two contexts; they are the first ones."""
+    """Number of decodes with the longer of two contexts; they come first in the batch."""
     long_over_short: float = 1.0
     prefill_context: float = 0.0
-    """Cached tokens before the chunk."""
+    """Number of cached tokens before the chunk."""
     mean_context: float = 0.0
     """Mean context of the decodes."""
 
@@ -67,14 +67,14 @@ NO_SKEW: Array = np.empty((0, len(SkewSample._fields)))
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Checked contents of one `tpN` folder of a bundle; times in microseconds of one call of one layer."""
+    """Checked contents of one `tpN` folder of a bundle; times are microseconds of one call in one layer."""
 
     folder: Path
     model: str
     hardware: str
     gpu: str
     engine: str
-    """Engine and version inside which the operators ran."""
+    """Engine, with version, that ran the operators."""
     variant: str
     tensor_parallel: int
     dense: dict[str, Samples]
@@ -84,17 +84,19 @@ class Bundle:
     experts: Array | None
     """Rows of (tokens, activated_experts, time_us); None without experts."""
     skew: Array
-    """Rows of `SkewSample`; none where no batches of unequal contexts were measured."""
+    """Rows of `SkewSample`; empty if no batches with unequal contexts were measured."""
     all_reduce: Samples | None = None
-    """One sum over the tensor-parallel GPUs, by bytes; None where it was not measured and a link describes it."""
+    """Time of one all-reduce over the tensor-parallel GPUs, by bytes; None if it is not measured but modelled by a
+    link."""
     experts_cut: int = 1
-    """GPUs over which every measured expert was split; 1: whole ones were measured."""
+    """Number of GPUs over which every measured expert was divided; 1: whole experts were measured."""
 
 
 def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bool = False) -> Bundle:
-    """The bundle at `path` (the folder with `meta.yaml`) for one tensor-parallel degree.
+    """Return the bundle at `path` (the folder with `meta.yaml`) for one tensor-parallel degree.
 
-    Experts are those of that degree's `moe.csv`, each split over its GPUs, else whole ones of `tp1/moe.csv`; `whole_experts`: only those.
+    Experts come from that degree's `moe.csv`, divided over its GPUs, else from `tp1/moe.csv`, whole. With
+    `whole_experts`, only the latter are used.
 
     Raises:
         ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
@@ -136,7 +138,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bo
 
 
 def _experts_file(root: Path, tensor_parallel: int, *, whole: bool) -> tuple[Path | None, int]:
-    """(times of experts, GPUs over which each of them was split)."""
+    """Return the file of experts' times (None without experts), and the number of GPUs over which each expert is divided."""
     split = _file(root / f"tp{tensor_parallel}", "moe", optional=True)
     one = _file(root / "tp1", "moe", optional=True)
     if split is None or tensor_parallel == 1 or (whole and one is not None):
@@ -148,7 +150,7 @@ def _experts_file(root: Path, tensor_parallel: int, *, whole: bool) -> tuple[Pat
 
 
 def bundle_hardware(path: str | Path) -> str | None:
-    """The hardware that the bundle at `path` names, without reading its times."""
+    """Return the hardware that the bundle at `path` states, without reading its times."""
     return _hardware(_read_meta(Path(path))) or None
 
 
@@ -168,7 +170,7 @@ def _read_meta(root: Path) -> dict[str, Any]:
     from ruamel.yaml.error import YAMLError
 
     try:
-        # Only the plain entries at the top are used; what is nested below others describes how the times were measured.
+        # Only top-level entries are used; nested ones describe how the times were measured.
         lines = [line for line in path.read_text("utf-8").splitlines() if line[:1].strip(" -")]
         meta = YAML(typ="safe", pure=True).load("\n".join(lines))
     except (OSError, UnicodeDecodeError, YAMLError) as error:
@@ -202,7 +204,7 @@ def _needed(folder: Path, stem: str) -> Path:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """(line, the texts of these columns) of each row."""
+    """Yield (line number, texts of these columns) for each row."""
     try:
         with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
             reader = csv.reader(file)
@@ -241,7 +243,10 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
 
 
 def _quick_table(path: Path, columns: Sequence[str]) -> Array | None:
-    """The numbers of these columns; None for a file in which anything is amiss, which is then read line by line for the error."""
+    """Return the numbers in these columns.
+
+    None if the file has any error, so that it is read line by line to locate it.
+    """
     import pyarrow as arrow
     import pyarrow.csv as arrow_csv
 

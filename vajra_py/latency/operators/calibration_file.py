@@ -1,4 +1,4 @@
-"""A calibration: what a measured run adds to a latency model's tables, and how far predictions were off where it was not fitted."""
+"""A calibration: corrections of a latency model from a measured run, and its errors on data that was not fitted."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ HOST_FIGURES = ("step_base_s", "step_per_request_s", "exposed_s", "arrival_s", "
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fitted figures for one model on one GPU."""
+    """Fitted values for one model on one GPU."""
 
     model: str
     hardware: str
     tensor_parallel: int
     host: Mapping[str, float]
-    """Host overhead, seconds, by field of `HostOverhead`."""
+    """Host overhead in seconds, by field of `HostOverhead`."""
     scales: Mapping[str, float]
     """Factors on parts of a step."""
     fitted_on: str
-    """Measurements that the figures were fitted to."""
+    """Description of the measurements that the values were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative errors of means on requests that the fit did not see, by metric."""
+    """Relative errors of means on held-out requests, by metric."""
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """Quantiles of the relative residuals of the requests that it was fitted to."""
+    """Quantiles of the relative residuals of the fitted requests."""
 
     def check_fits(self, bundle: Bundle) -> None:
-        """Refuse another model, GPU or tensor-parallel degree than it was fitted for.
+        """Check that the bundle has the model, GPU and tensor-parallel degree of the calibration.
 
         Raises:
-            ConfigError: see above.
+            ConfigError: one of them differs.
         """
         mine = (self.model, self.hardware, self.tensor_parallel)
         theirs = (bundle.model, bundle.hardware, bundle.tensor_parallel)
@@ -57,10 +57,10 @@ class Calibration:
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """The calibration of a file.
+    """Return the calibration in a file.
 
     Raises:
-        ConfigError: it is missing, of another kind or version, or has figures that cannot be.
+        ConfigError: the file is missing, of another kind or version, or has impossible values.
     """
     where = str(path)
     data = read_json_file(Path(path))

@@ -1,4 +1,4 @@
-"""Times of the collectives of one step: what the ranks of a replica exchange in every layer, for the embedding, and for the scores."""
+"""Times of the collectives of one step: exchanges in every layer, for the embedding, and for the logits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ class Link:
     """Link between the GPUs of one replica."""
 
     bytes_per_s: float
-    """Bandwidth in one direction that collectives reach."""
+    """Bandwidth in one direction that collectives reach, in bytes per second."""
     latency_s: float
-    """Latency of a collective that carries nothing."""
+    """Latency of an empty collective, in seconds."""
 
 
 class Collectives:
-    """Collectives of `tensor` ranks that share every layer and `ranks` data-parallel ranks that share the experts.
+    """Collectives of `tensor` tensor-parallel ranks, and of `ranks` data-parallel ranks that divide the experts.
 
-    Times come from measured all-reduces by bytes (`measured`) or from the link: latency, and what one GPU sends over the bandwidth.
+    Times are interpolated from measured all-reduces by bytes (`measured`), or modelled by the link: its latency, plus
+    the bytes that one GPU sends divided by the bandwidth.
     """
 
     def __init__(self, model: ModelSpec, tensor: int, ranks: int, link: Link | None, measured: Samples | None) -> None:
@@ -31,27 +32,31 @@ class Collectives:
         self._bytes_each = 2 if model.dtype == "fp8" else DTYPE_BYTES[model.dtype]
 
     def layers_s(self, tokens: int, all_tokens: int) -> float:
-        """Seconds of all collectives except those of the scores, given the tokens of the fullest rank and of all ranks."""
+        """Return the seconds of all collectives but that of the logits.
+
+        `tokens` is the number on the fullest rank, `all_tokens` that on all ranks.
+        """
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
             # After attention and after the feed-forward part of every layer, and once for the embedding.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
-            # An all-gather before the experts and a reduce-scatter behind them: each sends those of all other ranks once.
+            # An all-gather before the experts and a reduce-scatter after them: each sends the tokens of all other ranks
+            # once.
             others = min((self._ranks - 1) * tokens, all_tokens)
             moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)
         return seconds
 
     def scores_s(self, sequences: int) -> float:
-        """Seconds to gather scores, of which each tensor-parallel rank computes a part of the vocabulary."""
+        """Return the seconds to gather the logits, since each tensor-parallel rank computes a part of the vocabulary."""
         if self._tensor == 1:
             return 0.0
         # An all-gather sends half of what an all-reduce of the same bytes does.
         return self._reduced_s(sequences * self._model.vocab_size * self._bytes_each / 2.0)
 
     def _reduced_s(self, size: float) -> float:
-        """Seconds of one all-reduce of `size` bytes over the tensor-parallel ranks."""
+        """Return the seconds of one all-reduce of `size` bytes over the tensor-parallel ranks."""
         if self._measured is not None:
             return 1e-6 * interpolated(self._measured.sizes, self._measured.times_us, size)
         if self._link is None:

@@ -1,7 +1,8 @@
-"""Times of a step's dense layers by its tokens, summed over the operators of a bundle.
+"""Times of a step's dense layers by number of tokens, summed over the operators of a bundle.
 
-Matrix products are computed in tiles of 16 to 256 rows, so that their times are a staircase whose steps lie at multiples of 16 tokens: where
-samples are that close, a size between two of them takes what the next larger one takes. Everything else is linear between samples.
+Matrix products are computed in tiles of 16 to 256 rows, so their times are a staircase with steps at multiples of 16
+tokens. Where samples are that close, a size between two samples takes the time of the larger one. Elsewhere times are
+linear between samples.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from vajra_py.latency.operators.bundle_files import MLP_LAYERS, ONCE_A_STEP, TWI
 
 MATRIX_PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TILE = 16
-"""Height of the smallest tile of a matrix product, in tokens; larger ones are multiples of it."""
+"""Smallest tile height of a matrix product, in tokens; larger tiles are multiples of it."""
 
 
 class DenseTimes:
-    """Microseconds of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all)."""
+    """Times of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all)."""
 
     def __init__(self, operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> None:
         products = {name: one for name, one in operators.items() if name in MATRIX_PRODUCTS}
@@ -28,7 +29,7 @@ class DenseTimes:
         self._others = summed(others, num_layers, num_mlp_layers)
 
     def at(self, tokens: int) -> float:
-        """Seconds for this number of tokens."""
+        """Return the seconds for this number of tokens."""
         sizes, times = self._products.sizes, self._products.times_us
         index = int(np.searchsorted(sizes, tokens))
         if 0 < index < len(sizes) and sizes[index] - sizes[index - 1] <= TILE:
@@ -39,7 +40,10 @@ class DenseTimes:
 
 
 def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64], size: float) -> float:
-    """The time of one size: linear between samples; above them along the line from half the largest size to it."""
+    """Return the time at `size`: linear between samples.
+
+    Above them on the line through half the largest size and the largest.
+    """
     if size <= sizes[-1]:
         return float(np.interp(size, sizes, times))
     middle = int(np.searchsorted(sizes, sizes[-1] / 2.0))
@@ -50,7 +54,7 @@ def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64],
 
 
 def summed(operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> Samples:
-    """Return one curve of all operators of a step, each counted as often as it runs."""
+    """Return the total time of all operators of a step by size, each counted as often as it runs."""
     sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
     total = np.zeros(len(sizes))
     for name, samples in operators.items():

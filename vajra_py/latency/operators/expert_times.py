@@ -1,4 +1,4 @@
-"""Time of one layer's experts on the fullest rank, from measured times by tokens and experts that they reach."""
+"""Time of one layer's experts on the fullest rank, interpolated from measured times by tokens and activated experts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from vajra_py.latency.operators.attention_grid import filled
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Spread of tokens over experts, and of experts over ranks."""
+    """Distribution of tokens over experts, and of experts over ranks."""
 
     kind: Literal["uniform", "balanced"] = "uniform"
-    """`uniform`: every token draws its experts at random; `balanced`: all experts get equally many tokens."""
+    """`uniform`: every token selects its experts at random; `balanced`: all experts get the same number of tokens."""
     ranks: int = 1
-    """Ranks that hold equal parts of the experts (expert parallelism)."""
+    """Number of ranks that hold equal shares of the experts (expert parallelism)."""
     imbalance: float = 1.0
-    """Tokens of the fullest rank over the mean of the ranks."""
+    """Tokens of the fullest rank divided by the mean of the ranks."""
     cut: int = 1
-    """GPUs over which every expert is split, beyond the split that the measured ones had."""
+    """Number of GPUs over which every expert is divided, in addition to the division of the measured experts."""
 
 
 class ExpertTimes:
-    """Experts of one layer. `rows`: (tokens, activated experts, microseconds) of one rank, each token with the model's number of experts."""
+    """Times of one layer's experts.
+
+    `rows` are (tokens, activated experts, microseconds), measured on one rank with the model's number of experts per
+    token.
+    """
 
     def __init__(self, rows: npt.NDArray[np.float64], model: ModelSpec, routing: Routing) -> None:
         experts = model.experts
@@ -52,7 +56,7 @@ class ExpertTimes:
         self._grid = filled(grid, (self._tokens, self._activated))
 
     def activated(self, tokens: float) -> float:
-        """Expected number of distinct experts that `tokens` tokens reach on one rank."""
+        """Return the expected number of distinct experts that `tokens` tokens activate on one rank."""
         local = self._num_experts / self._routing.ranks
         if self._routing.kind == "balanced":
             return min(local, ceil(tokens * self._per_token / self._routing.ranks))
@@ -61,9 +65,10 @@ class ExpertTimes:
         return max(fewest, local * (1.0 - missed))
 
     def layer_us(self, tokens: float) -> float:
-        """Microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
+        """Return the microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
 
-        A GPU with a part of every expert reads and multiplies as much as one with that part of the experts, whole, and as many tokens each.
+        A GPU with a slice of every expert reads and multiplies as much as a GPU with the same fraction of whole
+        experts, each with the same number of tokens.
         """
         routing = self._routing
         share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)
@@ -73,14 +78,14 @@ class ExpertTimes:
         columns = [_line(self._tokens, self._grid[:, column], tokens) for column in range(len(self._activated))]
         fewest = float(self._activated[0])
         if activated < fewest and len(columns) > 1:
-            # Rows begin at the experts of one token; a rank may hold fewer of them.
+            # Rows start at the experts of one token; a rank may activate fewer.
             slope = max(0.0, (columns[1] - columns[0]) / (float(self._activated[1]) - fewest))
             return max(columns[0] - slope * (fewest - activated), columns[0] * activated / fewest)
         return _line(self._activated, np.array(columns), activated)
 
 
 def _line(knots: npt.NDArray[np.float64], values: npt.NDArray[np.float64], at: float) -> float:
-    """Linear between the knots, the last line beyond them, the first value below them."""
+    """Return the piecewise-linear value at `at`: extrapolated above the knots, constant below them."""
     if at <= knots[-1] or len(knots) == 1:
         return float(np.interp(at, knots, values))
     slope = max(0.0, float((values[-1] - values[-2]) / (knots[-1] - knots[-2])))

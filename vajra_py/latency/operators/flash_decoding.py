@@ -1,10 +1,11 @@
-"""Model how FlashAttention 2 spreads a batch of decodes over a GPU, and what unequal contexts cost there.
+"""Model how FlashAttention 2 distributes a batch of decodes over a GPU, and the cost of unequal contexts.
 
-One thread block computes one sequence of one KV head, and a multiprocessor holds as many of them as its shared memory does. FlashAttention 2 splits contexts over several
-blocks only while sequences times KV heads fill less than 0.8 of two blocks a multiprocessor (`num_splits_heuristic` of its
-flash_api.cpp): splits are small and spread evenly, so that only the sum of the contexts counts. Without splits, blocks start in order,
-all sequences of the first KV head, then those of the next; they share the memory's bandwidth, and a block that outlasts the others draws no
-more than its own peak, so that the GPU waits for the longest context.
+One thread block computes one sequence of one KV head, and a multiprocessor runs as many blocks as fit into its shared
+memory. FlashAttention 2 splits contexts over several blocks only while sequences times KV heads fill less than 0.8 of
+two blocks per multiprocessor (`num_splits_heuristic` in its flash_api.cpp). Splits are small and spread evenly, so only
+the sum of the contexts matters. Without splits, blocks start in order: all sequences of the first KV head, then those
+of the next. Running blocks share the memory bandwidth, but a block that outlasts the others cannot use more than its
+own peak, so the GPU waits for the longest context.
 """
 
 from __future__ import annotations
@@ -23,62 +24,64 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
-"""Contexts are split below this part of all block slots, which `num_splits_heuristic` counts as two a multiprocessor."""
+"""Contexts are split if blocks fill less than this fraction of the slots, counted as two per multiprocessor."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
-"""Bandwidth of one block at most, where a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
+"""Peak bandwidth of one block if a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
 MOST_SHARE = 0.3
-"""Largest share of the bandwidth that one block is supposed to draw: that of a small GPU with twenty multiprocessors."""
+"""Upper bound for the share of the bandwidth that one block can use: that of a small GPU with twenty
+multiprocessors."""
 BLOCK_ROWS = 64
-"""Query rows of a block of the split kernel (flash_fwd_launch_template.h)."""
+"""Query rows per block of the split kernel (flash_fwd_launch_template.h)."""
 SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100, 121: 100}
-"""Shared memory of a multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
+"""Shared memory per multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
 NUM_ORDERS = 4
-"""Orders of the sequences in the batch, which is known to the engine alone, over which times are averaged."""
+"""Number of orders of the sequences over which times are averaged, since only the engine knows the actual order."""
 GOLDEN = 0.6180339887498949
 MOST_FITTED = 2
-"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context has the largest effect."""
+"""Batch sizes used to fit the peak share: the smallest ones without splits, where a long context has the largest
+effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeKernel:
-    """FlashAttention 2 on one GPU."""
+    """Decode kernel of FlashAttention 2 on one GPU."""
 
     kv_heads: int
-    """KV heads of one GPU."""
+    """KV heads per GPU."""
     num_sms: int
     peak_share: float
-    """Part of the GPU's bandwidth that one block draws at most."""
+    """Largest fraction of the GPU's bandwidth that one block can use."""
     blocks_per_sm: int = 1
-    """Blocks that a multiprocessor holds at once."""
+    """Number of blocks that a multiprocessor runs at once."""
 
     @classmethod
     def of(cls, device: DeviceSpec, kv_heads: int, head_dim: int) -> DecodeKernel:
-        """The kernel on a described device, in 16 bits."""
+        """Return the kernel for a described device, in 16-bit precision."""
         share = min(1.0, BLOCK_BYTES_PER_S / device.attainable_bandwidth)
-        # A block holds its queries and one block of keys and values in shared memory.
+        # A block keeps its queries and one block of keys and values in shared memory.
         held_kib = 2 * head_dim * (BLOCK_ROWS + 2 * key_block(head_dim)) / 1024
         resident = int(SHARED_KIB.get(device.sm_version, 100) // held_kib)
         return cls(kv_heads, device.num_sms, share, max(1, resident))
 
     @property
     def num_slots(self) -> int:
-        """Blocks that run at once."""
+        """Number of blocks that run at once."""
         return self.num_sms * self.blocks_per_sm
 
     def splits(self, num_sequences: int) -> bool:
-        """Return true where contexts are split over several blocks in a batch of this (padded) size."""
+        """Return True if contexts are split over several blocks in a batch of this (padded) size."""
         return num_sequences * self.kv_heads < FILL_WITHOUT_SPLITS * SLOTS_PER_SM * self.num_sms
 
     def time(self, contexts: Sequence[float]) -> float:
-        """Time of a batch in which contexts are not split, in units of what its bytes of one KV head take at the full bandwidth."""
+        """Return the time of a batch without splits, in units of the time to read one KV head's bytes at full bandwidth."""
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
-        # All running blocks have received as much since the last one started: `served` is the sum of those shares.
+        # All running blocks have received equal shares since the last one started: `served` is the sum of these shares.
         slots = self.num_slots
         running = blocks[:slots]
         heapq.heapify(running)
-        # While blocks wait, every slot has one.
+        # While blocks wait, every slot is in use.
         for block in islice(blocks, slots, None):
             heapq.heapreplace(running, running[0] + block)
         served = running[0] if len(blocks) > slots else 0.0
@@ -91,17 +94,18 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """Ratio of a measured batch's time to that of a batch with equal contexts; the long contexts come first."""
+        """Return the ratio of a measured batch's time to that with equal contexts; the long contexts come first."""
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)
 
 
 class UnequalContexts:
-    """Factors on measured attention times of equal contexts, by the number of decodes.
+    """Factors on attention times measured with equal contexts, by number of decodes.
 
-    Contexts are log-normal with the given variation (standard deviation over mean). `measured_counts` are the numbers of decodes whose
-    times were measured, ascending: between them measured times are lines, and a factor holds the difference from those, too.
+    Contexts are log-normal with the given variation (standard deviation over mean). `measured_counts` are the numbers
+    of decodes with measured times, ascending. Between them times are interpolated, and a factor also corrects the
+    interpolation.
     """
 
     def __init__(self, kernel: DecodeKernel, variation: float, measured_counts: Sequence[float]) -> None:
@@ -112,10 +116,10 @@ class UnequalContexts:
         self._factors: dict[int, float] = {}
 
     def factor(self, num_sequences: int) -> float:
-        """Factor for a batch of this size (the size of the CUDA graph where there is one)."""
+        """Return the factor for a batch of this size (the padded size if a CUDA graph is used)."""
         if self._kernel.splits(num_sequences) or not self._sigma:
             return 1.0
-        # In a larger batch than any that was measured other blocks hide the longest context at least as well.
+        # In batches larger than all measured ones, other blocks hide the longest context at least as well.
         count = min(num_sequences, self._knots[-1])
         if self._kernel.splits(count):
             return 1.0
@@ -127,7 +131,7 @@ class UnequalContexts:
         return found
 
     def _line(self, count: int) -> float:
-        """Value of the line through the measured numbers for equal contexts, in the units of `time` times the number of decodes."""
+        """Return the interpolated value for equal contexts, in units of `time` multiplied by the number of decodes."""
         right = bisect_left(self._knots, count)
         high = self._knots[right]
         if high == count or right == 0:
@@ -145,13 +149,16 @@ class UnequalContexts:
 
 
 def lognormal_quantiles(count: int, sigma: float) -> list[float]:
-    """Return this number of ascending values that represent a log-normal distribution."""
+    """Return `count` ascending values that represent a log-normal distribution with mean 1."""
     normal = NormalDist()
     return [exp(sigma * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
 
 
 def spread_orders(values: Sequence[float]) -> list[list[float]]:
-    """Return some orders of the values, each of which spreads small and large ones evenly; the largest has a different place in each."""
+    """Return orders of the values that each spread small and large values evenly.
+
+    The largest value has a different position in each.
+    """
     places = [index * GOLDEN for index in range(len(values))]
     found = []
     for turn in range(NUM_ORDERS):
@@ -161,15 +168,17 @@ def spread_orders(values: Sequence[float]) -> list[list[float]]:
 
 
 def key_block(head_dim: int) -> int:
-    """Keys of a block of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
+    """Return the number of keys per block of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
 
 def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
-    """The share at which the kernel meets a bundle's own measurements of decodes with few long contexts; the kernel's own without any.
+    """Return the share that fits a bundle's measurements of decodes with few long contexts.
 
-    It is looked for from what each block has when all slots are filled and share the bandwidth equally (no block can draw less and the GPU still
-    reach its bandwidth) to `MOST_SHARE`. The measured batches have their long contexts first.
+    Without any, the kernel's default.
+
+    The search ranges from the equal share of a block when all slots are in use (with less, the GPU could not reach its
+    bandwidth) to `MOST_SHARE`. In the measured batches the long contexts come first.
     """
     from scipy.optimize import minimize_scalar
 
@@ -186,7 +195,10 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
-    """Return for each number of decodes that is not split the batches with the fewest long contexts, as one with their median ratio."""
+    """Return one batch with few long contexts for each number of decodes that is not split.
+
+    It is the measured batch with the fewest long contexts, with the median ratio of such batches.
+    """
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]
     unsplit = [count for count in np.unique(alone[:, 0]) if not kernel.splits(int(count))]

@@ -1,8 +1,8 @@
-"""Factors by which unequal contexts of decodes lengthen attention, from the batches of them that a profile measured itself.
+"""Factors by which unequal decode contexts lengthen attention, from batches with unequal contexts in the profile.
 
-The ratio of a batch of unequal contexts to one of equal ones is far from a constant of the GPU: it falls with the chunk beside the decodes, whose own
-attention the contexts do not change, and with the context behind that chunk, and it grows with the decodes' mean context. So measured ratios are
-looked up by all of these and by the number of decodes.
+The ratio between unequal and equal contexts is not a constant of the GPU. It falls with the size of a chunk beside the
+decodes, whose own attention is not affected, and with that chunk's context; it grows with the decodes' mean context. So
+measured ratios are interpolated over all of these and the number of decodes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Largest difference in the contexts' variation at which a measured batch counts."""
+"""Largest difference in the contexts' variation with which a measured batch is used."""
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")
 BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_context")
 
 
 def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mixed: bool) -> Array | None:
-    """The factor at every point of a grid of attention times; None where no batches of this variation were measured, or none is asked for.
+    """Return the factor at every point of a grid of attention times.
 
-    `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the measured ratios of a cell, cells
-    being powers of two apart as profiles measure them; between cells it is linear in the sizes' logarithms, and sizes beyond have that of the
-    nearest cell. Unequal contexts cannot be read faster than equal ones of the same sum: a factor below 1 is noise. One decode has no other to differ from.
+    None if no batches of this variation were measured, or it is 0.
+
+    `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the
+    measured ratios in a cell; cells are powers of two apart, as in profiles. Between cells, factors are linear in the
+    logarithms of sizes; beyond them, constant. Factors below 1 are noise, since unequal contexts cannot be read faster
+    than equal ones with the same sum. One decode has the factor 1.
     """
     near = (samples[:, _PLACES["prefill_chunk"]] > 0) == mixed
     decodes = samples[:, _PLACES["num_decodes"]]
-    # A few contexts drawn from many vary less around their own mean than the many do.
+    # A small sample of contexts varies less around its own mean than the distribution does.
     expected = variation * np.sqrt((decodes - 1.0) / decodes)
     near &= np.abs(samples[:, _PLACES["variation"]] - expected) <= WINDOW
     if variation <= 0 or not near.any():
@@ -47,13 +50,13 @@ def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mix
 
 
 def _log2(sizes: Array) -> Array:
-    """Logarithms in which an empty context is as far from one token as that is from two."""
+    """Return logarithms in which the distance from context 0 to 1 equals that from 1 to 2."""
     found: Array = np.log2(np.maximum(sizes, 0.5))
     return found
 
 
 def _medians(cells: Array, ratios: Array) -> tuple[list[Array], Array]:
-    """(the values of each coordinate, medians on their grid); a hole has the median of its nearest cell."""
+    """Return the values of each coordinate, and medians on their grid; a hole gets the median of the nearest cell."""
     from scipy.interpolate import NearestNDInterpolator
 
     known, which = np.unique(cells, axis=0, return_inverse=True)
@@ -68,7 +71,7 @@ def _medians(cells: Array, ratios: Array) -> tuple[list[Array], Array]:
 
 
 def _interpolated(knots: Sequence[Array], table: Array, places: Sequence[Array]) -> Array:
-    """The table at every combination of these places, linear along each axis."""
+    """Return the table at every combination of `places`, linear along each axis."""
     from scipy.interpolate import interp1d
 
     found = table

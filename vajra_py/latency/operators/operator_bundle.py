@@ -1,8 +1,10 @@
-"""Make a bundle of operator times for one model from an engine's operator tables: what each GPU computes in a layer, and its sums.
+"""Build a bundle of operator times for one model from an engine's operator tables.
 
-Every operator of a step is looked up by its sizes on one GPU. What the tables do not hold is filled by a rule and named in `filled`:
-norms, activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk behind cached context takes
-what the longer causal prefill takes beyond the shorter one, and no less than the chunk alone or one decode of that context.
+Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from a rule, and are
+named in
+`filled`: norms, activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk
+with cached context takes the difference of two causal prefills, but at least the time of the chunk alone or of one
+decode with that context.
 """
 
 from __future__ import annotations
@@ -23,24 +25,24 @@ Array = npt.NDArray[np.float64]
 ACTIVATION_BYTES = 2
 LONGEST_STEP = 32768.0
 CONTEXTS = (0.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
-"""Cached tokens in front of a chunk for which the fill rule is evaluated."""
+"""Numbers of cached tokens before a chunk for which the rule is evaluated."""
 MLA_SHAPE = (512, 64, 128, 128, 1536)
-"""Ranks and head sizes of the latent attention that was measured (DeepSeek-V3's)."""
+"""Ranks and head sizes of the measured latent attention (DeepSeek-V3's)."""
 DISTRIBUTIONS = ("power_law_1.2", "power_law_1.01", "balanced", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Parallelism of the model over GPUs."""
+    """Division of the model over GPUs."""
 
     tensor: int = 1
     data: int = 1
-    """Ranks of attention that share the experts."""
+    """Number of attention ranks that share the experts."""
     expert_parallel: bool = False
 
     @property
     def experts(self) -> tuple[int, int]:
-        """(tensor parallelism, expert parallelism) of the experts."""
+        """Tensor and expert parallelism of the experts."""
         ranks = self.tensor * self.data
         return (1, ranks) if self.expert_parallel else (ranks, 1)
 
@@ -52,16 +54,16 @@ class Precision:
     gemm: str = "bfloat16"
     kv: str = "bfloat16"
     moe: str | None = None
-    """Precision of the experts; that of the matrix products when None."""
+    """Precision of the experts; None: that of the matrix products."""
     conversion: str = "dynamic"
-    """Conversion of the inputs of products of 8 bits: `dynamic`, `static` or `fused`."""
+    """Conversion of the inputs of 8-bit products: `dynamic`, `static` or `fused`."""
     fused_norms: bool = False
-    """Norms are part of the sums over GPUs before them."""
+    """True if norms are part of the all-reduces before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """A bundle from operator tables, and what in it was not measured."""
+    """A bundle from operator tables, and the names of operators that were not measured."""
 
     bundle: Bundle
     filled: frozenset[str]
@@ -69,10 +71,10 @@ class Operators:
 
 
 def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision) -> Operators:
-    """The operator times of a model.
+    """Return the operator times of a model.
 
     Raises:
-        ConfigError: the tables do not hold the model's heads, experts, precision or parallelism; lists what there is.
+        ConfigError: the tables lack the model's heads, experts, precision or parallelism; lists the available ones.
     """
     if model.num_heads % split.tensor:
         message = f"does not divide the {model.num_heads} attention heads of {model.name} ({split.tensor})"
@@ -95,7 +97,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
         variant=f"{precision.gemm}-kv{precision.kv}",
         tensor_parallel=split.tensor,
         dense=dense,
-        # Scores in 32 bits: written, scaled, and read twice for the softmax and the draw.
+        # Logits in 32 bits: written, scaled, and read twice for softmax and sampling.
         per_sequence={"lm_head": lm_head, "sampler": _traffic(figures, 4 * 4 * model.vocab_size)},
         attention=attention,
         experts=_experts(tables, model, split, precision) if model.experts else None,
@@ -106,7 +108,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
 
 
 def _traffic(figures: SystemFigures, bytes_per_token: float) -> Samples:
-    """Times of an operator that only moves memory: a kernel's fixed time and its bytes."""
+    """Return the times of an operator that only moves memory: a kernel's fixed time, and the time of its bytes."""
     sizes = np.array([1.0, LONGEST_STEP])
     return Samples(sizes, 1e6 * (figures.kernel_latency_s + bytes_per_token * sizes / figures.memory_bandwidth))
 
@@ -150,7 +152,7 @@ def _dense(
 
 
 def _attention(tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision, gemm: GemmTimes) -> Array:
-    """Rows of (chunk, its context, decodes, their context, microseconds)."""
+    """Return rows of (chunk, its context, decodes, their context, microseconds)."""
     first, decodes = _mla(tables, model, split, precision) if model.latent else _gqa(tables, model, split, precision)
     lengths, causal = first
     one_decode = _decode_line(decodes)
@@ -163,13 +165,13 @@ def _attention(tables: OperatorTables, model: ModelSpec, split: Split, precision
     nothing = np.zeros((len(alone), 2))
     first_rows = np.concatenate([alone[:, :2], nothing, alone[:, 2:]], axis=1)
     decode_rows = np.concatenate([np.zeros((len(decodes), 2)), decodes], axis=1)
-    # Chunks and decodes in one step cost what both cost: the tables have no call of both.
+    # Chunks and decodes in one step take the sum of both times: the tables have no calls with both.
     both = np.repeat(first_rows, len(decodes), axis=0) + np.tile(decode_rows, (len(alone), 1))
     return np.concatenate([decode_rows, first_rows, both])
 
 
 def _decode_line(decodes: Array) -> tuple[Array, Array]:
-    """(contexts, microseconds) of the fewest decodes that were measured."""
+    """Return contexts and microseconds of the smallest measured number of decodes."""
     fewest = decodes[decodes[:, 0] == decodes[:, 0].min()]
     order = np.argsort(fewest[:, 1])
     return fewest[order, 1], fewest[order, 2]
@@ -184,7 +186,10 @@ def _behind(lengths: Array, causal: Array, chunk: float, context: float, one_dec
 
 
 def _causal_us(lengths: Array, causal: Array, tokens: float) -> float:
-    """A causal prefill without context; above the measured lengths it grows with the square."""
+    """Return the microseconds of a causal prefill without context.
+
+    Above the measured lengths it grows with the square.
+    """
     if tokens > lengths[-1]:
         return float(causal[-1] * (tokens / lengths[-1]) ** 2)
     return float(np.interp(tokens, lengths, causal))
@@ -193,7 +198,7 @@ def _causal_us(lengths: Array, causal: Array, tokens: float) -> float:
 def _gqa(
     tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision
 ) -> tuple[tuple[Array, Array], Array]:
-    """((lengths, microseconds) of causal prefills, rows of (decodes, context, microseconds)) on one GPU."""
+    """Return (lengths, microseconds) of causal prefills, and rows of (decodes, context, microseconds), on one GPU."""
     heads, kv_heads = model.num_heads // split.tensor, max(1, model.num_kv_heads // split.tensor)
     where = f"model: attention of {tables.system} in {tables.engine}"
     common = ("num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype", "attn_dtype")
@@ -202,7 +207,7 @@ def _gqa(
     for name in ("context_attention_perf", "generation_attention_perf"):
         table = tables.read("attention", name, (*common, "batch_size", "isl", "step"), optional=("window_size",))
         table = chosen(table, wanted, where)
-        # In the tables as many KV heads as heads is multi-head attention, written as such or as 0.
+        # The tables write multi-head attention as as many KV heads as heads, or as 0 KV heads.
         kv = np.where(
             column(table, "num_key_value_heads") == 0, column(table, "num_heads"), column(table, "num_key_value_heads")
         )
@@ -230,7 +235,7 @@ def _decode_rows(generation: object) -> Array:
 def _mla(
     tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return the times as `_gqa` does, for latent attention, measured as one module with its projections."""
+    """Return the same as `_gqa` for latent attention, which was measured as one module with its projections."""
     latent = model.latent
     assert latent is not None
     shape = (latent.kv_rank, latent.rope_head_dim, latent.nope_head_dim, latent.v_head_dim, latent.q_rank)
@@ -252,7 +257,7 @@ def _mla(
 
 
 def _experts(tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision) -> Array:
-    """Rows of (tokens of all ranks, 1, microseconds) of one layer's routed experts on one GPU."""
+    """Return rows of (tokens of all ranks, 1, microseconds) for one layer's routed experts on one GPU."""
     experts = model.experts
     assert experts is not None
     tensor, ranks = split.experts
@@ -277,7 +282,10 @@ def _experts(tables: OperatorTables, model: ModelSpec, split: Split, precision: 
 
 
 def _all_reduce(tables: OperatorTables, ranks: int) -> Samples:
-    """Microseconds of one sum over the GPUs by bytes; the engine's own kernels, replayed from a graph where that was measured."""
+    """Return the microseconds of an all-reduce over the GPUs, by bytes.
+
+    Of the engine's own kernels in a graph, if measured.
+    """
     if tables.has("comm", "custom_allreduce_perf"):
         table = tables.read("comm", "custom_allreduce_perf", ("num_gpus", "message_size", "kernel_source"))
         table = chosen(table, {"num_gpus": ranks}, f"tensor_parallel: {tables.system}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vajra_py.latency.operators.operator_model import OperatorTablesModel
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
-"""Described devices whose names are not the system's with dashes."""
+"""Names of described devices that differ from the system's name with dashes."""
 
 
 class AiconfiguratorConfig(MeasuredOperatorsConfig):
@@ -54,10 +54,10 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
     )
 
     def build(self) -> OperatorTablesModel:
-        """The latency model.
+        """Return the latency model.
 
         Raises:
-            ConfigError: the tables are missing, or do not hold this system, engine, model, precision or parallelism.
+            ConfigError: the tables are missing, or lack this system, engine, model, precision or parallelism.
         """
         from vajra_py.latency.operators.collectives import Link
         from vajra_py.latency.operators.operator_bundle import Split, operators
@@ -73,12 +73,12 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
         return OperatorTablesModel(found, model, options, device)
 
     def model_spec(self) -> ModelSpec:
-        """The model; weights of 4 bits count as 8 where memory is sized."""
+        """Return the model; weights of 4 bits count as 8 bits when memory is sized."""
         dtype = "bfloat16" if self.precision == "bfloat16" else "fp8"
         return replace(load_model(self.model), dtype=dtype, kv_dtype=self.kv_dtype)
 
     def device_spec(self) -> DeviceSpec | None:
-        """The system's described device, for memory and link; None where it is not described."""
+        """Return the system's device, which describes memory and link; None if it is not described."""
         try:
             return load_device(self.device_name)
         except ConfigError:
@@ -86,7 +86,7 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
 
     @property
     def device_name(self) -> str:
-        """The system's described device, by its name."""
+        """Name of the system's described device."""
         return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:

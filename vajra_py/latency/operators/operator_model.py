@@ -1,4 +1,4 @@
-"""Predict steps from an engine's operator tables, and count how much of the time follows from rules instead of measurements."""
+"""Predict steps from an engine's operator tables, and track how much of the time follows from rules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBund
 
 
 class OperatorTablesModel(ProfileBundleModel):
-    """A `ProfileBundleModel` whose operator times were looked up in tables by their sizes.
+    """A `ProfileBundleModel` whose operator times come from tables by size.
 
-    It can be used wherever a bundle's model can (calibrations, KV sizes, breakdowns), with the same results. In addition it counts
-    how much of the time of the steps taken was not measured, which is known only from the terms of the sum.
+    It supports everything that a bundle's model does (calibrations, KV sizes, breakdowns), with the same results. In
+    addition it tracks how much of the time of executed steps was not measured.
     """
 
     def __init__(
@@ -41,17 +41,20 @@ class OperatorTablesModel(ProfileBundleModel):
 
     @property
     def filled_fraction(self) -> float:
-        """Share of the time of all steps taken so far that follows from rules instead of measurements; of no effect on any answer."""
+        """Fraction of the time of all steps so far that follows from rules instead of measurements.
+
+        Predictions do not depend on it.
+        """
         return self._filled_time_s / self._taken_s if self._taken_s else 0.0
 
     def describe(self) -> ModelDescription:
-        """Describe the model as a bundle, with the share of the time that the tables do not hold; see `DescribesModel`."""
+        """Describe the model as a bundle, with the fraction of time that was not measured; see `DescribesModel`."""
         described = super().describe()
         device = described.device if self.device is not None else self.bundle.hardware.replace("_", "-")
         return replace(described, device=device, filled_fraction=self.filled_fraction)
 
     def taken_time_s(self, features: BatchFeatures) -> float:
-        """Seconds of a step that is taken: it counts towards `filled_fraction`."""
+        """Return the seconds of a step that is executed, and count it in `filled_fraction`."""
         seconds = self.batch_time_s(features)
         self._taken_s += seconds
         self._filled_time_s += self._filled_s(features, seconds)
@@ -60,14 +63,17 @@ class OperatorTablesModel(ProfileBundleModel):
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """See `ProfileBundleModel`; the steps count as taken."""
+        """See `ProfileBundleModel`; the steps count as executed."""
         times = super().decode_run_times_s(num_decodes, first_context_tokens, num_steps)
         self._taken_s += float(np.sum(times))
         self._filled_time_s += num_steps * self._dense_filled_s(num_decodes)
         return times
 
     def filled_s(self, features: BatchFeatures) -> float:
-        """Seconds of a step that follow from rules: operators without a table, and all attention of chunks behind cached context."""
+        """Return the seconds of a step that follow from rules.
+
+        They are those of unmeasured operators, and all attention of chunks with cached context.
+        """
         return self._filled_s(features, self.batch_time_s(features))
 
     def _filled_s(self, features: BatchFeatures, seconds: float) -> float:
@@ -77,7 +83,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return filled
 
     def _attention_s(self, features: BatchFeatures, seconds: float) -> float:
-        """Seconds of attention within a step with prompts that takes `seconds`; 0 where the tables do not reach."""
+        """Return the seconds of attention in a step with prompts that takes `seconds`; 0 beyond the tables."""
         if self._is_sum_of_parts(features):
             parts = self._parts(features) if self.covers(features) else {}
             return parts.get("prefill_attention", 0.0) + parts.get("decode_attention", 0.0)

@@ -1,4 +1,4 @@
-"""Settings that latency models of measured operators share: parallelism, host overhead, CUDA graphs, reach and fallback."""
+"""Settings common to latency models of measured operators: parallelism, host overhead, CUDA graphs, reach and fallback."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class MeasuredOperatorsConfig(SettingsModel):
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device on which the operators ran."""
+        """Name of the device that ran the operators; None if it is not described."""
         raise NotImplementedError
 
     def options(
@@ -89,7 +89,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         link: Link | None,
         routing: Routing | None = None,
     ) -> BundleOptions:
-        """Return the model's options besides the operator times. Raises `ConfigError` where something of it is missing."""
+        """Return the model's options other than operator times. Raises `ConfigError` if one is missing."""
         from vajra_py.latency.operators.calibration_file import read_calibration
         from vajra_py.latency.operators.expert_times import Routing
         from vajra_py.latency.operators.profile_bundle import BundleOptions
@@ -112,7 +112,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         )
 
     def _host_overhead(self, calibration: Calibration | None) -> HostOverhead:
-        """Host overhead by name, changed by calibrated figures, and these by the given ones."""
+        """Return the host overhead by name, overridden by calibrated values, and those by configured values."""
         figures = dict(calibration.host) if calibration else {}
         given = {
             "step_base_s": self.host_step_us,
@@ -125,7 +125,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         return host_overhead(self.host, **figures)
 
     def _roofline(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
-        """Return the model that answers beyond the reach. Raises `ConfigError` where nothing describes the device."""
+        """Return the fallback model for steps beyond the reach. Raises `ConfigError` if the device is not described."""
         if self.fallback is None:
             return None
         if device is None:

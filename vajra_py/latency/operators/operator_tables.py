@@ -1,7 +1,7 @@
-"""Read the operator tables of the package `aiconfigurator-core`: times of one operator by its sizes, measured inside an engine.
+"""Read the operator tables of the package `aiconfigurator-core`: times of operators by size, measured inside an engine.
 
-The layout is `data/SYSTEM/OPERATION/ENGINE/VERSION/*.parquet` beside one `SYSTEM.yaml` with the GPU's figures; milliseconds of one
-call on one GPU. The package's code is never imported: only its files are read.
+The layout is `data/SYSTEM/OPERATION/ENGINE/VERSION/*.parquet`, with one `SYSTEM.yaml` per GPU; times are milliseconds
+of one call on one GPU. Only the package's files are read; its code is never imported.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Array = npt.NDArray[np.float64]
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 PACKAGE = "aiconfigurator_core"
 CONVERSIONS = {"static": ("computescale_perf",), "fused": ("computescale_perf", "scale_matrix_perf")}
-"""Tables of what is not part of a product of 8 bits, by how its input is converted."""
+"""Tables of the input conversion that is measured with 8-bit products but not part of them, by kind of conversion."""
 LEAST_LEFT = 0.3
-"""Share of a measured product that is left of it at least."""
+"""Minimum fraction of a measured product's time that is left after subtracting conversions."""
 
 
 @dataclass(frozen=True, slots=True)
 class SystemFigures:
-    """Figures of a GPU from its system's file."""
+    """Specifications of a GPU from its system's file."""
 
     memory_bandwidth: float
     """Bytes per second that streaming kernels reach."""
@@ -42,10 +42,10 @@ class SystemFigures:
 
 
 def tables_folder(given: str | None) -> Path:
-    """The folder with `data/`: the one given, else that of the installed package.
+    """Return the folder with `data/`: `given`, else that of the installed package.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder.
     """
     if given is not None:
         for path in (Path(given), Path(given) / "systems", Path(given) / PACKAGE / "systems"):
@@ -66,7 +66,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def version_key(version: str) -> tuple[tuple[int, str], ...]:
-    """Sorts versions by their numbers."""
+    """Return a key that sorts versions by their numbers."""
     parts = version.replace("rc", ".-1.").replace("post", ".").split(".")
     return tuple((int(part), "") if part.lstrip("-").isdigit() else (0, part) for part in parts)
 
@@ -75,7 +75,7 @@ class OperatorTables:
     """The tables of one engine on one system.
 
     Raises:
-        ConfigError: no such system, or it has no tables of this engine; lists those there are.
+        ConfigError: the system does not exist, or has no tables of this engine; lists the available ones.
     """
 
     def __init__(self, folder: Path, system: str, engine: str, version: str | None = None) -> None:
@@ -97,10 +97,10 @@ class OperatorTables:
         return f"{ENGINES.get(self.engine, self.engine)} {self._version('gemm', self.engine, 'gemm_perf')}"
 
     def figures(self) -> SystemFigures:
-        """The GPU's figures.
+        """Return the GPU's specifications.
 
         Raises:
-            ConfigError: the system's file is missing or lacks a figure.
+            ConfigError: the system's file is missing or lacks a value.
         """
         from ruamel.yaml import YAML
 
@@ -123,10 +123,12 @@ class OperatorTables:
         engine: str | None = None,
         optional: Sequence[str] = (),
     ) -> pa.Table:
-        """One table with these columns and `latency`, its times checked; older tables lack the optional columns.
+        """Return one table with these columns and `latency`, after checking its times.
+
+        Older tables lack the optional columns.
 
         Raises:
-            ConfigError: there is no such table, it lacks a column, or a time is not a time.
+            ConfigError: the table does not exist or lacks a column, or a time is not a positive number.
         """
         import pyarrow.parquet as pq
 
@@ -145,11 +147,11 @@ class OperatorTables:
         return table
 
     def has(self, operation: str, name: str, engine: str | None = None) -> bool:
-        """Return true where there is such a table."""
+        """Return True if there is such a table."""
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:
-        """The version asked for, where this operation was measured in it, else the newest."""
+        """Return the configured version if it has this operation's table, else the newest that does."""
         folder = self.root / operation / engine
         versions = [one for one in _folders(folder) if (folder / one / f"{name}.parquet").is_file()]
         if not versions:
@@ -164,15 +166,15 @@ class OperatorTables:
 
 
 def column(table: pa.Table, name: str) -> Array:
-    """A column of numbers."""
+    """Return a column of numbers."""
     return np.asarray(table.column(name).to_numpy(), dtype=np.float64)
 
 
 def chosen(table: pa.Table, values: Mapping[str, Any], where: str) -> pa.Table:
-    """The rows with these values, in the columns that the table has.
+    """Return the rows with these values, for the columns that the table has.
 
     Raises:
-        ConfigError: there are none; lists the values of the first column that leaves nothing.
+        ConfigError: there are none; lists the available values of the first column without a match.
     """
     for name, value in values.items():
         if name not in table.column_names:
@@ -191,11 +193,12 @@ def _by_size(value: Any) -> tuple[float, str]:
 
 
 class GemmTimes:
-    """Microseconds of matrix products of one precision, by rows (tokens), and the matrix's output and input size.
+    """Microseconds of matrix products of one precision, by rows (tokens) and by the matrix's output and input size.
 
-    Where several kernels were measured, the fastest one counts. Between measured sizes of the matrix the time is linear in both; beyond
-    them it grows as the matrix does. Products of 8 bits were measured with the conversion of their input, whose parts are tables of
-    their own: with `static` scales the search for the scale is taken off, with `fused` conversion all of it.
+    If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
+    sizes; beyond them it grows in proportion to the matrix. 8-bit products were measured together with the conversion
+    of their input, whose parts have their own tables: with `static` scales the search for the scale is subtracted, with
+    `fused` conversion all of it.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:
@@ -228,7 +231,7 @@ class GemmTimes:
                 self._cube[:, j] = np.maximum(self._cube[:, j] - line, LEAST_LEFT * self._cube[:, j])
 
     def samples(self, outputs: float, inputs: float) -> tuple[Samples, bool]:
-        """Times of one matrix by tokens; and whether it lies beyond the measured sizes."""
+        """Return the times of one matrix by tokens, and True if it lies beyond the measured sizes."""
         factor, beyond = 1.0, False
         if outputs > self._outputs[-1]:
             factor, outputs, beyond = outputs / self._outputs[-1], float(self._outputs[-1]), True
@@ -241,7 +244,7 @@ class GemmTimes:
                 curve = self._curve(i, j)
                 if curve is not None:
                     size = self._outputs[i] * self._inputs[j]
-                    # Where a corner was not measured, the others are used, scaled by the size of the matrix.
+                    # If a corner was not measured, the other corners are used, scaled by the size of the matrix.
                     total += one * other * curve
                     weight += one * other * size / (outputs * inputs)
         if not weight:
@@ -261,7 +264,7 @@ class GemmTimes:
 
 
 def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
-    """The fastest kernel at each size, in microseconds."""
+    """Return the sizes, and the time of the fastest kernel at each, in microseconds."""
     knots, places = np.unique(sizes, return_inverse=True)
     best = np.full(len(knots), np.inf)
     np.minimum.at(best, places, 1e3 * times_ms)
@@ -269,7 +272,7 @@ def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
 
 
 def _neighbours(knots: Array, at: float) -> list[tuple[int, float]]:
-    """The measured sizes around this one, each with its share."""
+    """Return the measured sizes around `at`, each with its weight."""
     if at <= knots[0]:
         return [(0, 1.0)]
     upper = int(np.searchsorted(knots, at))

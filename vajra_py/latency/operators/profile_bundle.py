@@ -1,8 +1,9 @@
 """Predict steps from operator times that were measured on the same GPU and model, inside an engine.
 
-A step is the sum of its operators: dense layers by the tokens that the engine computes (those of decode batches padded to the sizes of
-its CUDA graphs), attention by chunk, contexts and decodes, experts by tokens and experts that they reach, the head by sequences,
-all-reduces by a model of the link, and the host's overhead. Tables, rules at their rim and figures: docs/reference/latency-models.md.
+A step is the sum of its operators: dense layers by computed tokens (decode batches are padded to the sizes of CUDA
+graphs), attention by chunk, contexts and decodes, experts by tokens and activated experts, the head by sequences,
+all-reduces by a model of the link, and the host's overhead. docs/reference/latency-models.md describes tables,
+extrapolation and values.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from vajra_py.latency.operators.flash_decoding import DecodeKernel, UnequalConte
 from vajra_py.latency.operators.measured_skew import skew_factors
 
 FEW_STEPS = 48
-"""Up to here plain numbers are faster than arrays."""
+"""Number of values up to which plain numbers are faster than arrays."""
 
 SCALES = ("dense", "decode_attention", "mixed_attention", "experts", "head", "all_reduce")
-"""Parts of a step that a calibration may scale; `mixed_attention` is that of steps with prompts."""
+"""Parts of a step that a calibration may scale; `mixed_attention` is the attention of steps with prompts."""
 
 
 NO_OVERHEAD = HostOverhead()
@@ -45,43 +46,43 @@ UNIFORM = Routing()
 
 @dataclass(frozen=True, slots=True)
 class BundleOptions:
-    """Settings of a bundle's model that the tables do not have."""
+    """Settings of a bundle's model other than its tables."""
 
     link: Link | None = None
-    """Needed with more than one GPU."""
+    """Link between the GPUs; required with more than one GPU."""
     host: HostOverhead = NO_OVERHEAD
     context_variation: float = 0.0
-    """Standard deviation of the contexts of a batch's decodes over their mean."""
+    """Standard deviation of the contexts of a batch's decodes divided by their mean."""
     cuda_graphs: bool = True
     capture_limit: int = CAPTURE_LIMIT
     reach: float = 4.0
-    """Multiple of the largest measured size that is still answered."""
+    """Largest size that can be predicted, as a multiple of the largest measured size."""
     data_parallel: int = 1
-    """Data-parallel ranks that step together and share the experts (vLLM's data and expert parallelism); the replica is all of them."""
+    """Number of data-parallel ranks in the replica, which step together and share the experts (as in vLLM)."""
     routing: Routing = UNIFORM
     scales: dict[str, float] = field(default_factory=dict)
-    """Factors on the parts of a step, by name of `SCALES`; a part that is not named has 1."""
+    """Factors on parts of a step, by name in `SCALES`; the default is 1."""
     fallback: RooflineModel | None = None
-    """Answers where the tables do not reach; None: such a step is an error."""
+    """Model for steps beyond the reach of the tables; None: such a step is an error."""
     calibration: Calibration | None = None
-    """Source of fitted `scales` and `host`."""
+    """Calibration that `scales` and `host` come from."""
 
 
 def capture_sizes(limit: int) -> tuple[int, ...]:
-    """Batch sizes for which vLLM captures CUDA graphs: 1, 2, 4, then every 8 up to 256 and every 16 up to `limit`."""
+    """Return batch sizes of vLLM's CUDA graphs: 1, 2, 4, then every 8 up to 256 and every 16 up to `limit`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
     return tuple(size for size in sizes if size <= limit)
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBatch:
-    """Precomputed terms of steps with one number of decodes and nothing else."""
+    """Precomputed terms of steps with a fixed number of decodes and nothing else."""
 
     fixed_s: float
     least_s: float
-    """The host's time where it overlaps the GPU's: the step lasts no less."""
+    """Lower bound of the step's time, if the host's work overlaps the GPU's: the host's time."""
     per_us_s: float
-    """Seconds of the step for each microsecond of one layer's attention."""
+    """Seconds of the step per microsecond of one layer's attention."""
     row: DecodeRow
     longest_context: float
 
@@ -89,7 +90,7 @@ class _DecodeBatch:
         return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
 
     def run_times_s(self, contexts: range, num_decodes: int) -> list[float]:
-        """The same for each of some ascending sums of contexts, bit for bit."""
+        """Return the seconds for each of several ascending sums of contexts, bit for bit equal to `time_s`."""
         row, fixed, scale, least = self.row, self.fixed_s, self.per_us_s, self.least_s
         knots, values, slopes, last = row.knots, row.values, row.slopes, len(row.slopes) - 1
         index = min(bisect_right(knots, contexts[0] / num_decodes), last + 1) - 1 if contexts[0] else 0
@@ -103,16 +104,16 @@ class _DecodeBatch:
         return times
 
     def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The same for many, bit for bit."""
+        """Return the seconds for each mean context, bit for bit equal to `time_s`."""
         times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
         return np.maximum(times, self.least_s)
 
 
 class ProfileBundleModel:
-    """A `LatencyModel` of one replica from a profile bundle; also answers `breakdown_s` and runs of decodes.
+    """A `LatencyModel` of one replica from a profile bundle; also provides `breakdown_s` and runs of decodes.
 
     Raises:
-        ConfigError: several GPUs without a link, an unknown scale, or a bundle of another model than `model`.
+        ConfigError: several GPUs without a link, an unknown scale, or a bundle of a model other than `model`.
     """
 
     num_stages = 1
@@ -125,7 +126,7 @@ class ProfileBundleModel:
         self.bundle = bundle
         self.model = model
         self.num_fallback = 0
-        """Questions that the fallback answered; of no effect on any answer."""
+        """Number of predictions by the fallback; results do not depend on it."""
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
@@ -133,7 +134,7 @@ class ProfileBundleModel:
         self._longest_chunk = self._attention.largest["prefill_chunk"]
         self._unequal = self._unequal_contexts()
         self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
-        """Seconds of a step with prompts for each microsecond of one layer's attention."""
+        """Seconds of a step with prompts per microsecond of one layer's attention."""
         self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
         limit = options.capture_limit if options.cuda_graphs else 0
         self._captured = capture_sizes(limit)
@@ -145,9 +146,9 @@ class ProfileBundleModel:
         )
         self._head = summed(bundle.per_sequence, 1)
         self._of_tokens_s: dict[int, float] = {}
-        """Seconds of everything but attention, head and host, by tokens."""
+        """Seconds of everything except attention, head and host, by tokens."""
         self._of_sequences_s: dict[int, tuple[float, float]] = {}
-        """(seconds of head and host, least seconds of the step), by sequences."""
+        """(seconds of head and host, minimum seconds of the step), by sequences."""
         self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
         reach, largest = options.reach, self._attention.largest
         self._reached = (
@@ -156,7 +157,7 @@ class ProfileBundleModel:
             reach * largest["kv_prefill"],
             reach * largest["kv_decode"],
         )
-        """Most tokens and decodes of a step, and longest mean contexts of its chunks and its decodes, that are answered."""
+        """Limits of predictable steps: tokens, decodes, and mean contexts of chunks and of decodes."""
 
     @property
     def source(self) -> str:
@@ -172,11 +173,11 @@ class ProfileBundleModel:
 
     @property
     def host(self) -> HostOverhead:
-        """Overhead of the engine's host on steps and requests."""
+        """Overhead of the engine's host per step and request."""
         return self.options.host
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds of the step; 0 for an empty batch.
+        """Return the seconds of the step; 0 for an empty batch.
 
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
@@ -190,13 +191,13 @@ class ProfileBundleModel:
         return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(features)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds of the step: there is one stage."""
+        """Return the seconds of the step; there is one stage."""
         return self.batch_time_s(features)
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        """Return the seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         last = first_context_tokens + num_decodes * (num_steps - 1)
         if not num_decodes:
             return [0.0] * num_steps
@@ -208,7 +209,7 @@ class ProfileBundleModel:
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
-        """Seconds of a step by component; their sum is `batch_time_s`, up to rounding."""
+        """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding."""
         if not features.num_tokens:
             return {"swap": self.batch_time_s(features)}
         if not self.covers(features):
@@ -218,7 +219,7 @@ class ProfileBundleModel:
         return {**parts, "host": max(gpu + added, least) - gpu}
 
     def covers(self, features: BatchFeatures) -> bool:
-        """Return true where every size of the step is within `reach` times the largest that was measured."""
+        """Return True if every size of the step is within `reach` times the largest measured size."""
         decodes, decode_context, prefills, prefill_tokens, _, prefill_context, _, _, _, drafts = features
         tokens, most_decodes, longest_prefill_context, longest_context = self._reached
         return (
@@ -229,10 +230,10 @@ class ProfileBundleModel:
         )
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """KV blocks that the replica's GPUs hold beside the weights.
+        """Return the number of KV blocks that fit on the replica's GPUs beside the weights.
 
         Raises:
-            ConfigError: no device is known.
+            ConfigError: the device is unknown.
         """
         if self.device is None:
             message = "cannot be worked out: nothing says how much memory the GPU has"
@@ -241,7 +242,7 @@ class ProfileBundleModel:
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
 
     def describe(self) -> ModelDescription:
-        """Describe the measurements, what they were calibrated on, and the replica's GPUs; see `DescribesModel`."""
+        """Describe the measurements, their calibration, and the replica's GPUs; see `DescribesModel`."""
         calibration = self.options.calibration
         origin: Origin = "measured" if calibration is None else "calibrated"
         return ModelDescription(
@@ -273,13 +274,13 @@ class ProfileBundleModel:
         )
 
     def _host_s(self, num_requests: int) -> tuple[float, float]:
-        """(seconds that the host adds to a step, least seconds of the step)."""
+        """Return the seconds that the host adds to a step, and the minimum seconds of the step."""
         host = self.options.host
         busy = host.step_base_s + host.step_per_request_s * self._per_rank(num_requests)
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
 
     def _per_rank(self, number: int) -> int:
-        """Number of these on the fullest data-parallel rank."""
+        """Return the share of `number` on the fullest data-parallel rank."""
         return -(-number // self._ranks)
 
     def _decodes(self, num_decodes: int) -> _DecodeBatch:
@@ -300,7 +301,7 @@ class ProfileBundleModel:
         return batch
 
     def _mixed_s(self, features: BatchFeatures) -> float:
-        """Seconds of a step with prompts, or with KV blocks to swap."""
+        """Return the seconds of a step with prompts, or with KV blocks to swap."""
         if self._is_sum_of_parts(features):
             gpu, (added, least) = sum(self._parts(features).values()), self._host_s(features.num_requests)
             return max(gpu + added, least)
@@ -318,26 +319,26 @@ class ProfileBundleModel:
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
-        """True if a step with prompts is not the sum of its attention and of what is kept by its tokens and its sequences."""
+        """True if a step with prompts is not the sum of its attention and the terms cached by tokens and by sequences."""
         _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
-        """(seconds of the head and the host, least seconds of the step)."""
+        """Return the seconds of head and host, and the minimum seconds of the step."""
         added, least = self._host_s(sequences)
         added += self._head_s(sequences) + self._gathered_s(sequences)
         found = self._of_sequences_s[sequences] = (added, least)
         return found
 
     def _parts(self, features: BatchFeatures) -> dict[str, float]:
-        """Seconds of the GPU's work, by part."""
+        """Return the seconds of the GPU's work, by part."""
         if features.num_merged_tokens:
             raise ExecutorError(
                 "profile_bundle: the tables have no times for attention merged over KV-parallel groups. Allowed: kv_parallel 1."
             )
         decodes, decode_context, prefills, tokens = features[:4]
         rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
-        # Prompts are not cut over ranks: one prompt alone is all on one of them.
+        # Prompts are not divided over ranks: a lone prompt is entirely on one rank.
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
         drafts = features.num_draft_tokens
         rank_verified = rank_decodes + (-(-drafts * rank_decodes // decodes) if drafts else 0)
@@ -363,8 +364,8 @@ class ProfileBundleModel:
         return parts
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
-        """Attention of one layer in microseconds: (the chunk alone, the chunk beside the decodes)."""
-        # A chunk longer than all measured ones counts as several equal chunks, each behind the earlier ones.
+        """Return the microseconds of one layer's attention: for the chunk alone, and for the chunk with the decodes."""
+        # A chunk longer than all measured ones counts as several equal chunks, each with the earlier ones as context.
         number = max(1, -(-int(chunk) // int(self._longest_chunk)))
         part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
         one = self._attention.prefill_us(part, middle)
@@ -373,10 +374,13 @@ class ProfileBundleModel:
         return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
-        """Seconds of all but attention and head, given the tokens on the fullest rank and on all ranks."""
+        """Return the seconds of everything except attention and head.
+
+        `rank_tokens` is the number of tokens on the fullest rank, `all_tokens` that on all ranks.
+        """
         padded = self._padded(rank_tokens)
         parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
-        # Ranks replay one CUDA graph, or each computes what it has.
+        # Ranks either replay one CUDA graph, padded alike, or each computes its own tokens.
         is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
         tokens = padded * self._ranks if is_captured else all_tokens
         if self._experts is not None:
@@ -394,7 +398,7 @@ class ProfileBundleModel:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
     def _attention_grid(self) -> AttentionGrid:
-        """Attention times of batches whose contexts vary as in the options."""
+        """Return the attention times of batches with the contexts' variation of the options."""
 
         def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
             return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)
@@ -409,7 +413,10 @@ class ProfileBundleModel:
         return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
 
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """Model of the kernel for decodes of unequal contexts; None: the bundle's own batches of them count, where it has any."""
+        """Return the kernel model for unequal decode contexts.
+
+        None if the bundle's own measurements of them are used.
+        """
         device = self.device
         if device is None or not self._has_flash_attention_2:
             return None
@@ -419,7 +426,7 @@ class ProfileBundleModel:
         return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
-        """Number of tokens computed, with padding, for `tokens` tokens."""
+        """Return the number of computed tokens, with padding, for `tokens` tokens."""
         captured = self._captured
         if not captured or tokens > captured[-1]:
             return tokens
@@ -427,9 +434,9 @@ class ProfileBundleModel:
 
 
 def one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
-    """Return the (tokens, context) of a single chunk with as many query-key pairs as all chunks of a step.
+    """Return (tokens, context) of a single chunk with as many query-key pairs as all chunks of a step.
 
-    It has all of their tokens, unless these alone give more pairs: then it is shorter, without context.
+    It has all of their tokens, unless these alone give more pairs; then it is shorter, and without context.
     """
     context = pairs / tokens - (tokens + 1.0) / 2.0
     if context >= 0.0:

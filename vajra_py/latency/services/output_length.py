@@ -1,7 +1,7 @@
-"""Output-length predictors: what a scheduler may know of the tokens to come.
+"""Output-length predictors: estimates of a request's output tokens for policies.
 
-Estimates are of the whole output. A request that has outlived its estimate gets one that is not below what it has generated, and none
-exceeds what the request may generate. The truth is read by the oracles alone.
+Estimates are of the whole output. If a request has generated more than its estimate, the estimate is raised to that
+number; it never exceeds the request's maximum. Only the oracles read true lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vajra_py.contract.requests import EndReason, RequestView
 from vajra_py.errors import ConfigError, Problem
 
 ORACLES = ("oracle", "noisy_oracle")
-"""Types of predictors that read the truth."""
+"""Types of predictors that read true lengths."""
 
 _P90 = NormalDist().inv_cdf(0.9)
 _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
@@ -29,41 +29,41 @@ _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 @dataclass(frozen=True, slots=True)
 class NoLengths:
-    """Predictor without predictions: every length is unknown."""
+    """Predictor without estimates."""
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Always None."""
+        """Return None."""
         return None
 
 
 class UnansweredLengths:
-    """Predictor without predictions that records which policies ask for lengths."""
+    """Predictor without estimates that records which policies request them."""
 
     def __init__(self, policy: str, asked: set[str]) -> None:
         self._policy = policy
         self._asked = asked
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """None; the policy's name is in the set afterwards."""
+        """Return None, and add the policy's name to the set."""
         self._asked.add(self._policy)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantLengths:
-    """Predictor with one estimate for every request."""
+    """Predictor with one estimate for all requests."""
 
     estimate: LengthEstimate
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The estimate, within what the request has generated and may generate."""
+        """Return the estimate, bounded by the tokens that the request has generated and may generate."""
         return _within(self.estimate, cast(RequestView, request))
 
 
 class QuantileLengths:
-    """Lengths follow one distribution, given by its quantiles; what a request has generated already rules out shorter ones.
+    """Predictor from one distribution of lengths, conditioned on the tokens that a request has generated.
 
-    Between quantiles the distribution is linear. `quantiles` maps fractions to tokens and must reach from 0 to 1.
+    `quantiles` maps fractions from 0 to 1 to tokens; between them the distribution is linear.
     """
 
     def __init__(self, quantiles: Mapping[float, float]) -> None:
@@ -71,7 +71,7 @@ class QuantileLengths:
         self._tokens = [quantiles[fraction] for fraction in self._fractions]
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Mean, median and 90th percentile of the lengths above what the request has generated."""
+        """Return mean, median and 90th percentile of the lengths above the generated tokens."""
         view = cast(RequestView, request)
         passed = self._fraction(view.num_output_tokens)
         if passed >= 1.0:
@@ -84,7 +84,10 @@ class QuantileLengths:
         return _within(estimate, view)
 
     def _fraction(self, tokens: float) -> float:
-        """Share of requests that are no longer than `tokens`; where many have one length, all of them."""
+        """Return the fraction of requests with at most `tokens` tokens.
+
+        If many have that length, all of them are included.
+        """
         index = bisect_right(self._tokens, tokens)
         if index == 0 or index == len(self._tokens):
             return 0.0 if index == 0 else 1.0
@@ -96,7 +99,7 @@ class QuantileLengths:
         return _interpolate(self._fractions, self._tokens, fraction)
 
     def _mean_above(self, fraction: float) -> float:
-        """Mean length of the requests above a fraction: the area under the quantile curve there."""
+        """Return the mean length of the requests above a fraction: the area under the quantile curve there."""
         points = [(fraction, self._value(fraction))]
         points += [(f, t) for f, t in zip(self._fractions, self._tokens, strict=True) if f > fraction]
         area = sum((f2 - f1) * (t1 + t2) / 2 for (f1, t1), (f2, t2) in pairwise(points))
@@ -104,7 +107,7 @@ class QuantileLengths:
 
 
 def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through (xs, ys), xs ascending; flat outside."""
+    """Return the piecewise-linear value at x through (xs, ys), xs ascending; constant outside."""
     index = bisect_left(xs, x)
     if index == 0 or index == len(xs):
         return ys[0] if index == 0 else ys[-1]
@@ -113,9 +116,10 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 class HistoryLengths:
-    """Lengths to come are like the last ones, of the same tenant or of all; what a request has generated rules out shorter ones.
+    """Predictor from the last lengths, conditioned on the tokens that a request has generated.
 
-    `window` is how many are kept of each. None before the first has ended, and for a request that has outlived all of them.
+    `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first request has ended, nor for
+    a request that has generated more than all kept lengths.
     """
 
     def __init__(self, window: int, *, by_tenant: bool) -> None:
@@ -124,7 +128,7 @@ class HistoryLengths:
         self._recent: dict[str, deque[int]] = {}
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Mean, median and 90th percentile of the lengths that are left."""
+        """Return mean, median and 90th percentile of the kept lengths above the generated tokens."""
         view = cast(RequestView, request)
         generated = view.num_output_tokens
         longer = sorted(length for length in self._recent.get(self._owner(view), ()) if length > generated)
@@ -135,7 +139,7 @@ class HistoryLengths:
         return _within(estimate, view)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn the lengths of outputs that ended by themselves."""
+        """Record the lengths of outputs that ended by themselves."""
         for request in requests:
             if request.end_reason in _BY_ITSELF:
                 recent = self._recent.setdefault(self._owner(request), deque(maxlen=self._window))
@@ -147,21 +151,23 @@ class HistoryLengths:
 
 @dataclass(frozen=True, slots=True)
 class OracleLengths:
-    """The truth. For upper bounds of what knowing lengths is worth."""
+    """Predictor with the true lengths, an upper bound for the benefit of predictions."""
 
     num_output_tokens: Mapping[str, int]
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The true length; None for a request whose truth is unknown."""
+        """Return the true length; None for a request without a known one."""
         truth = self.num_output_tokens.get(cast(RequestView, request).request_id)
         return None if truth is None else LengthEstimate(float(truth), float(truth), float(truth))
 
 
 @dataclass(frozen=True, slots=True)
 class NoisyOracleLengths:
-    """The truth times exp(sigma z) with a standard normal z that depends on the seed and the request's id alone.
+    """Predictor with the true length times exp(sigma z).
 
-    So the estimate of a request does not change with what else arrives or with the order of queries.
+    Z is standard normal and depends only on the seed and the request's id.
+
+    So a request's estimate does not change with other requests, or with the order of calls.
     """
 
     num_output_tokens: Mapping[str, int]
@@ -169,7 +175,10 @@ class NoisyOracleLengths:
     seed: int
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The disturbed length, as median; the mean and the 90th percentile are those of the truth as seen from it."""
+        """Return the disturbed length as the median.
+
+        Mean and 90th percentile are those of the truth given that median.
+        """
         view = cast(RequestView, request)
         truth = self.num_output_tokens.get(view.request_id)
         if truth is None:
@@ -184,7 +193,10 @@ class NoisyOracleLengths:
 
 
 def refuse_oracle(kind: str, where: str) -> None:
-    """Raise `ConfigError` for an oracle of requests that come from clients, at this place of the settings: their lengths are not known."""
+    """Raise `ConfigError` for an oracle (`kind`) with requests from clients, whose lengths are unknown.
+
+    `where` is its setting.
+    """
     if kind in ORACLES:
         message = f"the output lengths of clients' requests are not known in advance (got {kind!r})"
         advice = "Allowed: none, constant, histogram, history; oracles need a simulation, or a workload on the engine"
@@ -192,13 +204,13 @@ def refuse_oracle(kind: str, where: str) -> None:
 
 
 def seed_from(random_stream: Callable[[str], object]) -> int:
-    """The seed of the noisy oracle, drawn from the run's own stream for it."""
+    """Return the seed of the noisy oracle, drawn from its own random stream of the run."""
     stream = random_stream("output_length.noisy_oracle")
     return int(stream.integers(0, 2**62))  # type: ignore[attr-defined]
 
 
 def _within(estimate: LengthEstimate, request: RequestView) -> LengthEstimate:
-    """The estimate, not below what is generated and not above what may be."""
+    """Return the estimate, at least the generated tokens and at most the request's maximum."""
     low, high = request.num_output_tokens, request.max_tokens
     return LengthEstimate(
         min(max(estimate.mean_tokens, low), high),

@@ -1,7 +1,7 @@
 """Prefill time of a prompt alone on a replica, in the chunks that the replica scheduler would choose.
 
-Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): times are tabulated per 256 tokens, and what remains of a prompt is
-the difference of two entries. Entries are computed when first asked for, each once.
+Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): times are tabulated per 256 tokens, and the
+remaining time of a prompt is the difference of two entries. Entries are computed on first use, once each.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _ENDLESS = 1 << 40
 class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
-    A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. `solo_chunk_size` is walked along one endless
-    prompt, so a chunk may depend on what remains only in that the last ones take what is left. With `num_stages` above 1 chunks
-    follow one another through the pipeline without waiting (sequence pipelining), and the time is divided by it.
+    A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. Chunk sizes are
+    those that `solo_chunk_size` returns along one endless prompt, so they depend on the remaining tokens only in that
+    the last chunk is cut off. With `num_stages` above 1, chunks follow one another through the pipeline without
+    waiting, and the time is divided by the number of stages.
     """
 
     def __init__(self, latency: LatencyModel, solo_chunk_size: SoloChunkSize, num_stages: int = 1) -> None:
@@ -27,18 +28,22 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # Start of the chunk that the table's last entry ends in, and when it starts; the same of the chunk before.
+        # Start of the chunk that the table's last entry ends in, and its start time; then the same for the chunk
+        # before.
         self._done = 0
         self._done_s = 0.0
         self._previous = (0, 0.0)
         self._chunk = 0
 
     def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt, rounded up to 256 tokens."""
+        """Return the seconds for the whole prompt, with its length rounded up to a multiple of 256 tokens."""
         return self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for the rest of the prompt: its length rounded up less the done tokens rounded down; never negative, 0 when all are done."""
+        """Return the seconds for the rest of the prompt; never negative, and 0 when all tokens are done.
+
+        The prompt's length is rounded up, and the done tokens are rounded down, to multiples of 256.
+        """
         if num_done_tokens >= num_prompt_tokens:
             return 0.0
         whole = self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
@@ -57,14 +62,15 @@ class PrefillTimeTable:
             time = self._done_s + self._chunk_s(self._done, num_tokens - self._done)
             start, start_s = self._previous
             if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
-                # Shortly after a chunk's end a prompt may finish within that chunk, if the scheduler allows a larger last chunk.
+                # Shortly after a chunk's end, a prompt may finish within that chunk if the scheduler allows a larger
+                # last chunk.
                 left = num_tokens - start
                 if self._solo_chunk_size(start, left) >= left:
                     time = start_s + self._chunk_s(start, left)
             table.append(time / self._stages)
 
     def _advance(self, num_tokens: int) -> None:
-        """Move the start of the last chunk on until that chunk reaches `num_tokens`."""
+        """Advance the start of the last chunk until that chunk reaches `num_tokens`."""
         while True:
             if not self._chunk:
                 self._chunk = self._solo_chunk_size(self._done, _ENDLESS)
