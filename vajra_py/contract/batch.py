@@ -31,7 +31,7 @@ class Refusal(Enum):
 
 
 class PreemptionMode(Enum):
-    """What happens to a preempted request's KV blocks."""
+    """Treatment of a preempted request's KV blocks."""
 
     RECOMPUTE = "recompute"
     """Blocks are freed; the request recomputes its known tokens after its next admission."""

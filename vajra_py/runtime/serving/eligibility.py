@@ -19,7 +19,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits on what may wait in a replicaset; None: no limit."""
+    """Limits on the waiting requests of a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
