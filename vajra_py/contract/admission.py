@@ -56,7 +56,7 @@ class AdmissionPolicy(Protocol):
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Decide on an arriving or deferred request at time `now` in seconds; `replicasets` are in the order of the file."""
+        """Decide on an arriving or deferred request at `now` (seconds); `replicasets` are in the order of the file."""
 
 
 @runtime_checkable

@@ -171,13 +171,13 @@ class BatchBuilder(Protocol):
         """
 
     def max_chunk(self, request: RequestView) -> int:
-        """Return the largest chunk of the request in tokens: its remaining tokens, up to its KV-parallel group's boundary."""
+        """Return the largest chunk of the request: its remaining tokens, up to its KV-parallel group's boundary."""
 
     def features(self) -> BatchFeatures:
         """Return the features of the batch so far, for its slowest KV-parallel group."""
 
     def predicted_time(self) -> float:
-        """Return the predicted duration of the present batch in seconds, for the slowest KV-parallel group and stage."""
+        """Return the predicted duration of the batch so far in seconds, for its slowest KV-parallel group and stage."""
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Return the predicted duration in seconds if `num_tokens` of the request were added; O(1)."""

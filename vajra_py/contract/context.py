@@ -102,7 +102,7 @@ class SharedState:
         self._objects: dict[Callable[[], Any], Any] = {}
 
     def get(self, kind: Callable[[], T]) -> T:
-        """Return the replicaset's object of this kind; `kind`, a class or function, is called to create it on first use."""
+        """Return the replicaset's object of this kind; `kind` (class or function) is called to create it on first use."""
         if kind not in self._objects:
             self._objects[kind] = kind()
         made: T = self._objects[kind]

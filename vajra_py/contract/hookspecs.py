@@ -54,7 +54,7 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAt:
-    """Location of a `PolicySpec` that is imported on first use, so that a run imports only the policies that it uses."""
+    """Location of a `PolicySpec` that is imported on first use: a run imports only the policies that it uses."""
 
     name: str
     layer: Layer
@@ -114,7 +114,7 @@ class RetentionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
-    """True if blocks are always evicted in the order in which they become idle, so that a list replaces a search tree."""
+    """True if blocks are always evicted in the order of becoming idle, so that a list replaces a search tree."""
     advice: str = ""
     """Advice in two sentences: `Use it where …. Not where …`."""
 

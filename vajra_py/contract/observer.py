@@ -252,13 +252,13 @@ class Observer:
         """A policy was replaced by another one."""
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """A policy broke the contract: its replicaset's requests end, and new ones are refused until a policy is swapped."""
+        """A policy broke the contract: its replicaset's requests end; new ones are refused until a policy is swapped."""
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
         """A replica failed; its running requests end, or are recomputed elsewhere (`on_requeued`)."""
 
     def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
-        """A replica of a replicaset with a scaler changed its state; also called for each replica at the start of the run."""
+        """A replica of a replicaset with a scaler changed its state; also called at the start of the run for each."""
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request's replica failed; it waits to be recomputed and keeps its tokens so far."""
@@ -269,7 +269,7 @@ class Observer:
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """A replica's KV memory was reset on demand; its running `requests` wait to be recomputed, without a preemption."""
+        """A replica's KV memory was reset on demand; its running `requests` wait to be recomputed (no preemption)."""
 
     def on_pinned(
         self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float

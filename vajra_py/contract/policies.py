@@ -102,7 +102,7 @@ class FallsWithTime(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS`, which avoids re-reading."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` to avoid re-reading."""
 
     def key_epoch(self) -> int:
         """Return a number that changes whenever the key of any waiting request may have changed, for any reason.
@@ -223,7 +223,7 @@ class ReplicaScheduler(Protocol):
 
 @runtime_checkable
 class ChunksSoloPrompts(Protocol):
-    """Optional method of a replica scheduler for predicting prefill times with its chunk sizes (needed by EDF and LRS)."""
+    """Optional method of a replica scheduler, to predict prefill times with its chunk sizes (needed by EDF and LRS)."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the size in tokens (at least 1) of the next chunk of a prompt that is alone on the replica."""
@@ -373,7 +373,7 @@ class ListensToRequests(Protocol):
         """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """A request that was handed off or migrates has its KV at the target and waits there; `source` has released it."""
+        """A request that was handed off or migrates has its KV at the target and waits there; `source` released it."""
 
     def on_step_end(self, step: EndedStep) -> None:
         """A step of a replica is complete."""
@@ -388,10 +388,10 @@ class ListensToRequests(Protocol):
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests have ended, each for its `end_reason`: finished, aborted, expired, dropped while waiting, or failed."""
+        """Requests have ended, each for its `end_reason`: finished, aborted, expired, dropped while waiting, failed."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended, for its `end_reason`; called for every policy of the run, after the program's last call."""
+        """A program has ended, for its `end_reason`; called for every policy of the run, after the last call's end."""
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ class ProgramEnd(Enum):
     ALL_CALLS = "all calls"
     """The number of ended calls is `num_program_calls`."""
     IDLE = "idle"
-    """No call was alive or arrived for `programs.idle_s` seconds (a setting)."""
+    """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 

@@ -210,7 +210,7 @@ class RequestView(Protocol):
         """
 
     def prefix_hit_tokens(self) -> int:
-        """Return the present prefix hit in tokens on the replica where it waits; the cache's eviction order is unchanged.
+        """Return the present prefix hit in tokens on the replica where it waits; eviction orders are unchanged.
 
         0 for a request in a shared queue, where the hit depends on the replica (`ReplicaLoadView.prefix_hit_tokens`),
         and for a running one.

@@ -133,7 +133,7 @@ class ListensToContent(Protocol):
 
 
 class ListensToCaches(Protocol):
-    """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional by itself.
+    """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional.
 
     They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Before a policy is called for
     a request, it is notified of all events that are at least `kv_event_lag_s` seconds old. Hashes are those of

@@ -1,4 +1,4 @@
-"""Protocols of the parts of composable routers: producers of figures, filters, scorers, pickers, disaggregation deciders.
+"""Protocols of the parts of composable routers: producers of figures, filters, scorers, pickers, deciders.
 
 The terms are those of llm-d's endpoint picker. A composed replicaset scheduler (`endpoint_picker`) calls its parts in
 this order: every filter narrows the candidates, every scorer rates the remaining ones from 0 to 1, and the picker

@@ -98,7 +98,7 @@ class LocalReplicaView(Protocol):
         """Slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
 
     def adapter_blocks(self, name: str) -> int:
-        """Return the size of a LoRA adapter in KV blocks; 0 if it is unknown or the replica does not have the adapter."""
+        """Return the size of a LoRA adapter in KV blocks; 0 if it is unknown or the replica lacks the adapter."""
 
     def running(self) -> Sequence[RequestView]:
         """Every running request that is not in flight, in order of (latest) admission."""
@@ -213,7 +213,7 @@ class ReplicaLoadView(Protocol):
 
 @runtime_checkable
 class LoadColumns(Protocol):
-    """Optional method of the sequences of replicas passed to replicaset schedulers: reads a figure of all replicas at once.
+    """Optional method of the sequences of replicas passed to replicaset schedulers: reads one figure of all replicas.
 
     For a thousand replicas this takes about half the time of reading the figure from each. Check for it before use.
     """

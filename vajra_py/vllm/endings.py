@@ -79,7 +79,7 @@ class Endings:
 
 
 class RefusedStreams:
-    """Requests with streamed input, which is unsupported: the first chunk is refused, later ones of the id are ignored."""
+    """Requests with streamed input, which is unsupported: the first chunk is refused, later ones are ignored."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}

@@ -34,7 +34,7 @@ class LateEnds:
             self._kept[request] = wants
 
     def ends(self, request: Request) -> bool | None:
-        """Return whether a request that the mechanism ends keeps its blocks; None if the connector must be asked now."""
+        """Return whether a request ended by the mechanism keeps its blocks; None if the connector must be called now."""
         name = request.request_id
         answer = self._answers.pop(name, None)
         is_written = self.is_written(name)

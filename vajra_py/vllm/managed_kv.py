@@ -270,7 +270,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the leading tokens that would be a prefix hit on admission now; at least one token is left to compute."""
+        """Return the tokens that would be a prefix hit on admission now; at least one token is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Choose the KV memory for a vLLM's model: this project's or vLLM's KV manager; check options that exclude the latter."""
+"""Choose the KV memory for a vLLM's model, this project's or vLLM's KV manager, and check options for the latter."""
 
 from __future__ import annotations
 

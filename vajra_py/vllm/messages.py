@@ -67,7 +67,7 @@ class Messages:
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
-        """Return a step that computes nothing and lists ended requests; the workers remove all requests from their batch."""
+        """Return an empty step that lists ended requests; the workers remove all requests from their batch."""
         self._step += 1
         return self.next.take()
 

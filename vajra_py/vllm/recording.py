@@ -64,7 +64,7 @@ def _tokens(request: Request, submission: Submission) -> Sequence[int]:
 def facts_of(
     vllm_config: Any, sizes: Sizes, bytes_per_token: int, connector: ConnectorRules | None
 ) -> Mapping[str, Any]:
-    """Return the facts about a vLLM for a replay and for readers of the results; `connector` holds its connector's rules."""
+    """Return the facts about a vLLM for replays and readers of the results; `connector` holds its connector's rules."""
     return {
         **({} if connector is None else {"connector": asdict(connector)}),
         **({"drafts_unseen": True} if sizes.drafts.unseen else {}),

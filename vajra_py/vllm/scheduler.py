@@ -604,7 +604,7 @@ class Scheduler(WithoutExtras):
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """Return whether ends are still to be sent to workers or clients, or a connector needs blocks of ended requests."""
+        """Return whether ends must still be sent to workers or clients, or a connector needs ended requests' blocks."""
         keeps = self._connected is not None and self._connected.keeps
         return bool(self._messages.next.finished) or self._endings.is_pending or keeps
 

@@ -168,7 +168,7 @@ class StepMessage:
             self._num_tokens += sum(num_tokens)
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Set the drafts to verify, which are the last tokens scheduled for each request; -1 for a place without a draft."""
+        """Set the drafts to verify, the last scheduled tokens of each request; -1 stands for a place without a draft."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:

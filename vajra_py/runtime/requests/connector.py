@@ -42,10 +42,10 @@ class KvConnector(Protocol):
     """Source and sink of KV outside a replica; its answers are inputs of a run."""
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
-        """Return the tokens, whole blocks, that can be loaded after the cached ones; None: unknown yet, call again later."""
+        """Return the tokens (whole blocks) that can be loaded after the cached ones; None: unknown yet, call again."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Announce that a request is about to be allocated the blocks of an asynchronous load, after its cached tokens."""
+        """Announce that a request is about to get the blocks of an asynchronous load, after its cached tokens."""
 
     def allocated(self, request: Request, num_tokens: int) -> None:
         """Begin to load `num_tokens` (0: none) to the blocks that a request has been allocated."""
@@ -145,7 +145,7 @@ class ConnectedKv:
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, with the reasons."""
         self._computes: set[Request] = set()
-        """Requests that dropped their loaded tokens because no request could run; they must compute before loading again."""
+        """Requests that dropped loaded tokens because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
         """Requests admitted in this step without a load before, all of whose known tokens it computes."""
         self._ahead: deque[FormedStep] = deque()

@@ -65,7 +65,7 @@ class Serving:
 
 
 def have_both_roles(replicas: Iterable[Replica]) -> bool:
-    """Return True if some of these replicas compute prompts, and some go on with them."""
+    """Return whether these replicas include some that compute prompts and some that decode."""
     roles = {one.parts.role for one in replicas}
     return PoolRole.MIXED in roles or len(roles) > 1
 

@@ -124,7 +124,7 @@ class Policies:
         self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
 
     def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
-        """Raise `ConfigError` if a policy requires something that another one lacks, assuming that `replacing` is in force."""
+        """Raise `ConfigError` if a policy requires something that another one lacks, with `replacing` in force."""
         layers = {**self._layers, **(replacing or {})}
         prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
         named = zip((choice.policy for choice in schedulers.choices), schedulers.made, strict=True)

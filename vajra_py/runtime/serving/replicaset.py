@@ -364,7 +364,7 @@ class Replicaset:
         return len(self.replicas) - len(self.lost) - len(self.away)
 
     def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
-        """Return True if some of these replicas compute prompts, and some go on with them."""
+        """Return whether these replicas include some that compute prompts and some that decode."""
         return have_both_roles(self.replicas[one] for one in replica_ids)
 
     @property

@@ -107,7 +107,7 @@ class TierMoves(Generic[R]):
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
         """Loads under way, with their transfer (-1: it has not begun)."""
         self._computes: set[Request] = set()
-        """Requests that dropped loaded content; they compute it instead, so that they cannot deadlock on each other's blocks."""
+        """Requests that dropped loaded content; they recompute it, so that they cannot deadlock on each other's blocks."""
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:

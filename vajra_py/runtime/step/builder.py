@@ -463,7 +463,7 @@ class Builder(PlanDraft):
         return max(reserve_tokens, self._with_lookahead(end))
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
-        """Return the refusal of a request whose adapter is not loaded (and start a load if possible); None if it is loaded."""
+        """Return the refusal of a request whose adapter is not loaded (a load starts if possible); None if it is."""
         if not request.adapter:
             return None
         refusal = adapters.admit(request, self.now)
