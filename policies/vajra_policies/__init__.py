@@ -107,7 +107,7 @@ def vajra_routing_parts() -> list[RoutingPartSpec]:
 
 @hookimpl
 def vajra_scalers() -> list[ScalerSpec]:
-    """Scalers of replicasets; imported when asked for."""
+    """Scalers of replicasets; imported on first use."""
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
@@ -115,7 +115,7 @@ def vajra_scalers() -> list[ScalerSpec]:
 
 @hookimpl
 def vajra_retention_policies() -> list[RetentionSpec]:
-    """Orders in which idle cached content is given up; imported when asked for."""
+    """Retention policies; imported on first use."""
     from vajra_policies.retention import (
         age,
         arc,

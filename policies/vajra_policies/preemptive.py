@@ -130,7 +130,7 @@ class Preemptive(FixedChunk):
         return False
 
     def _free_the_earliest(self, running: list[RequestView], batch: BatchBuilder) -> None:
-        """Let the request that was admitted first go on where none can, preempting those that were admitted last."""
+        """If no request can run, preempt the latest admitted ones until the earliest admitted one can."""
         running.sort(key=_admission)
         first = running.pop(0)
         while running:

@@ -37,7 +37,7 @@ class RandomReplica(BindsOnArrival):
         self._stream = stream
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """A replica that is up, drawn anew for each request."""
+        """Draw a replica that is up, for each request."""
         up = those_up(replicas)
         return up[int(self._stream.integers(0, len(up)))].replica_id if up else None
 

@@ -1,4 +1,4 @@
-"""Helpers of routing policies: which replicas are up, how loaded each is, what to do when none is up."""
+"""Helpers of routing policies: replicas that are up, their loads, and the fallback if none is up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Contract between policies and the mechanism that runs them: the imports of a policy author.
+"""Contract between policies and the mechanism that runs them: the names that policy authors import.
 
-Others import from the submodules: `hookspecs` has what a package registers, `observer` the events of an observer, `latency` the services
-(latency models and predictors of output lengths) that a package may bring.
+Further names are in the submodules: `hookspecs` for registering a package's parts, `observer` for events of observers,
+`latency` for latency models and predictors of output lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Admission and scaling: two questions beside the three layers, one about arriving requests, one about the number of replicas."""
+"""Protocols of admission policies, which decide on arriving requests, and scalers, which set numbers of replicas."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vajra_py.contract.views import PoolView, ReplicasetView
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Let the request in; where a field is set, degraded."""
+    """Accept the request; fields that are set degrade it."""
 
     max_tokens: int | None = None
-    """Most output tokens, if fewer than it asked for."""
+    """New limit on output tokens, if below the request's own; None keeps its limit."""
     slo_class: str | None = None
-    """Another class of service."""
+    """New SLO class; None keeps the request's class."""
     replicaset: str | None = None
-    """Another replicaset than the one that `select` names."""
+    """Replicaset to serve it, instead of the one chosen by `select`; None keeps that one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Turn the request away: shed by policy, which is counted apart from what can never run and from full queues."""
+    """Refuse the request; counted separately from requests that can never run and from full queues."""
 
     reason: str
     retry_after_s: float | None = None
-    """Seconds after which its client may try again."""
+    """Seconds after which the client may retry; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Defer:
     """Decide again later; the request waits outside every queue meanwhile, and may expire."""
 
     until: float | None = None
-    """Seconds on the run's clock; None: when the policy is next woken, or when a request has ended."""
+    """Time of the next decision, seconds on the run's clock; None: when the policy is woken or any request ends."""
     reason: str = ""
-    """Words for tables and reports."""
+    """Reason shown in tables and reports."""
 
 
 AdmissionDecision: TypeAlias = Accept | Refuse | Defer
@@ -47,14 +47,16 @@ ACCEPT = Accept()
 
 @runtime_checkable
 class AdmissionPolicy(Protocol):
-    """Lets requests in, or not. One instance serves the whole system; without one everything is accepted.
+    """Accepts, refuses or defers requests.
 
-    It may listen to requests and ask to be woken as the policies of the layers do. Requests that can never run are refused without
-    calling it.
+    One instance serves the whole system; without one, all requests are accepted.
+
+    It may listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused
+    without calling it.
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Decide on a request that arrives, or that was deferred. `replicasets` are in the order of the file."""
+        """Decide on an arriving or deferred request at `now` (seconds); `replicasets` are in the order of the file."""
 
 
 @runtime_checkable
@@ -62,8 +64,8 @@ class Scaler(Protocol):
     """Sets the number of replicas of each pool of a replicaset. Without one, every replica is up from the start."""
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Replicas, starting or up, that each pool should have, by its name; a pool left out keeps the number asked for last.
+        """Return the target number of replicas (starting or up) by pool name; a pool left out keeps its last target.
 
-        At least `min_replicas` and at most `max_replicas` of the pool. Called at the start, when the scaler is woken
-        (`PolicyContext.wake`), and when a replica has come, has gone or is lost.
+        A target is between `min_replicas` and `max_replicas` of the pool. Called at the start, when the scaler is woken
+        (`PolicyContext.wake`), and after a replica comes up, goes down or is lost.
         """

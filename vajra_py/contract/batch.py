@@ -1,4 +1,4 @@
-"""Builder of a step's plan for replica schedulers: its only writer, so an illegal plan cannot be built."""
+"""Builder through which replica schedulers write the plan of a step; it prevents illegal plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vajra_py.contract.requests import RequestView
 
 
 class Refusal(Enum):
-    """Reason that the builder did not take a request. A refusal changes nothing."""
+    """Reason why the builder refused an operation. A refused operation changes nothing."""
 
     BATCH_FULL = "the batch holds as many requests as the replica runs in one step"
     TOKEN_BUDGET = "the step's token budget is spent"
@@ -31,12 +31,12 @@ class Refusal(Enum):
 
 
 class PreemptionMode(Enum):
-    """Treatment of a preempted request's memory."""
+    """Treatment of a preempted request's KV blocks."""
 
     RECOMPUTE = "recompute"
-    """Blocks are freed; the request computes its known tokens again when it is next admitted."""
+    """Blocks are freed; the request recomputes its known tokens after its next admission."""
     SWAP = "swap"
-    """Blocks move to host memory and come back when the request is next added."""
+    """Blocks move to host memory, and back to the device when the request is next added."""
 
 
 class DecodeStop(NamedTuple):
@@ -49,8 +49,8 @@ class DecodeStop(NamedTuple):
 class BatchBuilder(Protocol):
     """The plan of one step, under construction.
 
-    Legality is checked here: token budget, batch size, blocks, KV-parallel groups, requests in flight. What cannot be
-    granted is refused with a reason; what makes no sense (zero tokens, more tokens than remain, a request of another
+    It enforces token budget, batch size, blocks, KV-parallel groups, and requests in flight. An operation that these do
+    not allow is refused with a reason; an invalid one (zero tokens, more tokens than remain, a request of another
     replica) raises `ValueError`, which ends the run as a `PolicyError` that names the policy.
     """
 
@@ -64,7 +64,7 @@ class BatchBuilder(Protocol):
 
     @property
     def tokens_left(self) -> int:
-        """Remaining token budget of the step; a very large number when the replica has no budget."""
+        """Remaining token budget of the step; a very large number if the replica has no budget."""
 
     @property
     def slots_left(self) -> int:
@@ -72,7 +72,7 @@ class BatchBuilder(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks now, after everything added so far (the fullest figure over KV-parallel groups: their sum)."""
+        """Free KV blocks after everything added so far, summed over KV-parallel groups."""
 
     @property
     def num_preempted(self) -> int:
@@ -93,92 +93,94 @@ class BatchBuilder(Protocol):
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet, one token each, in order of admission.
 
-        Costs what changed since the last step, not what runs. Stops at the first that does not fit; call it again
-        after making room and it goes on from there. None: all are in.
+        The cost depends on the changes since the last step, not on the number of decodes. Stops at the first decode
+        that does not fit; call it again after making room to continue from there. Returns None once all decodes are in.
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
         """Add every running request that is not in the batch yet, in order of admission, decodes and chunks alike.
 
-        Each gets what it has left to compute, at most `max_chunk_tokens`, at most what the budget has left. Stops like
-        `add_decodes`, with `TOKEN_BUDGET` once nothing of the budget is left; call it again to go on.
+        Each gets its remaining tokens, at most `max_chunk_tokens`, and at most the remaining budget. Stops like
+        `add_decodes`, with `TOKEN_BUDGET` if the budget is used up; call it again to continue.
         """
 
     def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
-        """Take the request's device memory away and put it back among the waiting.
+        """Take a running request's device memory and return the request to the waiting ones.
 
-        If it was in this step's batch it leaves the batch and its tokens return to the budget. Only `HOST_BLOCKS` and
-        `IN_FLIGHT` can be refused; the latter also for a request that this step has just taken back from the host over a
-        link beside steps.
+        If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
+        `HOST_BLOCKS` and `IN_FLIGHT`; the latter also applies to a request that this step has begun to swap in over a
+        link that works while steps run.
         """
 
     def idle_until(self, time_s: float) -> None:
-        """Run nothing on purpose: with an empty batch, ask again at `time_s`, or when anything happens before.
+        """Idle on purpose: if the batch stays empty, form the next step at `time_s`, or at an earlier event.
 
-        Seconds on the run's clock, after `now`. No effect if the batch is not empty in the end. Raises `ValueError` for a time that
-        is not after now.
+        `time_s` is in seconds on the run's clock. No effect if the final batch is not empty. Raises `ValueError` unless
+        the time is after now.
         """
 
     def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:
         """Verify at most `num_tokens` drafts of a decode if it is added to this step, instead of `replica.draft.num_tokens`.
 
-        Drafts are query tokens of the decode's own entry, whichever call adds it: they take tokens of the budget and blocks. As
-        many are verified as were proposed and as budget and lengths leave room for; where blocks are lacking, adding is refused as
-        for any other decode. It counts for this step alone. Refused with `NO_DRAFTS`, and `ALREADY_SCHEDULED` for what is in the
-        batch. Raises `ValueError` for a negative number, or one above `limits.max_draft_tokens`.
+        Drafts are query tokens of the decode's own entry, whichever call adds it, and use token budget and blocks.
+        Fewer are verified if fewer were proposed, or if budget or lengths leave no room; if blocks are lacking, adding
+        the decode is refused as usual. The setting applies to this step only. Refused with `NO_DRAFTS`, or with
+        `ALREADY_SCHEDULED` if the request is in the batch. Raises `ValueError` for a negative number, or one above
+        `limits.max_draft_tokens`.
         """
 
     def hand_off(self, request: RequestView) -> Refusal | None:
-        """Let a running request leave now with its KV, to go on at another replica: in the middle of its prompt, or while it decodes.
+        """Move a running request with its KV to another replica now, in the middle of its prompt or while it decodes.
 
-        The replicaset scheduler is asked for the replica (`PlacesAfterPrompt`), as after a prompt; if it answers None, or with this
-        replica, the request goes on here. Where a prompt is computed by halves, the target computes the rest. Refused with
-        `NO_TARGET`, `STAYS`, `IN_FLIGHT`, and `ALREADY_SCHEDULED` for what is in this step's batch.
+        The replicaset scheduler chooses the target (`PlacesAfterPrompt`), as after a prompt; if it returns None or this
+        replica, the request continues here. The target computes the rest of an unfinished prompt. Refused with
+        `NO_TARGET`, `STAYS`, `IN_FLIGHT`, or with `ALREADY_SCHEDULED` if the request is in the batch.
         """
 
     def drop(self, request: RequestView, reason: str) -> None:
-        """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
+        """End a waiting request now; it is reported as rejected, with the policy's name and this reason.
 
-        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can be dropped.
+        Raises `ValueError` for a running request. A request that was preempted, even in this step, counts as waiting.
         """
 
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
-        """Keep a request's content that is in the prefix cache now for so many seconds, whatever its retention key.
+        """Pin a request's present content of the prefix cache for `seconds`, regardless of its retention key.
 
-        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Idle pinned
-        blocks are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
-        ends before its time where the replica could run no request otherwise, the one that would last longest first. Raises `ValueError`
-        for a negative time.
+        The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
+        Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
+        `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
+        early, starting with the one that would last longest. Raises `ValueError` for a negative time.
         """
 
     def unpin(self, request: RequestView) -> None:
         """End the pin of the request's session, or its own; no effect if there is none."""
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
+        """Return the prefix hit of a waiting request in tokens; at least one token is always left to compute.
 
-        0 for a running request, without a prefix cache, and for a request that is swapped. For one that came from another replica
-        with its KV: the tokens of that KV.
+        0 for a running or swapped request, and without a prefix cache. For a request that came from another replica
+        with its KV, the tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
-        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already. `in_steps`: several
-        steps are to compute them, so that blocks which the model's sliding windows have left by then are not counted.
+        Includes idle cached blocks of its prefix hit, but not blocks that it holds or that other requests hold too.
+        With `in_steps`, several steps compute the tokens, so blocks that leave the model's sliding windows by then are
+        not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:
-        """Most tokens that one chunk of the request may have: what remains, cut at its KV-parallel group's boundary."""
+        """Return the largest chunk of the request: its remaining tokens, up to its KV-parallel group's boundary."""
 
     def features(self) -> BatchFeatures:
-        """Features of the batch so far (of its slowest KV-parallel group)."""
+        """Return the features of the batch so far, for its slowest KV-parallel group."""
 
     def predicted_time(self) -> float:
-        """Predicted seconds of the step as it stands: the latency model's answer for the slowest group and stage."""
+        """Return the predicted duration of the batch so far in seconds, for its slowest KV-parallel group and stage."""
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
-        """Predicted seconds of the step if `num_tokens` of the request were added; O(1)."""
+        """Return the predicted duration in seconds if `num_tokens` of the request were added; O(1)."""
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Attach the reasons of a decision to the decision log; free when the log is off."""
+        """Write scores about a request to the decision log, to explain a decision; no cost if the log is off."""

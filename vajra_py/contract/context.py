@@ -1,4 +1,4 @@
-"""Context that a policy is built with: services of the mechanism, and the parameters' base model."""
+"""Services of the mechanism for policies (`PolicyContext`), and the base model of policies' parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PolicyConfig(BaseModel):
-    """Base of every policy's parameters: frozen, nothing extra, defaults checked. Put units into field names."""
+    """Base of every policy's parameters: frozen, without extra keys, with validated defaults. Put units into names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
@@ -26,20 +26,21 @@ class RandomStream(Protocol):
     """A seeded source of randomness; numpy's Generator is one."""
 
     def random(self) -> float:
-        """Uniform in [0, 1)."""
+        """Draw a number uniformly from [0, 1)."""
 
     def integers(self, low: int, high: int) -> int:
-        """Uniform over low .. high - 1."""
+        """Draw an integer uniformly from [low, high)."""
 
 
 class EmitFigure(Protocol):
-    """Records a figure of a policy's own: a counter, a level, a prediction that a paper wants to plot beside TTFT."""
+    """Records a figure that the policy computes, such as a counter, a level or a prediction, for plots."""
 
     def __call__(self, name: str, value: float, now: float, request: RequestView | None = None) -> None:
-        """Record `value` under `name` (lower-case letters, digits, underscores) at `now`, of one request or of none.
+        """Record `value` under `name` (lower-case letters, digits, underscores) at `now`, optionally for a request.
 
-        Kept by runs that write results, in `emitted.parquet`; elsewhere nothing happens. Steps that a simulator repeats without
-        a call (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for another name or a number that is not finite.
+        Runs that write results store it in `emitted.parquet`; otherwise it is dropped. Steps that a simulator repeats
+        without calling the policy (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for an invalid
+        name or a value that is not finite.
         """
 
 
@@ -50,19 +51,19 @@ def emit_nothing(name: str, value: float, now: float, request: RequestView | Non
 class WakeUps(Protocol):
     """Wakes the policy at times that it sets: for batching windows, periodic rebalancing, planners.
 
-    Everything else of that tick happens first. Then `on_wake` is called, where the policy has it (`HandlesWakes`), and its layer is
-    called again: a replica scheduler for its replica's next step, unless one is in flight; the other two for all idle replicas. A
-    wake-up alone does not keep a run going: it ends when no request is left.
+    All other events of the same tick happen first. Then `on_wake` is called if the policy has it (`HandlesWakes`), and
+    steps are formed: for a replica scheduler on its replica unless a step is in flight, for policies of other layers on
+    all idle replicas. Wake-ups do not keep a run alive: it ends when no request is left.
     """
 
     def at(self, time_s: float, key: str = "") -> None:
-        """Wake this policy at `time_s`, seconds on the run's clock (now, if that has passed).
+        """Wake this policy at `time_s`, seconds on the run's clock; a time in the past means now.
 
-        A policy has one wake-up under each key; setting it again moves it. Raises `ValueError` for a time that is not finite.
+        A policy has one wake-up per key; setting it again moves it. Raises `ValueError` for a time that is not finite.
         """
 
     def cancel(self, key: str = "") -> None:
-        """Forget the wake-up of this key, if there is one."""
+        """Remove the wake-up of this key, if there is one."""
 
 
 class NoWakeUps:
@@ -83,7 +84,7 @@ class BuildRoutingPart(Protocol):
 
 
 def no_routing_parts(choice: RoutingPartChoice, context: RoutingContext) -> Any:
-    """Refuse; the default of `PolicyContext.build_part`, for contexts that were put together by hand."""
+    """Raise an error; the default of `PolicyContext.build_part`, for contexts created outside the framework."""
     raise ValueError(f"there are no routing parts here (asked for {choice.name!r})")
 
 
@@ -91,16 +92,17 @@ T = TypeVar("T")
 
 
 class SharedState:
-    """Objects that the policies of one replicaset share, one of each kind: counters of tenants, a router's own prefix tree.
+    """Objects shared by the policies of one replicaset, one of each kind, such as counters of tenants or a prefix tree.
 
-    An object is made when it is first requested. Each replicaset has its own; a policy that replaces another finds its objects.
+    An object is created on first use. Replicasets do not share objects. A policy that replaces another one gets the
+    same objects.
     """
 
     def __init__(self) -> None:
         self._objects: dict[Callable[[], Any], Any] = {}
 
     def get(self, kind: Callable[[], T]) -> T:
-        """The replicaset's object of this kind (a class, or a function without arguments), made by calling it the first time."""
+        """Return the replicaset's object of this kind; `kind` (class or function) is called to create it on first use."""
         if kind not in self._objects:
             self._objects[kind] = kind()
         made: T = self._objects[kind]
@@ -112,15 +114,16 @@ class SharedState:
         return not self._objects
 
     def clear(self) -> None:
-        """Forget everything; for the mechanism, when all policies of a replicaset are made anew."""
+        """Drop all objects; called by the mechanism before all policies of a replicaset are rebuilt."""
         self._objects.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Services for one policy object. Policies of one replicaset share all services except `emit`, which is each policy's own.
+    """Services for one policy object. Policies of one replicaset share all services except `emit`.
 
-    A replica scheduler has limits and latency model of its replica; where replicas differ, the other layers have the largest of each limit.
+    A replica scheduler gets limits and latency model of its replica; if replicas differ, the other layers get the
+    largest value of each limit.
     """
 
     limits: ReplicaLimits
@@ -129,11 +132,11 @@ class PolicyContext:
     prefill_time: PrefillTime
     output_lengths: OutputLengthPredictor
     random_stream: Callable[[str], RandomStream]
-    """A stream by name: the same name gives the same numbers, independent of other streams."""
+    """Returns the random stream of a name: equal names give equal numbers, independent of other streams."""
     shared: SharedState = field(default_factory=SharedState)
     """State that the policies of the replicaset share."""
     emit: EmitFigure = emit_nothing
-    """Records a figure of the policy's own."""
+    """Records a figure that the policy computes."""
     wake: WakeUps = field(default_factory=NoWakeUps)
     """Wakes the policy at a time."""
     build_part: BuildRoutingPart = no_routing_parts

@@ -1,8 +1,9 @@
-"""Facts that clients state about their requests: each is declared here, once.
+"""Facts that clients state about their requests; each fact is declared once, in this module.
 
-A field of `StatedFacts` is all that a fact takes. From it follow the fields of requests in workloads and in the mechanism, the columns of
-workload files and of the requests table, recordings, HTTP headers and body fields, `extra_args` of vLLM, attributes of spans, and the table
-of facts in the documentation. `RequestView` has a line of its own for each fact that policies see, for their authors to read.
+A field of `StatedFacts` declares a fact. All of these are derived from it: fields of requests in workloads and in the
+mechanism, columns of workload files and of the requests table, recordings, HTTP headers and body fields, `extra_args`
+of vLLM, attributes of spans, and the table of facts in the documentation. Only `RequestView` repeats the facts that
+policies can read, as documentation for policy authors.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ __all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
 
 
 class FactKind(Enum):
-    """Kind of a fact's values, which decides their form in every format."""
+    """Kind of a fact's values, which determines their representation in every format."""
 
     TEXT = "text"
-    """Empty: nothing is stated."""
+    """A string; empty if the client states nothing."""
     TEXTS = "list of texts"
     INTEGER = "whole number"
     NUMBER = "number"
@@ -29,17 +30,18 @@ class FactKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FactInfo:
-    """Description of a fact besides its name, type and default.
+    """Description of a fact, in addition to its name, type and default.
 
     Attributes:
-        meaning: One sentence of the documentation, without its stop; units are those of the kind.
-        body: Field of an HTTP body; empty: the fact's own name, with `_ms` for `_s`.
-        headers: HTTP headers, the strongest first; None: `x-` and the body's field with dashes.
-        seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
-        span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
-        has_extra_arg: Whether vLLM's `extra_args` may state it.
-        least: Least value of a whole number; None: any.
-        is_only_where_stated: Tables and recordings have it only where a request states it: facts of programs, and the adapter.
+        meaning: One sentence for the documentation, without full stop; units follow from the kind.
+        body: Field of an HTTP body; empty: the fact's name, with `_ms` instead of `_s`.
+        headers: HTTP headers in order of precedence; None: `x-` and the body's field with dashes.
+        seen_as: Name in `RequestView` and in the requests table; empty: the fact's name; None: omitted there.
+        span: Attribute of a request's span; empty: `vajra.request.` and the name; None: omitted there.
+        has_extra_arg: True if vLLM's `extra_args` may state it.
+        least: Smallest allowed integer; None: no limit.
+        is_only_where_stated: True if tables and recordings omit it unless a request states it (facts of programs, and
+            the adapter).
     """
 
     meaning: str
@@ -54,9 +56,9 @@ class FactInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedFacts:
-    """The facts, and what holds where a client states nothing.
+    """All facts, with the defaults that apply if a client does not state them.
 
-    A type is `str`, `tuple[str, ...]`, `bool`, `int`, `int | None` or `float | None`.
+    Allowed types are `str`, `tuple[str, ...]`, `bool`, `int`, `int | None` and `float | None`.
     """
 
     priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = (
@@ -133,12 +135,12 @@ class StatedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact with everything that formats need to know of it; fields as in `FactInfo`, with their defaults filled in."""
+    """One fact with name, type and default; further fields are those of `FactInfo`, with defaults filled in."""
 
     name: str
     kind: FactKind
     is_optional: bool
-    """True if None is a value."""
+    """True if the value may be None."""
     default: Any
     meaning: str
     body: str
@@ -161,7 +163,7 @@ _KINDS: dict[Any, FactKind] = {
 
 
 def _fact(name: str, annotation: Any, default: Any) -> Fact:
-    """A field of `StatedFacts` as a fact; TypeError for a type that formats cannot hold."""
+    """Return the fact of a field of `StatedFacts`. Raises TypeError for an unsupported type."""
     value, info = get_args(annotation)
     kind = _KINDS.get(value)
     if kind is None:
@@ -191,4 +193,4 @@ def _facts() -> tuple[Fact, ...]:
 
 
 FACTS = _facts()
-"""Every fact, in the order of their declaration."""
+"""All facts, in order of declaration."""

@@ -1,7 +1,7 @@
-"""Vajra's way to fill a step: decodes first, then prompts in order of urgency with chunks sized by a rule.
+"""Vajra's batch formation: decodes first, then prompts in order of urgency, with chunks sized by a rule.
 
-The loop that Vajra's replica schedulers share: a policy that only wants another chunk size passes one function to `fill`.
-What a step without waiting prompts costs does not depend on how many requests decode.
+Vajra's replica schedulers share this loop: a policy that only changes the chunk size passes one function to `fill`. The
+cost of a step without waiting prompts does not depend on the number of decodes.
 
 Source: Vajra's scheduling architecture (three-phase batch formation); Sarathi-Serve (OSDI'24) for stall-free batching.
 """
@@ -16,13 +16,14 @@ from vajra_py.contract.requests import RequestView
 from vajra_py.contract.views import LocalReplicaView
 
 ChunkRule: TypeAlias = Callable[[RequestView, BatchBuilder, LocalReplicaView], int | None]
-"""Tokens that the next chunk of a prompt gets in this step (at most `batch.max_chunk(request)` and `batch.tokens_left`).
+"""Function that returns the size in tokens of a prompt's next chunk.
 
-0 passes this prompt over; after None no further prompt gets anything in this step.
+The size is at most `batch.max_chunk(request)` and `batch.tokens_left`. 0 skips this prompt; None ends the addition of
+prompts in this step.
 """
 
 MAX_SKIPPED = 10
-"""Number of prompts that a step may pass over before it stops looking (Vajra's bound)."""
+"""Number of skipped prompts after which a step admits no further ones (Vajra's bound)."""
 
 
 def fill(
@@ -33,13 +34,14 @@ def fill(
 ) -> None:
     """Form a step: every decode, preempting for blocks as needed, then partial prefills and waiting prompts by urgency.
 
-    A decode that finds no block preempts the least urgent partial prefill, else the least urgent decode, which may be
-    itself. Where the host has no room to swap to, the victim is recomputed. Prompts are taken from two sources, the more
-    urgent head first; a partial prefill wins ties. What cannot be taken now is passed over; after ten of them nothing
-    more is admitted in this step. The prompt's memory is reserved by the replica's reservation option.
+    A decode that lacks a block preempts the least urgent partial prefill, or if there is none the least urgent decode,
+    which may be itself. If the host has no room for swapping, the victim is recomputed. Prompts come from two sources,
+    partial prefills and waiting requests; the more urgent head is taken first, and a partial prefill wins ties. A
+    prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this step. A
+    prompt's memory is reserved according to the replica's reservation option.
 
-    Memory for prompts is never taken from others, with one exception: when nothing else could run, since partial
-    prefills hold all of it and none can grow (possible with the reservation option `incremental` alone), the least urgent of
+    Prompts do not preempt other requests, with one exception: if partial prefills hold all memory and none of them can
+    grow, so that no request could run (only possible with the reservation option `incremental`), the least urgent of
     them are preempted until the most urgent one can grow.
     """
     add_all_decodes(replica, batch, preemption_mode)
@@ -50,7 +52,7 @@ def fill(
 
 
 def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: PreemptionMode) -> None:
-    """Put every decode into the batch, making room for each that lacks a block; stops when the batch is full."""
+    """Add every decode to the batch, with preemption for decodes that lack a block; stops when the batch is full."""
     while (stop := batch.add_decodes()) is not None:
         if stop.refusal not in (Refusal.KV_BLOCKS, Refusal.GROUP_BUSY):
             return
@@ -59,7 +61,7 @@ def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: Preemp
 
 
 def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> RequestView:
-    """The victim so that `needing` can decode: the least urgent partial prefill, else the least urgent decode."""
+    """Return the victim that makes room for `needing`: the least urgent partial prefill, or else decode."""
     partial = replica.partial_prefills()
     if partial:
         return partial[-1]
@@ -67,13 +69,12 @@ def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> Requ
 
 
 def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: ChunkRule) -> bool:
-    """Take prompts by urgency until the batch is full or the rule ends the step.
+    """Add prompts by urgency until the batch is full or the rule returns None.
 
-    After `MAX_SKIPPED` prompts were passed over, or without any free block, nothing more is admitted; partial prefills
-    still get their turn, since memory that they hold comes back only when they are done. False when one of them was
-    refused the blocks to go on.
+    After `MAX_SKIPPED` skipped prompts, or without a free block, no further prompt is admitted; partial prefills still
+    continue, since they release their memory only when they are done. Returns False if one of them lacked blocks.
     """
-    has_looked = not replica.num_waiting  # looks at the queue as late as possible: cheapest once its head has left
+    has_looked = not replica.num_waiting  # reads the queue as late as possible: cheapest once its head has left
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
@@ -115,7 +116,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
 
 
 def _give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:
-    """Preempt the victim in the given mode, by recompute where the host is full; False when neither is possible."""
+    """Preempt the victim in the given mode, by recompute if the host is full; return False if neither is possible."""
     return batch.preempt(victim, mode) is None or batch.preempt(victim) is None
 
 
@@ -124,7 +125,7 @@ def _free_the_most_urgent(
 ) -> None:
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:
-        return  # others are in flight and may free enough
+        return  # requests in flight may free enough blocks
     first = partial[0]
     while len(partial) > 1:
         if not _give_way(batch, partial.pop(), mode):

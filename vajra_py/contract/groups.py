@@ -1,4 +1,4 @@
-"""Names of groups and requests whose keys have fallen, from a prioritizer to the queues that it orders."""
+"""Lists of groups and requests whose keys have fallen, written by a prioritizer and read by its queues."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from vajra_py.contract.requests import RequestView
 
 _NUM_KEPT = 1024
-"""Number of names kept for a queue; one that is farther behind reads all of its keys again."""
+"""Number of latest names kept; a queue that has missed more of them re-reads all its keys."""
 
 
 class _Fallen:
-    """The latest names whose keys have become lower."""
+    """The latest names of objects whose keys have fallen."""
 
     __slots__ = ("_names", "_num_forgotten", "num_named")
 
     def __init__(self) -> None:
         self.num_named = 0
-        """Names given so far."""
+        """Number of names added so far."""
         self._names: list[str] = []
         self._num_forgotten = 0
 
@@ -30,38 +30,40 @@ class _Fallen:
             del names[:_NUM_KEPT]
 
     def since(self, num_read: int) -> Sequence[str] | None:
-        """The names after the first `num_read`; None if some of them are no longer known. For queues."""
+        """Return the names after the first `num_read`; None if some of them are no longer stored. Called by queues."""
         first = num_read - self._num_forgotten
         return None if first < 0 else self._names[first:]
 
 
 class FallenGroups(_Fallen):
-    """Groups whose keys have become lower, as their prioritizer names them; one of each prioritizer.
+    """Groups whose keys have fallen; each prioritizer adds to a list of its own.
 
-    It keeps the latest names alone. Naming a group is cheap, also one whose key has not fallen or of which nothing waits.
+    Only the latest names are stored. Adding a group is cheap, and harmless if its key has not fallen or if none of its
+    requests waits.
     """
 
     __slots__ = ()
 
     def add(self, group: str) -> None:
-        """Name a group whose key has fallen, or may have, since it was last read."""
+        """Add a group whose key has fallen, or may have, since it was last read."""
         self._name(group)
 
 
 class FallenRequests(_Fallen):
-    """Requests whose keys have become lower, as their prioritizer names them; one of each prioritizer.
+    """Requests whose keys have fallen; each prioritizer adds to a list of its own.
 
-    It keeps the latest names alone. Naming a request is cheap, also one whose key has not fallen, or that does not wait.
+    Only the latest names are stored. Adding a request is cheap, and harmless if its key has not fallen or if it does
+    not wait.
     """
 
     __slots__ = ()
 
     def add(self, request: RequestView) -> None:
-        """Name a request whose key has fallen, or may have, since it was last read."""
+        """Add a request whose key has fallen, or may have, since it was last read."""
         self._name(request.request_id)
 
     def add_all(self) -> None:
-        """Note that any key may have fallen: all of them are read again, once."""
+        """Declare that any key may have fallen, so that all of them are re-read once."""
         self.num_named += 1
         self._num_forgotten = self.num_named
         self._names.clear()

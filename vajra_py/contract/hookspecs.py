@@ -38,7 +38,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Makes one policy available by name. `build` gets parameters that `config` has validated."""
+    """Makes one policy available by name. `build` receives parameters validated by `config`."""
 
     name: str
     layer: Layer
@@ -54,16 +54,16 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAt:
-    """Policy that is imported when it is used, in place of its `PolicySpec`: a run that uses three policies imports no others."""
+    """Location of a `PolicySpec` that is imported on first use: a run imports only the policies that it uses."""
 
     name: str
     layer: Layer
     place: str
-    """Module of the `PolicySpec` and the variable that has it, as `package.module:VARIABLE`; without a variable `SPEC`."""
+    """Module and variable of the `PolicySpec`, as `package.module:VARIABLE`; the variable defaults to `SPEC`."""
     aliases: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """Import the module, and return what the variable has."""
+        """Import the module, and return the value of the variable."""
         module, _, variable = self.place.partition(":")
         return getattr(importlib.import_module(module), variable or "SPEC")
 
@@ -72,8 +72,8 @@ class PolicyAt:
 class AdmissionSpec:
     """Makes an admission policy available as `scheduling: {admission: {policy: name, params: …}}`.
 
-    `build` gets parameters that `config` has validated, and a context whose limits are the largest of all replicasets; its predictions
-    are those of the first replicaset.
+    `build` receives parameters validated by `config`, and a context with the largest limits of all replicasets and the
+    predictions of the first replicaset.
     """
 
     name: str
@@ -88,7 +88,7 @@ class AdmissionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScalerSpec:
-    """Makes a scaler available as `scheduling: {scaling: name}`. `build` gets parameters that `config` has validated."""
+    """Makes a scaler available as `scheduling: {scaling: name}`. `build` receives parameters validated by `config`."""
 
     name: str
     config: type[PolicyConfig]
@@ -104,7 +104,7 @@ class ScalerSpec:
 class RetentionSpec:
     """Makes a retention policy available as `scheduling: {retention: name}`.
 
-    `build` gets parameters that `config` has validated and the context of one replica; it is called for each replica.
+    `build` receives parameters validated by `config` and the context of one replica; it is called for each replica.
     """
 
     name: str
@@ -114,20 +114,20 @@ class RetentionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
-    """True if blocks go in the order in which they become idle, at any time: kept as a list instead of a search tree."""
+    """True if blocks are always evicted in the order of becoming idle, so that a list replaces a search tree."""
     advice: str = ""
     """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPartSpec:
-    """Makes a part of composable routers available by name. `build` gets parameters that `config` has validated."""
+    """Makes a part of composable routers available by name. `build` receives parameters validated by `config`."""
 
     name: str
     kind: RoutingPartKind
     config: type[PolicyConfig]
     build: Callable[[Any, RoutingContext], Any]
-    """Builds the part: an object with the method of its kind (`ReplicaScorer` and so on); of a producer, any object."""
+    """Builds the part: an object with the methods of its kind (such as `ReplicaScorer`); for a producer, any object."""
     summary: str
     source: str = ""
     """Paper, section or system that the part follows."""
@@ -136,12 +136,12 @@ class RoutingPartSpec:
 
 
 AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSpec | RoutingPartSpec
-"""Spec of a policy, of a layer or beside the layers, or of a part of one."""
+"""Spec of a policy of any kind, or of a routing part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A whole system's settings by name: all three layers, the replica's options, and pools where it has some."""
+    """Named settings of a whole system: all three layers, options of the replica, and pools if it has any."""
 
     name: str
     summary: str
@@ -156,7 +156,7 @@ class Preset:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All that it sets, as a file would."""
+        """All keys of the preset, in the form of an experiment file."""
         return {"scheduling": self.scheduling, "replica": self.replica, **self.replicaset}
 
 
@@ -174,9 +174,9 @@ class LatencyModelSpec:
 class OutputLengthSpec:
     """Makes an output-length predictor available by name.
 
-    `build` gets the parameters, a stream factory, and the truth: request id to output tokens, of every request whose length is
-    known beforehand (all of a simulation's and of an experiment's on the engine, none of a server's). It is the same mapping
-    for every predictor; one that is to be realistic does not read it.
+    `build` receives the parameters, a function that returns random streams by name, and the true output lengths in
+    tokens by request id, for every request whose length is known in advance (all in simulations and in experiments on
+    the engine, none on servers). Every predictor gets this mapping; a realistic one does not read it.
     """
 
     name: str
@@ -187,7 +187,7 @@ class OutputLengthSpec:
 
 @dataclass(frozen=True, slots=True)
 class ObserverSpec:
-    """Makes an observer available by name; one instance is built a run."""
+    """Makes an observer available by name; one instance is built per run."""
 
     name: str
     config: type[BaseModel]
@@ -197,44 +197,44 @@ class ObserverSpec:
 
 @hookspec
 def vajra_policies() -> Iterable[PolicySpec | PolicyAt]:  # type: ignore[empty-body]
-    """Policies that this package offers. Called once; may not build anything heavy."""
+    """Return the policies that this package offers. Called once; must not build anything expensive."""
 
 
 @hookspec
 def vajra_admission_policies() -> Iterable[AdmissionSpec]:  # type: ignore[empty-body]
-    """Admission policies that this package offers. Called once; may not build anything heavy."""
+    """Return the admission policies that this package offers. Called once; must not build anything expensive."""
 
 
 @hookspec
 def vajra_routing_parts() -> Iterable[RoutingPartSpec]:  # type: ignore[empty-body]
-    """Parts of composable routers that this package offers. Called when a router or a list needs them."""
+    """Return the parts of composable routers that this package offers. Called when a router or a listing needs them."""
 
 
 @hookspec
 def vajra_presets() -> Iterable[Preset]:  # type: ignore[empty-body]
-    """Named settings of whole systems."""
+    """Return the presets that this package offers."""
 
 
 @hookspec
 def vajra_latency_models() -> Iterable[LatencyModelSpec]:  # type: ignore[empty-body]
-    """Latency models that this package offers."""
+    """Return the latency models that this package offers."""
 
 
 @hookspec
 def vajra_output_length_predictors() -> Iterable[OutputLengthSpec]:  # type: ignore[empty-body]
-    """Output-length predictors that this package offers."""
+    """Return the output-length predictors that this package offers."""
 
 
 @hookspec
 def vajra_scalers() -> Iterable[ScalerSpec]:  # type: ignore[empty-body]
-    """Scalers that this package offers."""
+    """Return the scalers that this package offers."""
 
 
 @hookspec
 def vajra_retention_policies() -> Iterable[RetentionSpec]:  # type: ignore[empty-body]
-    """Retention policies that this package offers."""
+    """Return the retention policies that this package offers."""
 
 
 @hookspec
 def vajra_observers() -> Iterable[ObserverSpec]:  # type: ignore[empty-body]
-    """Observers that this package offers."""
+    """Return the observers that this package offers."""

@@ -1,4 +1,4 @@
-"""Latency models: the duration of a step by the composition of its batch, and the description of a model."""
+"""Protocols of latency models, which predict step durations from features of batches, and of related predictions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LAST_S = 9_000_000
 
 
 class BatchFeatures(NamedTuple):
-    """Additive features of one step's batch, from which any latency model answers in O(1).
+    """Additive features of one step's batch, from which latency models predict in O(1).
 
-    Every field is a sum over the batch's entries, so adding a chunk is a constant-time update.
-    Context counts the tokens whose KV was in memory before the step.
+    Every field is a sum over the batch's entries, so adding a chunk is a constant-time update. Context is the number of
+    tokens whose KV was in memory before the step.
     """
 
     num_decodes: int = 0
@@ -58,11 +58,11 @@ class BatchFeatures(NamedTuple):
         )
 
     def with_drafts(self, num_tokens: int) -> BatchFeatures:
-        """Return this batch with so many more drafts to verify, of decodes that are in it."""
+        """Return this batch with `num_tokens` more drafts to verify, for decodes already in it."""
         return self._replace(num_draft_tokens=self.num_draft_tokens + num_tokens)
 
     def with_chunk(self, num_tokens: int, context_tokens: int) -> BatchFeatures:
-        """Return this batch with one more prefill chunk of `num_tokens` behind `context_tokens` of context."""
+        """Return this batch with one more prefill chunk of `num_tokens` after `context_tokens` of context."""
         return BatchFeatures(
             self.num_decodes,
             self.decode_context_tokens,
@@ -78,17 +78,17 @@ class BatchFeatures(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predict step durations. Pure: equal features get equal answers, and a call changes nothing."""
+    """Predicts step durations. Calls are pure: equal features give equal results, without side effects."""
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages that a step passes through; 1 without pipeline parallelism."""
+        """Number of pipeline stages; 1 without pipeline parallelism."""
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Seconds that the slowest stage is busy with a batch with these features; the whole step when there is one stage."""
+        """Return the time in seconds that the slowest stage needs for a batch with these features."""
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Seconds from the batch's entry into the first stage to its tokens leaving the last."""
+        """Return the time in seconds from the batch's entry into the first stage until its tokens leave the last."""
 
 
 Origin: TypeAlias = Literal["given", "analytic", "measured", "calibrated", "recorded", "real"]
@@ -103,20 +103,20 @@ class ModelDescription:
     source: str
     """Model, device and measurements behind the step times, in a few words for summaries and reports."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Known relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
+    """Relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
     num_fallback: int = 0
-    """Predictions so far beyond what was measured, which an analytic model answered; policies' questions are among them."""
+    """Number of predictions so far outside the measured range, made by an analytic model; includes policies' calls."""
     filled_fraction: float = 0.0
-    """Share of the step time so far that follows from rules because there is no measurement of it."""
+    """Fraction of the predicted step time so far that is not based on measurements."""
     device: str | None = None
-    """Name of a replica's devices, by which price and power are looked up; None: unknown."""
+    """Name of a replica's devices, the key for price and power; None: unknown."""
     num_devices: int = 1
-    """Devices of one replica, over all ranks."""
+    """Number of devices of one replica, over all ranks."""
     max_kv_groups: int | None = None
-    """Most KV-parallel groups of a replica whose merging of attention the model predicts; None: any number."""
+    """Largest number of KV-parallel groups for which the model predicts merging of attention; None: any number."""
     kv_blocks: Callable[[int, float], int] | None = None
-    """KV blocks that fit a replica, by (block size in tokens, fraction of the device memory in use), in one of its KV-parallel groups;
-    None: unknown, and `replica.memory.num_blocks` must be given."""
+    """Function of (block size in tokens, fraction of device memory to use) that returns the KV blocks of one KV-parallel
+    group; None: unknown, so that `replica.memory.num_blocks` must be given."""
     kv_bytes_per_token: int = 0
     """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
     max_model_len: int | None = None
@@ -134,18 +134,18 @@ class DescribesModel(Protocol):
 
 
 class PrefillTime(Protocol):
-    """Predicted time to prefill a prompt alone, in the chunks that the configured replica scheduler would choose."""
+    """Predicted time to prefill a prompt alone, in the chunks of the configured replica scheduler."""
 
     def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt."""
+        """Return the time in seconds for the whole prompt."""
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for the rest of the prompt once the first `num_done_tokens` are computed; never negative."""
+        """Return the time in seconds for the rest of the prompt after the first `num_done_tokens`; never negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Predicted number of tokens that a request generates in all."""
+    """Prediction of a request's total output length in tokens."""
 
     mean_tokens: float
     p50_tokens: float
@@ -153,10 +153,11 @@ class LengthEstimate:
 
 
 class OutputLengthPredictor(Protocol):
-    """Estimate a request's output length; the only access of policies to anything like the true length.
+    """Predicts output lengths of requests for policies, which never see true lengths.
 
-    A predictor that learns may have the methods of `ListensToRequests`, and is notified of the requests of every replicaset.
+    A predictor that learns may have the methods of `ListensToRequests`, which are called for requests of all
+    replicasets.
     """
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The estimate for a `RequestView`, or None where this predictor has none."""
+        """Return the estimate for a `RequestView`; None if this predictor has none."""

@@ -35,14 +35,14 @@ class ScheduledChunk:
     request: RequestView
     num_tokens: int
     num_computed_before: int
-    """Tokens in KV before the step; for a request admitted in this step, its prefix-cache hit."""
+    """Tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
     kind: str
     """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it came with its KV)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One formed step, expanded entry by entry; only made for observers."""
+    """One formed step, expanded entry by entry; built only for observers."""
 
     step_index: int
     replicaset: str
@@ -53,7 +53,7 @@ class StepRecord:
     """(request, mode) in the order of preemption."""
     features: BatchFeatures
     free_blocks: int
-    """Right after the step was formed."""
+    """Free KV blocks right after the step was formed."""
     num_waiting: int
     num_running: int
     """Running requests; this and `num_waiting` count right after the step was formed."""
@@ -80,7 +80,7 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps in which nothing changed but the length of the decodes; all sequences have one entry for each step."""
+    """Consecutive steps of the same decodes; every sequence has one entry per step."""
 
     replicaset: str
     replica_id: ReplicaId
@@ -108,7 +108,7 @@ class PolicySwap:
     policy: str
     params: Mapping[str, Any]
     num_requeued: int
-    """Waiting requests that were put in order, or placed, anew."""
+    """Waiting requests that were reordered or placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +137,21 @@ class PinEnd(Enum):
 
 
 class Observer:
-    """Optional callbacks; override what you need. Methods must not change anything that they are shown.
+    """Base class of observers with optional callbacks, which must not modify their arguments.
 
-    This is the one base class of the contract, so that an observer written today survives new events.
-    `wants_steps`: steps are expanded entry by entry (`on_step_begin`), which costs time per entry;
-    `wants_step_ends` whether `on_step_end` and `on_step_run` are to be called. Both are read once, before the run.
+    It is the only base class of the contract, so that existing observers keep working when events are added.
+
+    Attributes:
+        wants_steps: True to call `on_step_begin`, for which each step is expanded entry by entry. Read once before the
+            run.
+        wants_step_ends: True to call `on_step_end` and `on_step_run`. Read once before the run.
     """
 
     wants_steps: bool = False
     wants_step_ends: bool = True
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """A request was submitted; what cannot be taken in ends at once (`on_ended`)."""
+        """A request was submitted; one that cannot be accepted ends at once (`on_ended`)."""
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
@@ -160,26 +163,27 @@ class Observer:
         """A request was bound to a replica's queue, or left in the shared queue (None)."""
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request got its memory (again): its first chunk is in the step being formed."""
+        """A request was admitted (or readmitted); its first chunk is in the step being formed."""
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """A running request lost its memory or was swapped out."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request's prompt is computed, and it leaves this replica, which holds its KV until another one has it."""
+        """A request with computed prompt leaves this replica, which holds its KV until the target has received it."""
 
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
         """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them.
 
-        With `hand_off.overlap` when its prompt begins to be computed; once more, with their number, if it leaves with fewer tokens.
+        With `hand_off.overlap`, called when the prompt's computation begins, and again if the request leaves with fewer
+        tokens, with their number.
         """
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """The KV of a transfer is at its target; with a `failure`, which is the reason, it will never be."""
+        """A transfer of KV is complete, or has failed for the reason `failure` (empty if it is complete)."""
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The target has the KV of a request, which waits there to run."""
@@ -209,10 +213,10 @@ class Observer:
         """A request's client saw its first token."""
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """A request left for good."""
+        """A request has ended; `detail` explains the reason."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended; `end_reason` is why."""
+        """A program has ended, for its `end_reason`."""
 
     def on_step_begin(self, step: StepRecord) -> None:
         """A step was formed; only with `wants_steps`."""
@@ -245,19 +249,19 @@ class Observer:
             context += run.num_decodes
 
     def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
-        """A policy took another's place."""
+        """A policy was replaced by another one."""
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """A policy broke the contract: its replicaset's requests end, and it takes none until a policy is swapped."""
+        """A policy broke the contract: its replicaset's requests end; new ones are refused until a policy is swapped."""
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """A replica failed; what it ran ends, or is computed again elsewhere (`on_requeued`)."""
+        """A replica failed; its running requests end, or are recomputed elsewhere (`on_requeued`)."""
 
     def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
-        """A replica of a replicaset with a scaler starts, takes requests, drains, or is down; once at the start for each."""
+        """A replica of a replicaset with a scaler changed its state; also called at the start of the run for each."""
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request's replica failed; it waits to be computed again, its tokens so far kept."""
+        """A request's replica failed; it waits to be recomputed and keeps its tokens so far."""
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """A replica that had failed computes again; its memory is empty."""
@@ -265,26 +269,26 @@ class Observer:
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """A replica's KV memory was emptied on demand; `requests` ran there and wait to be computed again, which is no preemption."""
+        """A replica's KV memory was reset on demand; its running `requests` wait to be recomputed (no preemption)."""
 
     def on_pinned(
         self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
     ) -> None:
-        """The cached content of a request was pinned under a name, whose earlier pin has ended with that."""
+        """The cached content of a request was pinned under a name; an earlier pin of the name has ended."""
 
     def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
         """A pin has ended."""
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
-        """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
+        """A cached block is about to be evicted by the choice of a retention policy; not called for the default one."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """The prefix of a waiting request was loaded in so many seconds: tokens by the memory tier where they were found."""
+        """The prefix of a waiting request was loaded in `load_s` seconds; `num_tokens` counts tokens by source tier."""
 
     def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
-        """Content of a replica's cache has come from one memory tier to another."""
+        """A transfer of a replica's cached content between two memory tiers has ended."""
 
     def on_run_end(self, now: float) -> None:
         """The run has ended; no further callback follows."""

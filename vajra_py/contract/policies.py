@@ -1,6 +1,6 @@
-"""The three questions that policies answer: how urgent, which replica, and what runs in this step.
+"""Protocols of the three layers of policies: order of requests, choice of replica, and contents of a step.
 
-Protocols, not base classes: any object with these methods will do. One policy object serves simulator and engine alike.
+These are Protocols, not base classes: any object with these methods is a policy, in simulator and engine alike.
 Policies read views, get `now` as an argument (seconds on the run's clock) and named random streams from their
 `PolicyContext`; they never read a clock, draw from a global generator, sleep, allocate memory or touch tensors.
 """
@@ -28,7 +28,7 @@ class Layer(Enum):
 
 
 class KeyMotion(Enum):
-    """Volatility of a request's key while it waits. A truthful declaration is what keeps queues exact and cheap."""
+    """Volatility of a request's key while it waits. Queues are exact and cheap only if the declaration is correct."""
 
     STATIC = "static"
     """Fixed when the request arrives."""
@@ -37,9 +37,9 @@ class KeyMotion(Enum):
     TIME_LINEAR = "time_linear"
     """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
     NAMED_FALLS = "named_falls"
-    """Rises with anything, and falls only where the policy names it (`NamesFalls`); order is exact at every time.
+    """May rise at any time, but falls only if the policy reports it (`NamesFalls`); order is exact at every time.
 
-    A key is read again when its request would be next, so a rise needs no word.
+    A key is re-read when its request would be next, so rises need not be reported.
     """
     PREFIX_HITS = "prefix_hits"
     """Changes with the request's own progress, with its `prefix_hit_tokens`, and at times that `falls_at` returns.
@@ -47,12 +47,12 @@ class KeyMotion(Enum):
     Read at every step where one of these has changed, and in groups after each admission and preemption too.
     """
     ARBITRARY = "arbitrary"
-    """May change with anything; re-read for every waiting request at every step."""
+    """May change at any time; re-read for every waiting request at every step."""
     VOLATILE = "volatile"
-    """May change with anything, also while a step is formed: re-read after each admission and preemption too.
+    """May change at any time, even while a step is formed: also re-read after each admission and preemption.
 
-    For keys that `on_admission` or `on_preemption` moves; costs as much as `ARBITRARY` each time. Counters that requests have in
-    common, such as a tenant's share, are keys of groups (`GroupsRequests`), which cost far less.
+    For keys that `on_admission` or `on_preemption` changes; each re-reading costs as much as for `ARBITRARY`. For
+    counters shared by requests, such as a tenant's share, keys of groups (`GroupsRequests`) cost far less.
     """
 
 
@@ -65,7 +65,10 @@ class RequestPrioritizer(Protocol):
         """Volatility of the keys; read once, when the policy is built."""
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The request's key at `now`; lower is more urgent. Ties go to the earlier arrival, then the lower index."""
+        """Return the request's key at `now`; lower is more urgent.
+
+        Ties go to the earlier arrival, then the lower index.
+        """
 
 
 @runtime_checkable
@@ -73,16 +76,16 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
     """A prioritizer whose keys are straight lines in time; needed with `KeyMotion.TIME_LINEAR`."""
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """(intercept, slope), with key(request, now) = intercept + slope * now until the request's next progress."""
+        """Return (intercept, slope): key(request, now) = intercept + slope * now until the request's next progress."""
 
 
 @runtime_checkable
 class NamesFalls(RequestPrioritizer, Protocol):
-    """A prioritizer that names falls of waiting requests' keys; needed with `KeyMotion.NAMED_FALLS`."""
+    """A prioritizer that reports falls of waiting requests' keys; needed with `KeyMotion.NAMED_FALLS`."""
 
     @property
     def fallen_requests(self) -> FallenRequests:
-        """Names of the requests whose keys have fallen; read once. Name a request as soon as its key has."""
+        """List of requests whose keys have fallen; read once. Add a request as soon as its key falls."""
 
 
 @runtime_checkable
@@ -90,21 +93,22 @@ class FallsWithTime(RequestPrioritizer, Protocol):
     """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may move with time alone."""
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never. `PREFIX_HITS`: fall or rise.
+        """Return the earliest time at which the key may fall without an event, seconds on the run's clock; None: never.
 
-        Called whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
+        With `PREFIX_HITS`, also the earliest time of a rise. Called whenever the key is read. From the returned time
+        on, the key is re-read at every step until a later time is returned, so a slightly early time does no harm.
         """
 
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` for times at which no key moves."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` to avoid re-reading."""
 
     def key_epoch(self) -> int:
-        """A number that changes whenever the key of any waiting request may have changed, for whatever reason.
+        """Return a number that changes whenever the key of any waiting request may have changed, for any reason.
 
-        Read before keys are read again, which is left out if the number has not changed. A request's own progress needs no new
-        number, nor do its hits under `PREFIX_HITS`.
+        If the number is unchanged, keys are not re-read. A request's own progress needs no new number, nor do its
+        prefix hits with `PREFIX_HITS`.
         """
 
 
@@ -112,19 +116,19 @@ class CountsKeyChanges(RequestPrioritizer, Protocol):
 class GroupsRequests(RequestPrioritizer, Protocol):
     """Optional methods of a prioritizer that ranks by group first: by tenant, program, session or adapter.
 
-    The order is (key of the group, key of the request, arrival, index), with the group's key as it is at that moment.
-    `key_motion` is that of the requests' keys within their groups. With `STATIC` or `PROGRESS` a counter moves its whole group
-    in O(log groups), and with `PREFIX_HITS` as well; with other motions everything that waits is read again, as for `VOLATILE`.
+    The order is (key of the group, key of the request, arrival, index), with the group's present key. `key_motion` is
+    that of the requests' keys within their groups. With `STATIC`, `PROGRESS` or `PREFIX_HITS`, a change of a group's
+    key costs O(log groups); with other motions, the keys of all waiting requests are re-read, as for `VOLATILE`.
     """
 
     def group(self, request: RequestView) -> str:
-        """Name of the request's group, the same as long as the request lives."""
+        """Return the name of the request's group, which must not change during the request's life."""
 
     def group_key(self, group: str) -> Key:
-        """The group's key now; lower is more urgent.
+        """Return the group's present key; lower is more urgent.
 
-        It may rise with anything, at any time: it is read again when the group would be next. While something of the group
-        waits, it falls only if the policy names it (`LowersGroups`).
+        It may rise at any time, since it is re-read when the group would be next. While requests of the group wait, it
+        may fall only if the policy reports it (`LowersGroups`).
         """
 
 
@@ -134,21 +138,21 @@ class LowersGroups(GroupsRequests, Protocol):
 
     @property
     def fallen_groups(self) -> FallenGroups:
-        """Names of the groups whose keys have fallen; read once. Name a group as soon as its key has."""
+        """List of groups whose keys have fallen; read once. Add a group as soon as its key falls."""
 
 
 @runtime_checkable
 class PredictsSlack(Protocol):
     """Optional methods of a prioritizer with deadlines; replica schedulers read slack from `LocalReplicaView`.
 
-    A replica scheduler that cannot do without declares `SchedulerTraits.needs_slack`.
+    A replica scheduler that requires slack declares `SchedulerTraits.needs_slack`.
     """
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Seconds that the request can still lose at `now` before it is late; negative when it is late already."""
+        """Return the slack at `now`: seconds of delay until the request is late; negative if it is late already."""
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Slack as a fraction of the time that the request is allowed in all, from arrival to deadline; at most 1."""
+        """Return the slack as a fraction of the time from arrival to deadline; at most 1."""
 
 
 @runtime_checkable
@@ -156,16 +160,16 @@ class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Early binding: the replica (one that is up) whose queue takes the arriving request.
+        """Return the replica, which must be up, whose queue the arriving request joins (early binding).
 
         None leaves it in the shared queue, from which replicas pull (late binding).
         """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Ids of shared-queue requests that the replica may admit in the step it is about to form, in any lazy form.
+        """Return the ids of shared-queue requests that the replica may admit in its next step; a lazy iterable is fine.
 
         Called each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
-        the replica's scheduler really admits it.
+        the replica's scheduler admits it.
         """
 
 
@@ -173,29 +177,29 @@ class ReplicasetScheduler(Protocol):
 class PlacesAfterPrompt(Protocol):
     """Optional method of a replicaset scheduler for replicasets whose pools split prompts and decodes.
 
-    A scheduler without it is used unchanged: one instance assigns arrivals to replicas that compute prompts, a second one of the same
-    kind assigns requests whose prompt is computed to replicas that decode; each sees its own replicas alone. With it, `assign` sees
-    the replicas of all pools, and may choose any of them.
+    A scheduler without it needs no change: one instance assigns arrivals to prefill replicas, and a second one assigns
+    requests with computed prompts to decode replicas; each sees only its own replicas. With it, `assign` sees the
+    replicas of all pools, and may choose any of them.
     """
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Replica that continues a request whose prompt has just been computed, or that a replica scheduler hands off.
+        """Return the replica to continue a request after its prompt, or after a replica scheduler's hand-off.
 
-        None: it stays where it is. Called again, when something has changed, while the chosen replica cannot take it.
+        None: it stays on its replica. While the chosen replica has no room for it, this is called again after changes.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request is to go to another replica."""
+    """Decision to move a request to another replica."""
 
     request: RequestView
     target: ReplicaId | None
-    """None calls a waiting request back into the shared queue."""
+    """Target replica; None returns a waiting request to the shared queue."""
     reason: str = ""
-    """Words for tables and reports."""
+    """Reason shown in tables and reports."""
 
 
 @runtime_checkable
@@ -203,7 +207,7 @@ class MovesRequests(Protocol):
     """Optional method of a replicaset scheduler that moves waiting and running requests between replicas."""
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Requests to move now; running ones take their KV along and are computed meanwhile.
+        """Return the requests to move now. Running ones take their KV along, and continue to compute during the copy.
 
         Called when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
         """
@@ -211,7 +215,7 @@ class MovesRequests(Protocol):
 
 @runtime_checkable
 class ReplicaScheduler(Protocol):
-    """Selects the requests of each step with their token counts, and whom to preempt when memory is short."""
+    """Selects the requests of each step with their token counts, and victims of preemption if memory is short."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Fill `batch`. An empty batch means that nothing can run until something changes."""
@@ -219,41 +223,41 @@ class ReplicaScheduler(Protocol):
 
 @runtime_checkable
 class ChunksSoloPrompts(Protocol):
-    """Optional method of a replica scheduler by which prefill times of its own chunking are predicted (EDF and LRS need them)."""
+    """Optional method of a replica scheduler, to predict prefill times with its chunk sizes (needed by EDF and LRS)."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Tokens of the next chunk of a prompt that has the replica to itself; at least 1."""
+        """Return the size in tokens (at least 1) of the next chunk of a prompt that is alone on the replica."""
 
 
 SoloChunkSize: TypeAlias = Callable[[int, int], int]
-"""(done, remaining) tokens of a prompt to the size of its next chunk."""
+"""Function from (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
 
 
 @runtime_checkable
 class RefusesRequests(Protocol):
-    """Optional method of a replica scheduler that can never run some requests, for reasons of its own.
+    """Optional method of a replica scheduler whose rules exclude some requests for ever.
 
-    What can never fit into KV memory, or exceeds the model's length, is refused without a call.
+    Requests that can never fit into KV memory, or exceed the model's length, are refused without a call.
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason that the request might wait for ever or keep others waiting for ever; None if it cannot.
+        """Return the reason why the request, or others because of it, might wait for ever; None if that cannot happen.
 
-        Called before the request is queued anywhere, for the schedulers of the replicas that are up, one after the other until one
-        would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
-        come back: think of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. An answer that rests
-        on load turns requests away that could be served later; one that waits already is taken out by `BatchBuilder.drop`.
+        Called before the request is queued, for the schedulers of the replicas that are up, until one returns None; if
+        none does, the first reason is sent to the client. A preempted request must be able to resume, so consider its
+        largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend on load,
+        which would refuse requests that could be served later; use `BatchBuilder.drop` for requests that already wait.
         """
 
 
 @runtime_checkable
 class EvictsAdapters(Protocol):
-    """Optional method of a replica scheduler that chooses which loaded LoRA adapter makes room for another one."""
+    """Optional method of a replica scheduler that chooses the LoRA adapter to evict."""
 
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
-        """Return one of `idle`, loaded adapters that are not in use, the least recently used first; without this method the first is evicted.
+        """Return one of `idle`, the unused loaded adapters, least recently used first; by default the first is evicted.
 
-        Called while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
+        Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is free.
         """
 
 
@@ -261,36 +265,37 @@ class SteadyState(Enum):
     """A situation in which every step computes all decodes of the replica and nothing else."""
 
     NOTHING_WAITS = "nothing waits"
-    """All running requests decode, all are in the batch, and neither the own nor the shared queue holds anything."""
+    """All running requests decode, all are in the batch, and the replica's queue and the shared queue are empty."""
     BATCH_FULL = "the batch is full"
     """All running requests decode, and they fill the batch; any number of requests may wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTraits:
-    """Claims of a replica or replicaset scheduler beyond its Protocol: its attribute `traits`, read once when it is built.
+    """Claims of a replica or replicaset scheduler about its behaviour: its attribute `traits`, read once after building.
 
-    A scheduler without that attribute claims nothing. The conformance suite holds every claim against what the policy does.
+    A scheduler without that attribute claims nothing. The conformance suite checks every claim.
     """
 
     repeats_decodes: frozenset[SteadyState] = frozenset()
     """Situations in which a step of all decodes is followed by equal ones; for replica schedulers.
 
-    After such a step every further one is decided the same way, whatever the time, until a request arrives (with
-    `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then works such steps out at once.
+    After such a step every further one is equal, regardless of the time, until a request arrives (with
+    `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then computes these steps at once.
     """
     reads_load: bool = True
-    """False: `assign` reads nothing of the replicas but `replica_id` and `is_up`; for replicaset schedulers.
+    """False if `assign` reads only `replica_id` and `is_up` of the replicas; for replicaset schedulers.
 
-    A simulator then need not bring every replica up to date at each arrival.
+    A simulator then need not update every replica at each arrival.
     """
     needs_slack: bool = False
-    """True if a replica scheduler reads slack: it is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
+    """True if a replica scheduler requires slack: building it fails if the prioritizer lacks `PredictsSlack`."""
     is_work_conserving: bool = False
-    """No replica idles while there is work that it could do.
+    """True if no replica idles while there is work for it.
 
-    Of a replica scheduler: with blocks to spare, steps follow one another until every request has ended. Of a replicaset
-    scheduler: with blocks to spare, no replica is idle while a request waits anywhere in the replicaset.
+    For a replica scheduler: as long as there are enough blocks, steps follow each other until every request has ended.
+    For a replicaset scheduler: as long as there are enough blocks, no replica is idle while a request of the replicaset
+    waits.
     """
 
 
@@ -298,14 +303,14 @@ NO_TRAITS = SchedulerTraits()
 
 
 def traits_of(policy: object) -> SchedulerTraits:
-    """The traits that a scheduler declares; without a declaration it claims nothing."""
+    """Return the traits that a scheduler declares; the defaults if it declares none."""
     traits: SchedulerTraits = getattr(policy, "traits", NO_TRAITS)
     return traits
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has come back, as listening policies get it. The requests' counters have moved already."""
+    """A completed step, for listening policies. The requests' counters are already updated."""
 
     replica_id: ReplicaId
     step_index: int
@@ -326,23 +331,23 @@ class EndedStep:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """Steps of one replica that have come back one after the other, each with the same decodes and nothing else.
+    """Consecutive completed steps of one replica that computed the same decodes and nothing else.
 
-    Nobody was admitted, preempted or ended in them. The requests' counters are those after the last step.
+    No request was admitted, preempted or ended in them. The requests' counters are those after the last step.
     """
 
     replica_id: ReplicaId
     step_index: int
     """Steps that this replica had run before the first."""
     formed_at: float
-    """Seconds on the run's clock: of the first step. Each further one was formed when the one before it ended."""
+    """Time at which the first step was formed, seconds on the run's clock; each further one when the last had ended."""
     ended_at: Sequence[float]
     """Seconds at which each step ended."""
     requests: Sequence[RequestView]
     """Requests of every step, in batch order; a step computed one token of each."""
 
     def steps(self) -> Iterator[EndedStep]:
-        """The steps one by one; the requests' counters are those after the last."""
+        """Yield the steps one by one; the requests' counters are those after the last."""
         num_tokens, formed_at = (1,) * len(self.requests), self.formed_at
         for number, ended_at in enumerate(self.ended_at):
             index = self.step_index + number
@@ -353,37 +358,40 @@ class EndedRun:
 class ListensToRequests(Protocol):
     """Optional callbacks of any policy, to keep state per request (attained service, fairness counters).
 
-    Each method is optional by itself: a policy is notified of what it has a method for; `on_step_run` alone needs
-    `on_step_end` beside it. All but `on_step_end` leave a simulator free to work out repeated steps at once
-    (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is formed by itself, unless the policy has `on_step_run` too.
+    Each method is optional, except that `on_step_run` requires `on_step_end`. With `on_step_end` but without
+    `on_step_run`, a simulator must form every step individually; otherwise it may compute repeated steps at once
+    (`SchedulerTraits.repeats_decodes`).
     """
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have just been accepted, before they are assigned or queued."""
+        """Requests have been accepted; they are not yet assigned or queued."""
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A waiting request has just got its memory, at once while the step is being formed: for the first time or again."""
+        """A waiting request has been admitted or readmitted; called immediately, while the step is being formed."""
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The KV of a request that was handed off, or migrates, is at its target, where it waits to go on; `source` holds it no more."""
+        """A request that was handed off or migrates has its KV at the target and waits there; `source` released it."""
 
     def on_step_end(self, step: EndedStep) -> None:
-        """A step of a replica has come back."""
+        """A step of a replica is complete."""
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps of a replica have come back for which `on_step_end` was not called. A run may come in several parts.
+        """Steps of a replica are complete, for which `on_step_end` is not called.
 
-        Steps of one replica come in order; steps of other replicas at the same time may come before or after them.
+        A run may be reported in several parts.
+
+        Steps of one replica are reported in order; simultaneous steps of other replicas may be reported before or
+        after.
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+        """Requests have ended, each for its `end_reason`: finished, aborted, expired, dropped while waiting, failed."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended; `end_reason` is why. Every policy of the run is notified, after the end of the program's last call."""
+        """A program has ended, for its `end_reason`; called for every policy of the run, after the last call's end."""
 
 
 @runtime_checkable
@@ -391,7 +399,7 @@ class HandlesWakes(Protocol):
     """Optional method of any policy that sets wake-ups (`PolicyContext.wake`)."""
 
     def on_wake(self, key: str, now: float) -> None:
-        """The time that was asked for under this key has come."""
+        """The time of the wake-up with this key has come."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

@@ -1,7 +1,7 @@
-"""View of a program for policies: the calls that belong together, as far as they are known now.
+"""View of a program for policies: a set of related calls, as far as they are known now.
 
-A program is what one agent, workflow or task sends: calls that follow one another, run side by side and are joined, with tools that run
-in between. Its calls are requests that state its `program_id`.
+A program is the graph of calls of one agent, workflow or task, with tools that run in between. Its calls are the
+requests that state its `program_id`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ProgramEnd(Enum):
     ALL_CALLS = "all calls"
     """The number of ended calls is `num_program_calls`."""
     IDLE = "idle"
-    """No call came for so long (`programs.idle_s` of the settings)."""
+    """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
@@ -30,10 +30,10 @@ class ProgramEnd(Enum):
 class ProgramView(Protocol):
     """Read-only facts about one program. They change when one of its calls arrives or ends, and at no other time.
 
-    Nothing of a program's future is known here but what its client has stated. What a call that runs has computed so far is in the
-    request's own view, for policies that listen to requests (`ListensToRequests`) and so hold it. Two views are the same program exactly
-    when they are the same object; programs are hashable by identity. A program that has ended does not come back: a later call with
-    its id begins another one.
+    The only facts about a program's future are those that its client has stated. Progress of running calls is in their
+    own views, which policies receive by listening to requests (`ListensToRequests`). Two views are the same program if
+    and only if they are the same object; programs are hashable by identity. A program that has ended is never resumed:
+    a later call with its id begins another one.
     """
 
     @property
@@ -62,7 +62,7 @@ class ProgramView(Protocol):
 
     @property
     def num_declared(self) -> int | None:
-        """Calls that it makes in all, as its client stated last (`num_program_calls`); None: unknown."""
+        """Total number of its calls, as its client stated last (`num_program_calls`); None: unknown."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,7 +70,7 @@ class ProgramView(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens of the same calls that the prefix cache spared."""
+        """Prompt tokens of the same calls that were prefix hits."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -78,7 +78,7 @@ class ProgramView(Protocol):
 
     @property
     def service_tokens(self) -> int:
-        """Attained service: tokens computed for ended calls, prompts without what the cache spared and outputs."""
+        """Attained service: tokens computed for ended calls, which are outputs and prompts without prefix hits."""
 
     @property
     def run_s(self) -> float:
@@ -86,13 +86,13 @@ class ProgramView(Protocol):
 
     @property
     def wait_s(self) -> float:
-        """Seconds from arrival to admission (or to the end, where there was none), summed over ended calls."""
+        """Seconds from arrival to admission (or to the end without admission), summed over ended calls."""
 
     @property
     def next_call_at(self) -> float | None:
         """Time at which its next call is expected, seconds on the run's clock: a tool runs until then.
 
-        None while a call is alive, and where the last call to end did not state it (`next_call_after_s`).
+        None while a call is alive, and if the last call to end did not state `next_call_after_s`.
         """
 
     @property
@@ -104,7 +104,7 @@ class ProgramView(Protocol):
         """Reason that it ended; None: it goes on."""
 
     def siblings(self, request: RequestView) -> Sequence[str]:
-        """Ids of the calls that have arrived with the same parents as this one (`parent_calls`), in order, without it.
+        """Return the ids of the other calls that have arrived with the same `parent_calls`, in order of arrival.
 
         Empty for a call that states no parents.
         """

@@ -20,7 +20,7 @@ class EndReason(Enum):
     LENGTH = "length"
     """Reached `max_tokens` or the model's length."""
     ABORTED = "aborted"
-    """Its client took it back."""
+    """Its client cancelled it."""
     EXPIRED = "expired"
     """Waited longer than it allowed."""
     REJECTED = "rejected"
@@ -45,7 +45,7 @@ class RequestView(Protocol):
 
     @property
     def replicaset(self) -> str:
-        """Name of the replicaset that takes it."""
+        """Name of the replicaset that serves it."""
 
     @property
     def index(self) -> int:
@@ -85,7 +85,7 @@ class RequestView(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache spared at the first admission."""
+        """Prompt tokens that were a prefix hit at the first admission."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -121,7 +121,7 @@ class RequestView(Protocol):
 
     @property
     def end_reason(self) -> EndReason | None:
-        """Reason that it left, in `on_departures`; None while it waits or runs."""
+        """Reason of its end, available in `on_departures`; None while it waits or runs."""
 
     @property
     def priority(self) -> int:
@@ -153,7 +153,10 @@ class RequestView(Protocol):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """Time at which its next token is due: `ttft_slo_s` after the arrival, later `tbt_slo_s` after the newest token; None: no promise."""
+        """Time at which its next token is due, seconds on the run's clock; None without an SLO.
+
+        `ttft_slo_s` after the arrival for the first token, `tbt_slo_s` after the newest token for later ones.
+        """
 
     @property
     def deadline_at(self) -> float | None:
@@ -165,7 +168,7 @@ class RequestView(Protocol):
 
     @property
     def adapter(self) -> str:
-        """The LoRA adapter that its model is to have; empty: the base model."""
+        """Name of its LoRA adapter; empty for the base model."""
 
     @property
     def program_id(self) -> str:
@@ -173,19 +176,19 @@ class RequestView(Protocol):
 
     @property
     def stage(self) -> str:
-        """The program's word for this kind of call, such as `plan`; empty when none."""
+        """The program's name for this kind of call, such as `plan`; empty when none."""
 
     @property
     def parent_calls(self) -> tuple[str, ...]:
-        """Ids of the calls of its program whose results it uses, as far as its client states them."""
+        """Ids of the calls of its program whose results it uses, if its client states them."""
 
     @property
     def num_program_calls(self) -> int | None:
-        """Calls that its program makes in all, as stated by its client; None: unknown."""
+        """Total number of calls of its program, as stated by its client; None: unknown."""
 
     @property
     def is_last_call(self) -> bool:
-        """True if its client states that no other call of its program comes after it."""
+        """True if its client states that it is the last call of its program."""
 
     @property
     def next_call_after_s(self) -> float | None:
@@ -202,22 +205,22 @@ class RequestView(Protocol):
     def block_hashes(self) -> Sequence[Hashable]:
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
-        Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
-        that no other request has, and before the request reaches the admission policy or a queue.
+        Two requests of a replicaset share their first n blocks if and only if their first n hashes are equal. Empty for
+        a prompt that shares nothing, and before the request reaches the admission policy or a queue.
         """
 
     def prefix_hit_tokens(self) -> int:
-        """Return how many leading tokens the prefix cache of the replica where it waits holds now; the cache's order stays.
+        """Return the present prefix hit in tokens on the replica where it waits; eviction orders are unchanged.
 
-        0 for a request in a shared queue, where each replica has hits of its own (`ReplicaLoadView.prefix_hit_tokens`), and for one that
-        runs.
+        0 for a request in a shared queue, where the hit depends on the replica (`ReplicaLoadView.prefix_hit_tokens`),
+        and for a running one.
         """
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Return how many leading tokens each memory tier of the replica where it waits holds now, the nearest one counting.
+        """Return the leading tokens in each memory tier of the replica where it waits, counted in the nearest tier.
 
-        `{"device": 512, "host": 1024}`: so many could be loaded instead of computed. Empty without tiers, and where `prefix_hit_tokens`
-        is 0 by itself. No order changes.
+        With `{"device": 512, "host": 1024}`, 1024 further tokens could be loaded instead of computed. Empty without
+        tiers, and for requests for which `prefix_hit_tokens` is always 0. Eviction orders are unchanged.
         """
 
     @property

@@ -1,8 +1,8 @@
-"""Retention of cached content: which idle KV block is overwritten first, how long content is pinned, when it expires.
+"""Protocols of retention policies: order of eviction of cached KV blocks, pins, and expiry.
 
-A retention policy ranks blocks that no request holds and whose content a later request may find, as a prioritizer ranks requests: by
-a key with a declared motion. The block with the lowest key goes first, and only at the end of a chain: a block is never overwritten
-before the blocks that continue it. One object serves one replica.
+A retention policy ranks idle blocks, which no request holds and later requests may hit, by a key with a declared
+motion, as a prioritizer ranks requests. The block with the lowest key is evicted first, but never before the blocks
+that continue it in its chain. One object serves one replica.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CachedBlock(Protocol):
 
     @property
     def num_uses(self) -> int:
-        """Requests that entered it, found it, or computed the same content beside it; at least 1."""
+        """Number of requests that entered it, hit it, or computed a duplicate of it; at least 1."""
 
     @property
     def priority(self) -> int:
@@ -55,13 +55,16 @@ class RetentionPolicy(Protocol):
     def key_motion(self) -> KeyMotion:
         """Volatility of the keys; read once, when the policy is built.
 
-        `STATIC` and `PROGRESS`: a key is read when no request holds the block any more and nothing continues it, and stays until a request
-        uses it. `TIME_LINEAR`: it follows `line` from then on. `ARBITRARY`: all keys are read again whenever blocks are lacking.
-        `VOLATILE`: they are read again for each block that is overwritten.
+        `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and is kept until
+        a request uses the block. `TIME_LINEAR`: the key follows `line` from then on. `ARBITRARY`: all keys are re-read
+        whenever blocks are lacking. `VOLATILE`: they are re-read for each evicted block.
         """
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """The block's key at `now`; the lowest goes first. Ties go to the block that became idle first, the end of a chain before its head."""
+        """Return the block's key at `now`; the lowest is evicted first.
+
+        Ties go to the block that became idle first, and to the end of a chain before its head.
+        """
 
 
 @runtime_checkable
@@ -69,40 +72,41 @@ class TimeLinearRetention(RetentionPolicy, Protocol):
     """A retention policy whose keys are straight lines in time; needed with `KeyMotion.TIME_LINEAR`."""
 
     def line(self, block: CachedBlock) -> tuple[float, float]:
-        """(intercept, slope), with key(block, now) = intercept + slope * now until the block is used."""
+        """Return (intercept, slope): key(block, now) = intercept + slope * now until the block is used."""
 
 
 @runtime_checkable
 class RetainsInSegments(Protocol):
-    """Optional methods of a retention policy that keeps blocks in lists of their own and chooses the list for each victim."""
+    """Optional methods of a retention policy that divides blocks into lists, and chooses a list for each victim."""
 
     def segment(self, block: CachedBlock) -> int:
-        """Number of the list that a block joins; read with its key."""
+        """Return the number of the list that a block joins; read with its key."""
 
     def next_segment(self, now: float) -> int:
-        """Number of the list that the next victim is taken from; if it has none, the first list that has one gives it."""
+        """Return the number of the list for the next victim; if it is empty, the first non-empty list is used."""
 
 
 @runtime_checkable
 class ExpiresContent(Protocol):
-    """Optional method of a retention policy whose content lives for some time only."""
+    """Optional method of a retention policy with expiry of cached content."""
 
     def expires_at(self, block: CachedBlock) -> float | None:
-        """Time from which an idle block is no longer found, seconds on the run's clock; None: it stays until it is overwritten.
+        """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when no request holds the block any more. Its continuations expire with it.
+        Read when the block becomes idle. The blocks that continue it expire with it.
         """
 
 
 @runtime_checkable
 class PinsContent(Protocol):
-    """Optional method of a retention policy that keeps the content of some requests for sure."""
+    """Optional method of a retention policy that pins the content of some requests."""
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Seconds for which to keep the content of a request that is about to give its blocks back, whatever its key; 0: no pin.
+        """Return the seconds for which to pin the content of a request that is about to free its blocks; 0: no pin.
 
-        Called when the request ends on the replica for good. The pin of a session replaces its last one. Refused where pins would hold more than
-        `replica.memory.prefix_cache.max_pinned_fraction`; ended before its time if the replica could run no request otherwise.
+        Called when the request ends on the replica. A session's new pin replaces its earlier one. A pin is refused if
+        pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`; it ends early if the replica could
+        run no request otherwise.
         """
 
 
@@ -116,39 +120,46 @@ class ListensToContent(Protocol):
         """New content of one request, in order of its chain, has been entered."""
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """A request has found these blocks, in order of their chain, or computed their content again."""
+        """A request has hit these blocks, in order of their chain, or recomputed their content."""
 
     def on_evicted(self, block: CachedBlock, now: float) -> None:
-        """A block is about to be overwritten, by this policy's choice."""
+        """A block is about to be evicted, by this policy's choice."""
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Content is gone that was not evicted: it has expired, or was never computed after all."""
+        """Content was removed without eviction: it expired, or turned out never to be computed."""
 
     def on_cleared(self, now: float) -> None:
         """All content is gone."""
 
 
 class ListensToCaches(Protocol):
-    """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional by itself.
+    """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional.
 
-    What vLLM publishes as `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A policy is notified before it is called for a request,
-    of everything that happened at least `kv_event_lag_s` before; hashes are those of `RequestView.block_hashes`.
+    They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Before a policy is called for
+    a request, it is notified of all events that are at least `kv_event_lag_s` seconds old. Hashes are those of
+    `RequestView.block_hashes`.
     """
 
     def on_blocks_stored(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """Content that the replica did not have can be found there since `now`, in order of its chain."""
+        """New content can be hit on the replica since `now`; hashes are in order of their chain."""
 
     def on_blocks_removed(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can no longer be found there since `now`."""
+        """Content can no longer be hit on the replica since `now`."""
 
     def on_cache_cleared(self, replica_id: ReplicaId, now: float) -> None:
         """The replica has lost all content at `now`."""
 
     def on_tier_blocks_stored(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can be found in a memory tier below the replica's device since `now`; for a shared tier `replica_id` is the replica that wrote it."""
+        """New content can be hit in a memory tier below the device since `now`.
+
+        For a shared tier, `replica_id` is the replica that wrote it.
+        """
 
     def on_tier_blocks_removed(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can no longer be found in that tier since `now`; for a shared tier `replica_id` is the replica whose content took its place."""
+        """Content can no longer be hit in that tier since `now`.
+
+        For a shared tier, `replica_id` is the replica whose content replaced it.
+        """
 
     def on_tier_cleared(self, replica_id: ReplicaId, tier: str, now: float) -> None:
         """The tier has lost all content at `now`."""

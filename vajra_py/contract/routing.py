@@ -1,10 +1,12 @@
-"""Parts of which a router is composed: producers of figures, filters, scorers, pickers, and deciders on disaggregation.
+"""Protocols of the parts of composable routers: producers of figures, filters, scorers, pickers, deciders.
 
-The vocabulary is that of llm-d's endpoint picker. A replicaset scheduler that is composed of parts (`endpoint_picker`) asks them in
-this order: every filter narrows the candidates, every scorer rates those that are left from 0 to 1, the weighted sum decides which of
-them the picker takes. Parts are registered by `vajra_routing_parts`, are chosen by name in a policy's parameters, and have no base class.
+The terms are those of llm-d's endpoint picker. A composed replicaset scheduler (`endpoint_picker`) calls its parts in
+this order: every filter narrows the candidates, every scorer rates the remaining ones from 0 to 1, and the picker
+selects one by the weighted sums. Packages register parts with `vajra_routing_parts`; users select them by name in a
+policy's parameters. Parts have no base class.
 
-Any part may also listen to requests (`ListensToRequests`) and learn of placements (`LearnsPlacements`); the router passes both on.
+Any part may also listen to requests (`ListensToRequests`) and to placements (`LearnsPlacements`); the router forwards
+both.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class RoutingPartKind(Enum):
     """Kind of a part; the values are the keys by which a choice names it in YAML."""
 
     PRODUCER = "producer"
-    """Keeps figures for other parts, such as prefixes that were sent to each replica."""
+    """Provides figures to other parts, such as prefixes that were sent to each replica."""
     FILTER = "filter"
     SCORER = "scorer"
     PICKER = "picker"
@@ -48,18 +50,18 @@ class ReplicaFilter(Protocol):
     """Narrows the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Return the replicas that may take the request, in their order; `replicas` itself where all may."""
+        """Return the replicas that may serve the request, in order; `replicas` itself if all may."""
 
 
 @runtime_checkable
 class LeavesOutPools(Protocol):
-    """Optional method of a filter, and of a replicaset scheduler, whose parameters may leave out all replicas of a pool for good.
+    """Optional method of a filter or replicaset scheduler whose parameters may exclude a whole pool permanently.
 
-    A pool to which no request can ever come is a mistake in the settings, and is refused when they are read.
+    A pool that no request can ever reach is a mistake in the settings, which is reported when they are read.
     """
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return False if no request is ever sent to replicas of this pool, whatever their state; `role` is that of the pool."""
+        """Return False if no request is ever sent to replicas of this pool, in any state; `role` is the pool's role."""
 
 
 @runtime_checkable
@@ -67,22 +69,25 @@ class ReplicaScorer(Protocol):
     """Rates the candidates. Equal states give equal scores."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
-        """A score for each of `replicas`; 1 is best, 0 worst. The router clamps what is beyond, and refuses NaN."""
+        """Return a score for each of `replicas`, from 0 (worst) to 1 (best).
+
+        The router clamps others, and rejects NaN.
+        """
 
 
 @runtime_checkable
 class ReplicaPicker(Protocol):
-    """Takes one of the candidates."""
+    """Selects one of the candidates."""
 
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Id of one of `replicas`, which are not empty; `scores` are their weighted sums, in their order."""
+        """Return the id of one of `replicas` (never empty); `scores` are their weighted sums, in the same order."""
 
 
 @runtime_checkable
 class DisaggregationDecider(Protocol):
-    """Decides on disaggregation of one request when its decode replica has been chosen."""
+    """Decides on disaggregation of one request after its decode replica was chosen."""
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
         """Return True if another replica is to compute the prompt, False if `decode` computes it itself."""
@@ -90,12 +95,12 @@ class DisaggregationDecider(Protocol):
 
 @runtime_checkable
 class LearnsPlacements(Protocol):
-    """Optional method of any part: learns what the router has chosen, as llm-d's PreRequest plug-ins do."""
+    """Optional callback of any part about the router's choices, as for llm-d's PreRequest plug-ins."""
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """The request has just been placed; by profile ("default", "prefill", "decode") the replica that was chosen.
+        """The request has been placed; `placements` holds the replica by profile ("default", "prefill", "decode").
 
-        Called again, with the profile that was chosen anew, if the request is placed another time. A part is notified before the
+        Called again if the request is placed again, with the profile chosen then. A part is notified before the
         producers that it reads.
         """
 
@@ -105,31 +110,31 @@ class LearnsPlacements(Protocol):
 
 @runtime_checkable
 class PrefixMatches(Protocol):
-    """Figures of a producer that has, or estimates, which prefixes the replicas have cached."""
+    """Figures of a producer that knows or estimates the prefixes that replicas have cached."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of one of its blocks."""
+        """Tokens per block."""
 
     def num_blocks(self, request: RequestView) -> int:
-        """Full blocks of the prompt."""
+        """Return the number of full blocks of the prompt."""
 
     def matched_blocks(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Leading blocks of the prompt that each replica has."""
+        """Return for each replica the number of leading blocks of the prompt in its cache."""
 
 
 @runtime_checkable
 class InFlightLoads(Protocol):
-    """Figures of a producer that counts what the router has sent and what has not come back."""
+    """Figures of a producer that counts requests and tokens in flight, sent by the router and not yet complete."""
 
     def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Requests in flight at each replica."""
+        """Return the number of requests in flight at each replica."""
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Tokens in flight at each replica: prompt tokens that were not cached, until the first token comes."""
+        """Return the tokens in flight at each replica: uncached prompt tokens of requests without a first token."""
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Tokens that the request would add at each replica."""
+        """Return the tokens that the request would add at each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +144,14 @@ class PredictedLatency:
     ttft_s: float
     tpot_s: float
     ttft_headroom_s: float
-    """Promised time to first token minus the prediction; minus the prediction where nothing is promised."""
+    """TTFT SLO minus predicted TTFT, seconds; the negated prediction without an SLO."""
     tpot_headroom_s: float
     num_dispatched: int
-    """Requests that the replica has already."""
+    """Number of requests already at the replica."""
 
     @property
     def is_met(self) -> bool:
-        """True if both promises are kept."""
+        """True if both SLOs are predicted to be met."""
         return self.ttft_headroom_s >= 0 and self.tpot_headroom_s >= 0
 
 
@@ -157,16 +162,17 @@ class PredictsLatencies(Protocol):
     def latencies(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> Sequence[PredictedLatency | None]:
-        """The prediction for each replica; None where there is none."""
+        """Return the prediction for each replica; None for a replica without one."""
 
 
 # How parts are chosen and built
 
 
 class RoutingPartChoice(PolicyConfig):
-    """A part by name, with its parameters; in YAML also the name alone. A policy may have such fields anywhere in its parameters.
+    """Routing part selected by name, with its parameters; in YAML the name alone is enough.
 
-    When a file is read, the name is looked up among the installed parts, and the parameters are checked against the part's own model.
+    A policy may have such fields anywhere in its parameters. When a file is read, the name is looked up among the
+    installed parts, and the parameters are checked against the part's own model.
     """
 
     kind: ClassVar[RoutingPartKind]
@@ -185,7 +191,7 @@ class RoutingPartChoice(PolicyConfig):
 
 
 class ProducerChoice(RoutingPartChoice):
-    """Settings of a producer; those that are not set are made with their defaults when a part asks for them."""
+    """Settings of a producer; a producer without settings is built with its defaults when a part requests it."""
 
     kind = RoutingPartKind.PRODUCER
     producer: str = Field(description="Name of a producer.")
@@ -234,7 +240,7 @@ class GetProducer(Protocol):
     """Looks up the producers of a router."""
 
     def __call__(self, name: str) -> Any:
-        """The router's producer of this name, made with its defaults where the settings do not mention it."""
+        """Return the router's producer of this name; it is built with its defaults if the settings do not list it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ PriorityKey: TypeAlias = tuple[Key, float, int]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
-    """Sizes that a replica is built with; they do not change during a run."""
+    """Sizes of a replica, which do not change during a run."""
 
     block_size: int
     num_blocks: int
@@ -32,11 +32,11 @@ class ReplicaLimits:
     bytes_per_block: int = 0
     host_blocks: int = 0
     max_draft_tokens: int = 0
-    """Most drafts of one decode that a step may verify; 0: there are no drafts."""
+    """Largest number of drafts that a step may verify for one decode; 0 without drafts."""
 
 
 class PoolRole(Enum):
-    """Kind of work that the replicas of a pool take: the values are those of `role:` in YAML."""
+    """Kind of work of the replicas of a pool; the values are those of `role:` in YAML."""
 
     MIXED = "mixed"
     """Prompts and decodes."""
@@ -47,7 +47,7 @@ class PoolRole(Enum):
 
 
 class ReplicaState(Enum):
-    """Life of a replica."""
+    """State in the life cycle of a replica."""
 
     STARTING = "starting"
     """Takes no requests yet."""
@@ -98,7 +98,7 @@ class LocalReplicaView(Protocol):
         """Slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
 
     def adapter_blocks(self, name: str) -> int:
-        """Size of a LoRA adapter, KV blocks; 0 for one whose size is not stated, or that this replica does not have."""
+        """Return the size of a LoRA adapter in KV blocks; 0 if it is unknown or the replica lacks the adapter."""
 
     def running(self) -> Sequence[RequestView]:
         """Every running request that is not in flight, in order of (latest) admission."""
@@ -112,25 +112,25 @@ class LocalReplicaView(Protocol):
     def waiting(self) -> Iterator[RequestView]:
         """Requests not admitted yet (preempted ones among them), most urgent first; lazy, so the head is cheap.
 
-        Reflects the queue when called; a request that is added to the batch or preempted meanwhile does not upset it. A request
-        whose adapter is on its way, or finds no slot, is not offered.
+        Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
+        whose adapter is being loaded, or has no slot, are omitted.
         """
 
     def blocks_for(self, num_tokens: int) -> int:
         """KV blocks that `num_tokens` tokens occupy."""
 
     def urgency(self, request: RequestView) -> PriorityKey:
-        """The prioritizer's key of the request now, ties broken: what orders admission and victims alike."""
+        """Return the request's present key with tie-breakers, which orders both admission and victims."""
 
     def slack_s(self, request: RequestView) -> float | None:
-        """Seconds that the request can still lose before it is late (`PredictsSlack`); None when the prioritizer predicts none."""
+        """Return the slack in seconds (`PredictsSlack`); None if the prioritizer does not predict it."""
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """Slack as a fraction of the time from arrival to deadline; None when the prioritizer predicts none."""
+        """Return the slack as a fraction of the time from arrival to deadline; None if it is not predicted."""
 
 
 class ReplicaLoadView(Protocol):
-    """A replica as the replicaset scheduler sees it: load signals, perhaps some time old."""
+    """A replica as the replicaset scheduler sees it: load figures of age `age_s`."""
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -184,9 +184,10 @@ class ReplicaLoadView(Protocol):
         """Leading prompt tokens that its prefix cache holds now."""
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Leading prompt tokens by the nearest memory tier that holds them now: `{"device": 512, "host": 1024}`; empty without tiers.
+        """Return the leading prompt tokens by the nearest memory tier that holds them; empty without tiers.
 
-        Reading changes no order. They are live, whatever the age of the other figures.
+        For example `{"device": 512, "host": 1024}`. Reading does not change eviction orders. The figures are live, even
+        if the others are older.
         """
 
     @property
@@ -195,7 +196,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def waiting_adapters(self) -> Sequence[str]:
-        """LoRA adapters of requests assigned to it and not admitted, each once; a look at each of these requests."""
+        """LoRA adapters of requests assigned to it and not admitted, each once; costs O(these requests)."""
 
     @property
     def num_adapter_slots(self) -> int:
@@ -212,13 +213,13 @@ class ReplicaLoadView(Protocol):
 
 @runtime_checkable
 class LoadColumns(Protocol):
-    """Optional method of the sequences of replicas that a replicaset scheduler gets: a figure of all of them at once.
+    """Optional method of the sequences of replicas passed to replicaset schedulers: reads one figure of all replicas.
 
-    For a thousand replicas this takes about half the time of reading a figure from each. Sequences without it can be used likewise.
+    For a thousand replicas this takes about half the time of reading the figure from each. Check for it before use.
     """
 
     def column(self, name: str) -> Sequence[int]:
-        """A figure by its name in `ReplicaLoadView`, a whole number for each replica, in their order; to be read only."""
+        """Return an integer figure of `ReplicaLoadView` by name for each replica, in order; read-only."""
 
 
 class PoolView(Protocol):
@@ -238,15 +239,15 @@ class PoolView(Protocol):
 
     @property
     def min_replicas(self) -> int:
-        """Fewest replicas, starting or up, that a scaler may ask for."""
+        """Smallest number of replicas (starting or up) that a scaler may set."""
 
     @property
     def max_replicas(self) -> int:
-        """Most replicas, starting or up, that a scaler may ask for."""
+        """Largest number of replicas (starting or up) that a scaler may set."""
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for one of its replicas: in their own queues, and in the shared queue where it may pull from that."""
+        """Requests that wait in its replicas' queues, and in the shared queue if its replicas may pull from it."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -278,7 +279,7 @@ class ReplicasetView(Protocol):
 
     @property
     def num_deferred(self) -> int:
-        """Requests for it that admission has put off."""
+        """Requests for it that the admission policy has deferred."""
 
 
 class QueueView(Protocol):

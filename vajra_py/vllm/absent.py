@@ -1,12 +1,12 @@
-"""Methods of vLLM's schedulers for features that are refused: nothing is there, and nothing is done."""
+"""Empty implementations of the scheduler methods that vLLM calls for unsupported features."""
 
 from __future__ import annotations
 
 from vllm.v1.core.sched.interface import SchedulerInterface
 
 
-class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
-    """A scheduler without encoder and its connectors."""
+class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is not installed for type checking
+    """Base of a scheduler without encoder and encoder connectors."""
 
     ec_connector = None
 

@@ -1,4 +1,4 @@
-"""Parts of the interface of KV memory that vLLM's KV manager does not serve here."""
+"""Methods of the KV memory interface for features that vLLM's KV manager does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import BlockHashes, ContentEvents, KvRequest
 
 
 class WithoutKvExtras:
-    """Absent parts of a KV memory: KV-parallel groups, swap space, lower tiers, pins, retention and reserved blocks."""
+    """Base of a KV memory without KV-parallel groups, swap space, tiers, pins, retention policies and reserved blocks."""
 
     num_groups = 1
     free_host_blocks = 0
@@ -22,14 +22,14 @@ class WithoutKvExtras:
     pending_prefill_work: Sequence[int] = (0,)
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """Refuse: each request takes its blocks by itself."""
+        """Refuse: each request allocates its own blocks."""
         raise ValueError(f"ManagedKv.reserve_blocks: {num_blocks} blocks. `can_reserve` says that none are reserved.")
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no blocks are reserved."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Refuse: blocks behind rejected drafts stay with their request."""
+        """Refuse: requests keep blocks beyond rejected drafts."""
         raise ValueError("ManagedKv.shrink: blocks behind rejected drafts are kept here.")
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
@@ -45,25 +45,25 @@ class WithoutKvExtras:
         raise ValueError("ManagedKv.drop_swapped: there is no host memory.")
 
     def take_copies(self) -> Sequence[Any]:
-        """Return no copy."""
+        """Return an empty list of copies."""
         return ()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Ignore the time: nothing expires."""
 
     def now(self) -> float:
-        """Return 0; nothing here has a time."""
+        """Return 0: this memory uses no times."""
         return 0.0
 
     def expire(self) -> None:
         """Do nothing: content does not expire."""
 
     def settle_due(self) -> Sequence[Hashable]:
-        """Return no name: nothing is pinned."""
+        """Return an empty list: there are no pins."""
         return ()
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Refuse: vLLM's manager keeps content by its last use alone."""
+        """Refuse: vLLM's manager evicts only by last use."""
         return False
 
     def unpin(self, name: Hashable) -> bool:
@@ -83,11 +83,11 @@ class WithoutKvExtras:
         """Do nothing: there is no retention policy whose choices could be reported."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return nothing: there are no lower tiers."""
+        """Return an empty mapping: there are no tiers."""
         return {}
 
     def follow_hits(self, *, wanted: bool) -> None:
-        """Return None: vLLM's manager does not report changes of prefix hits, so keys that move with them are all read."""
+        """Return None: vLLM's manager reports no changes of prefix hits, so all keys that depend on them are re-read."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""
@@ -98,11 +98,11 @@ class WithoutKvExtras:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Return all of the tokens: there is one KV-parallel group."""
+        """Return all tokens for the one KV-parallel group."""
         return (num_done_tokens,)
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return all that remain."""
+        """Return the number of remaining tokens: chunks have no limit."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:

@@ -36,13 +36,16 @@ SAID_ELSEWHERE: Mapping[str, str] = {
     "seed": "Use weights_seed",
     "tensor_parallel_size": "Use tensor_parallel",
 }
-"""Arguments of vLLM's engine that other settings decide, and where."""
+"""Arguments of vLLM's engine that follow from other settings, each with these settings."""
 
 CPU_BLOCK_TOKENS = 32
 
 
 class VllmBackendConfig(ModelBackendConfig):
-    """Compute steps with a vLLM. One that schedules by this file (`--scheduler-cls`) reads `latency`, `output_length` and `fallback` alone."""
+    """Compute steps with a vLLM.
+
+    If vLLM uses this package's scheduler (`--scheduler-cls`), only `latency`, `output_length` and `fallback` are read.
+    """
 
     kind: ClassVar[str] = "vllm"
     can_swap: ClassVar[bool] = False
@@ -100,7 +103,7 @@ class VllmBackendConfig(ModelBackendConfig):
         return found
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """See `ModelBackendConfig`; vLLM has to be there in a version that is known."""
+        """See `ModelBackendConfig`; vLLM must be installed in a supported version."""
         found: list[Problem] = []
         for check in (lambda: check_version(installed_version()), lambda: read_model_config(self.model)):
             try:
@@ -140,7 +143,7 @@ class VllmBackendConfig(ModelBackendConfig):
 
 
 def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return the settings of a replica that no vLLM supports."""
+    """Return a problem for each setting of a replica that no version of vLLM supports."""
     found = check_replica(where, replica)
     if replica.memory.tiers is not None:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)

@@ -1,6 +1,7 @@
-"""Connectors of KV that can be scheduled, and the one of a configuration.
+"""Check that a configuration's KV connector can be scheduled, and create it.
 
-A connector that works on vLLM's own block pool, beside which there is none here, is refused before the model is loaded.
+A connector that accesses vLLM's own block pool, which does not exist under this scheduler, is refused before the model
+is loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
 NOT_LOADED = "its KV could not be loaded"
-"""Reason of an end that a client gets."""
+"""Reason reported to the client if a load failed."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
-"""Methods by which a connector takes part in vLLM's own block pool."""
+"""Methods of connectors that access vLLM's own block pool."""
 
 
 def check_connector(vllm_config: Any) -> None:
-    """Raise `ConfigError` for a connector, or what is to go with it, that cannot be scheduled."""
+    """Raise `ConfigError` for a connector, or a combination of options with it, that cannot be scheduled."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -39,7 +40,7 @@ def check_connector(vllm_config: Any) -> None:
 
 
 def _classes(transfer: Any) -> Iterator[type[Any]]:
-    """Return the classes of a configuration's connectors, of several in one the parts."""
+    """Yield the classes of a configuration's connectors; for a multi-connector, those of its parts."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -59,7 +60,7 @@ def _overrides(connector: type[Any], name: str) -> bool:
 
 
 def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
-    """Return the rules by which a vLLM's connector is used; None: it has none."""
+    """Return the rules for using a vLLM's connector; None without a connector."""
     if vllm_config.kv_transfer_config is None:
         return None
     num_drafts = vllm_config.num_speculative_tokens
@@ -75,9 +76,10 @@ def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
 def connector_of(
     scheduler: Any, vllm_config: Any, on_lookup: OnLookup, num_in_flight: Callable[[str], int]
 ) -> Connector | None:
-    """Return the connector that `--kv-transfer-config` asks for, joined to the scheduler's mechanism; None: it asks for none.
+    """Create the connector of `--kv-transfer-config` and attach it to the scheduler's mechanism; None without one.
 
-    Raises what making it raises. `num_in_flight` gives the tokens of a request in steps that have not come back.
+    `num_in_flight` returns the number of a request's tokens in steps in flight. Errors of the connector's constructor
+    are passed on.
     """
     rules = rules_of(vllm_config, scheduler.config)
     if rules is None:

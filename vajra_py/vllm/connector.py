@@ -1,7 +1,8 @@
-"""The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
+"""Adapt the vLLM connector of `--kv-transfer-config` to the mechanism's interface.
 
-What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
-each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is unused.
+The connector is called in the same order as by vLLM's own scheduler. Attributes of a request that it reads (tokens,
+block hashes, computed tokens) are updated on access, the request's status before each call. The connector uses vLLM's
+block ids; the mechanism's are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress",
 
 
 OnLookup = Callable[[Record, Request, int, int], None]
-"""Called with a request that has got blocks, its tokens in the prefix cache, and those that the connector loads."""
+"""Called when a request has been allocated blocks, with its tokens in the prefix cache and those the connector loads."""
 
 
 class Connector:
-    """A connector, and its requests.
+    """A connector and the requests that it serves.
 
-    What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
+    If the mechanism calls it and it raises, the error is stored, because the mechanism would attribute it to a policy;
+    `raise_error` raises it later.
     """
 
     def __init__(  # noqa: PLR0913  # what vLLM's scheduler has at hand
@@ -59,14 +61,14 @@ class Connector:
         num_in_flight: Callable[[str], int],
         log_stats: bool,
     ) -> None:
-        """`num_in_flight` gives the tokens of a request in steps that have not come back."""
+        """Create vLLM's connector; `num_in_flight` returns the number of a request's tokens in steps in flight."""
         self.vllms: Any = KVConnectorFactory.create_connector(
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
-        """Ends of requests where steps are formed ahead; None: steps are not formed ahead."""
+        """Ends of requests if steps are formed ahead of the last step's result; None otherwise."""
         self._void: dict[str, Request] = {}
-        """Requests whose computed tokens are void and which the mechanism is to end, until no step computes them."""
+        """Requests with void computed tokens that the mechanism must end; kept until no step computes them."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
         """True for each step in flight that was formed by the policies."""
@@ -74,38 +76,38 @@ class Connector:
         self._mechanism = mechanism
         self._memory = memory = mechanism.replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
-        """Memory of vLLM's own, which has several tables; None: this project's is used."""
+        """vLLM's own KV manager, which has several block tables; None if this project's memory is used."""
         self._connected = mechanism.use_connector(self, rules)
         self._on_lookup = on_lookup
         self._num_tables = len(kv_cache_config.kv_cache_groups)
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
-        """Requests whose end the connector was not notified of."""
+        """Requests of whose end the connector has not been notified."""
         self._scheduled: Mapping[str, int] = {}
-        """Tokens by request of the step that the connector is given."""
+        """Scheduled tokens by request of the step that is being passed to the connector."""
         self._begins: int | None = None
-        """Cached tokens of the request that is getting the blocks of its load beside steps."""
+        """Cached tokens of the request that is being allocated blocks for an asynchronous load; None otherwise."""
         self._loaded: set[str] = set()
-        """Requests with a load beside steps that were not admitted since."""
+        """Requests with a completed or pending asynchronous load that have not been admitted since."""
         self._loading: set[str] = set()
         self._sending: set[str] = set()
-        """Requests of which a transfer is under way."""
+        """Requests whose KV is being sent."""
         self._relieves = False
         self._loads_now = False
-        """True if a request of the step that is being formed loads within it."""
+        """True if a request of the step being formed loads KV within that step."""
         self._last: dict[str, EngineCoreOutput] = {}
-        """Last outputs of requests that end with the step in flight."""
+        """Last output of each request that ends with the step in flight."""
         self._stages: dict[str, str] | None = {} if log_stats else None
-        """Requests with a load beside steps by their stage, in vLLM's words; None: not needed."""
+        """Stage (in vLLM's terms) of each request with an asynchronous load; None if statistics are off."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
-        """Statistics of the connector and its workers since they were last asked for."""
+        """Statistics of the connector and its workers since `add_stats` was last called."""
         self._error: Exception | None = None
 
     # Requests
 
     def take_in(self, record: Record) -> None:
-        """Add a request that has come in."""
+        """Add a new request."""
         self._known[record.request_id] = record
         make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
@@ -114,7 +116,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """Remove a request that is not, or no longer, in the mechanism; does nothing if the connector was notified of its end."""
+        """Remove a request that is not in the mechanism; does nothing if the connector was notified of its end."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -124,18 +126,21 @@ class Connector:
                 self._finish(record, ([],) * self._num_tables)
 
     def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
-        """Note the last output of a request, which ends with the step in flight; the connector may add parameters to it."""
+        """Store the last output of a request that ends with the step in flight; the connector may add parameters to it."""
         self._last[output.request_id] = output
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """End a request of the mechanism for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
+        """End a request of the mechanism for its client.
+
+        Under asynchronous scheduling the connector is notified now, otherwise when the mechanism ends the request.
+        """
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.note_end(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
-        """Raise what the connector raised when the mechanism called it."""
+        """Raise the error that the connector raised when the mechanism called it, if any."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -149,7 +154,7 @@ class Connector:
         return otherwise
 
     def _num_computed(self, record: Record) -> int:
-        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is given."""
+        """Return the number of computed or loaded tokens, without those of the step being passed to the connector."""
         own = record.own
         if own is None:
             return 0
@@ -160,7 +165,7 @@ class Connector:
         record.request.num_preemptions = request.num_preemptions
         return record.request
 
-    # The mechanism's connector
+    # Called by the mechanism
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
         """See `KvConnector`."""
@@ -214,7 +219,7 @@ class Connector:
         if self._relieves and self._mechanism.fault is not None:
             if self._late is not None:
                 self._late.forget(request)
-            return False  # it goes on under other policies
+            return False  # it continues under other policies
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -226,7 +231,7 @@ class Connector:
         vllms = self._look_at(record, request)
         num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
-            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # accepted drafts, which the mechanism does not know yet
+            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # includes accepted drafts not yet in the mechanism
         vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
         self._enter(name, None)
@@ -263,7 +268,7 @@ class Connector:
         return bool(keeps)
 
     def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int, *, begins: bool) -> KVCacheBlocks:
-        """Return a request's blocks as vLLM's memory would show them, the first with the hashes by which they are found."""
+        """Return a request's blocks as vLLM's memory would, the first `num_cached` tokens' with their hashes."""
         if self._managed is not None:
             if not begins:
                 self._managed.cache_blocks(request, num_cached)
@@ -277,9 +282,9 @@ class Connector:
     # Steps
 
     def add_message(self, output: SchedulerOutput, *, is_formed: bool) -> None:
-        """Add the connector's message for its workers to a step's message. Raises what the connector raises.
+        """Add the connector's metadata for its workers to a step's message. Errors of the connector are passed on.
 
-        `is_formed`: the policies have formed the step.
+        `is_formed` is true if the policies formed the step.
         """
         self.raise_error()
         if self._late is not None:
@@ -299,7 +304,7 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
-        """Return the requests whose result of a step is void, since a block that they use was not loaded."""
+        """Return the requests whose results of a step are void because loading one of their blocks failed."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
         if self._managed is not None:
@@ -313,7 +318,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight, and give the connector the reports of its workers. Raises what the connector raises."""
+        """End the step in flight, and pass the workers' report to the connector, whose errors are passed on."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
@@ -322,9 +327,9 @@ class Connector:
         self._forget_step(output)
 
     def land_late(self, output: Any) -> list[Request]:
-        """Take what the connector's workers report with a step that ended when the next one was formed.
+        """Process the workers' report on a step that the mechanism had ended when it formed the next one.
 
-        Returns requests that ended with it, and would not have if all KV had been loaded. Raises what the connector raises.
+        Returns the requests that ended with it although a load had failed. Errors of the connector are passed on.
         """
         assert self._late is not None
         ended = [one for one in self._newly_void.values() if one.state is RequestState.ENDED]
@@ -337,11 +342,11 @@ class Connector:
         return ended
 
     def is_void(self, request: Request) -> bool:
-        """Return true if the computed tokens of a request that ends in the mechanism are void."""
+        """Return whether the computed tokens of a request that ends in the mechanism are void."""
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return true if a request whose result is void ends in the mechanism alone, and is to be computed again."""
+        """Return whether a request with a void result ends only in the mechanism, and must be computed again."""
         if not self.recomputes:
             return False
         if self._late is not None:
@@ -363,7 +368,7 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report of a step that has come back, whose blocks requests that have ended may hold."""
+        """Return the report with `sent` replaced by the ended requests that need their blocks no longer."""
         for request in report.sent:
             late.sent(request)
         return replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
@@ -395,29 +400,29 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Keep requests alive for the connector when a policy breaks the contract, since they go on under other policies."""
+        """Keep requests alive for the connector after a policy broke the contract: they continue under other policies."""
         self._relieves = True
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is loaded or sent that uses blocks."""
+        """True if no load or send that uses blocks is under way."""
         return not (self._loading or self._sending)
 
     # Counts
 
     @property
     def num_holding(self) -> int:
-        """Waiting requests that hold blocks."""
+        """Number of waiting requests that hold blocks."""
         return self._connected.num_holding
 
     @property
     def keeps(self) -> bool:
-        """True if ended requests hold blocks for a transfer."""
+        """True if ended requests keep blocks for a transfer."""
         return len(self._connected.kept) > (0 if self._late is None else self._late.num_waiting)
 
     @property
     def is_awaited(self) -> bool:
-        """True if a transfer or an answer of the connector may be why no request can run."""
+        """True if requests may be unable to run only because a transfer or answer of the connector is pending."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:
@@ -438,7 +443,7 @@ class Connector:
         self._hits.record(num_tokens=num_asked, num_hits=num_tokens, preempted=is_again, hits_by_source=sources)
 
     def reset(self) -> bool:
-        """Have the connector drop its cached content; False if it cannot."""
+        """Make the connector drop its cached content; return False if it cannot."""
         if self.vllms.reset_cache() is False:
             return False
         if self._hits is not None:
@@ -446,7 +451,7 @@ class Connector:
         return True
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add the connector's figures, and those of its workers, to a step's statistics."""
+        """Add the statistics of the connector and its workers to a step's statistics."""
         if self._hits is not None:
             stats.connector_prefix_cache_stats, self._hits = self._hits, PrefixCacheStats()
         if self._stages is not None:

@@ -1,7 +1,6 @@
-"""Drafts of a vLLM (`--speculative-config`): which drafters can be scheduled, the tokens that they propose, and how many are accepted.
+"""Speculative decoding of a vLLM (`--speculative-config`): supported drafters, sizes of drafts, and acceptance counts.
 
-vLLM's workers propose tokens and verify them. The mechanism plans as many as there are and fit; here are the tokens' way there and the counts
-for vLLM's metrics.
+vLLM's workers propose and verify draft tokens. The mechanism plans as many as were proposed and fit into a step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from vajra_py.config.drafts import DraftConfig
 
 _METHODS = ("ngram", "suffix", "eagle", "eagle3", "mtp")
-"""Methods of drafting whose messages are known here."""
+"""Supported methods of drafting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +20,12 @@ class DraftSizes:
     """Sizes of a vLLM's drafts.
 
     Attributes:
-        num_tokens: most drafts of a decode in a step; 0: there are none.
-        unseen: True if drafts never leave the workers, since steps are formed ahead: a decode has as many as are wanted.
-        lookahead_tokens: tokens behind a request's chunk for which it gets blocks too.
-        publishes_late: True if accepted tokens enter the prefix cache with their request's next step alone.
-        drops_last_hit: True if the last block that is found in the prefix cache is computed anew.
+        num_tokens: largest number of drafts per decode and step; 0 without drafts.
+        unseen: True if drafts never leave the workers because steps are formed ahead; a decode then always has the
+            planned number of drafts.
+        lookahead_tokens: tokens after a request's chunk for which it is allocated blocks too.
+        publishes_late: True if accepted tokens enter the prefix cache only with their request's next step.
+        drops_last_hit: True if the last block of a prefix hit is recomputed.
     """
 
     num_tokens: int = 0
@@ -36,7 +36,7 @@ class DraftSizes:
 
     @property
     def config(self) -> DraftConfig:
-        """The replica's setting: vLLM's rules."""
+        """Draft settings of the replica, with vLLM's rules."""
         return DraftConfig(
             num_tokens=self.num_tokens,
             lookahead_tokens=self.lookahead_tokens,
@@ -48,7 +48,7 @@ class DraftSizes:
 
 
 def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
-    """Return the sizes of a vLLM's drafts, by its options."""
+    """Return the sizes of drafts that follow from a vLLM's options and version."""
     if vllm_config.speculative_config is None:
         return DraftSizes()
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -62,7 +62,7 @@ def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
 
 
 def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the options of drafts that cannot be scheduled, each with the reason."""
+    """Yield each unsupported option of drafts with the reason."""
     speculative = config.speculative_config
     if speculative is None:
         return
@@ -94,23 +94,23 @@ def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def num_tokens_of(request_id: str, step: Any) -> int:
-    """Return the tokens that a step computes of a request, but for drafts."""
+    """Return the number of a request's tokens in a step, without drafts."""
     count: int = step.num_scheduled_tokens.get(request_id, 0)
     return count - len(step.scheduled_spec_decode_tokens.get(request_id, ()))
 
 
 def without_drafts(step: Any) -> Mapping[str, int]:
-    """Return the tokens that a step computes of each request, but for drafts, which count when they are accepted."""
+    """Return the number of each request's tokens in a step, without drafts, which count only once accepted."""
     counts: Mapping[str, int] = step.num_scheduled_tokens
     drafts = step.scheduled_spec_decode_tokens
     return {name: count - len(drafts.get(name, ())) for name, count in counts.items()} if drafts else counts
 
 
 class DraftStats:
-    """Counts of verified and accepted drafts, as vLLM's metrics want them.
+    """Counts of verified and accepted drafts, for vLLM's metrics.
 
     Attributes:
-        num_tokens: most drafts of a decode in a step; 0: there are none.
+        num_tokens: largest number of drafts per decode and step; 0 without drafts.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -118,7 +118,7 @@ class DraftStats:
         self._stats: Any = None
 
     def observe(self, step: Any, output: Any, known: Mapping[str, Any]) -> None:
-        """Count the drafts that a step verified, for requests that are still known."""
+        """Count the drafts that a step verified, for requests in `known`."""
         from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
         if self._stats is None:
@@ -130,6 +130,6 @@ class DraftStats:
                 self._stats.observe_draft(num_draft_tokens=num_drafts, num_accepted_tokens=len(tokens) - 1)
 
     def take(self) -> Any:
-        """Return vLLM's `SpecDecodingStats` since the last call; None where nothing was verified."""
+        """Return vLLM's `SpecDecodingStats` since the last call; None if no drafts were verified."""
         stats, self._stats = self._stats, None
         return stats if stats is not None and stats.num_drafts else None

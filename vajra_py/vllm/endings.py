@@ -1,4 +1,4 @@
-"""Notify vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
+"""Report ends of requests to vLLM's clients, including ends without a further token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_STREAMS = 10_000
 
 @dataclass(slots=True)
 class _Failed:
-    """A request that ends without a token of its own, and the reason that its client gets."""
+    """A request that ends without a further token, and the reason reported to its client."""
 
     request: VllmRequest
     reason: FinishReason
@@ -25,26 +25,26 @@ class _Failed:
 
 
 class Endings:
-    """Ends that were not reported yet."""
+    """Ends that have not been reported yet."""
 
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """Requests that a client need not track any more, by client; None: not needed."""
+        """Names of finished requests by client, which clients stop tracking; None if vLLM does not need them."""
 
     @property
     def is_pending(self) -> bool:
-        """True if there are any."""
+        """True if ends remain to be reported."""
         return bool(self._failed or self._finished)
 
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        """End the request with this reason."""
+        """Add the end of a request with this reason; `why` is the explanation for its client."""
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """Remove a request that its client aborts before it got the end; None: there is none of that name."""
+        """Remove and return a request that its client aborts before the end was reported; None if there is none."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)
@@ -52,14 +52,17 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """Note that the client has got the end of this request."""
+        """Record that the end of this request was sent to its client."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
     def with_ends(
         self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
     ) -> dict[int, EngineCoreOutputs]:
-        """Return the message for every client, by its index: these outputs and the ends. Failed requests are taken out of `requests`."""
+        """Return the message for every client by its index, with these outputs and the pending ends.
+
+        Failed requests are removed from `requests`.
+        """
         for failed in self._failed:
             request = failed.request
             requests.pop(request.request_id, None)
@@ -76,20 +79,20 @@ class Endings:
 
 
 class RefusedStreams:
-    """Requests whose input was to be streamed: their first chunk is refused, and further ones and the end may follow under its id."""
+    """Requests with streamed input, which is unsupported: the first chunk is refused, later ones are ignored."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
-        """Return true if nothing is to be done for a request that comes in beside these: its id is a refused stream's, or used twice."""
+        """Return whether a new request is to be ignored, because its id belongs to a refused stream or is in use."""
         name = request.request_id
         is_known = name in self._names
         if is_known and not request.resumable:  # the end of the stream
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # the client gets the refusal of a chunk, so it is not logged
+            if not is_known:  # refusals of chunks are not logged, because the client receives them
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

@@ -1,4 +1,4 @@
-"""Facts that clients state in `extra_args` of vLLM (`vllm_xargs` of an HTTP request), by the facts' kinds."""
+"""Parse facts that clients state in `extra_args` of vLLM (`vllm_xargs` of an HTTP request)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 PREFIX = "vajra_"
-"""Beginning of names that are for the scheduler."""
+"""Prefix of the names of arguments for this scheduler."""
 
 
 def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that `extra_args` state, by name. Raises `ConfigError` for a name or a value that is wrong."""
+    """Return the facts stated in `extra_args`, by name. Raises `ConfigError` for a wrong name or value."""
     stated: dict[str, Any] = {}
     for name, value in extra.items():
         if not name.startswith(PREFIX):
@@ -70,7 +70,7 @@ def _seconds(where: str, value: Any) -> float:
 
 
 def _finite(value: Any) -> float | None:
-    """A finite number, which may be written as a text; None: it is none."""
+    """Convert a number or text to a finite number; None if it is not one."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Requests whose tokens a grammar constrains: those that wait until it is compiled, and what it allows of each step."""
+"""Requests with grammars (structured output): wait for compilation, and constrain the tokens of each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vajra_py.vllm.records import Record
 
 
 class Grammars:
-    """The scheduler's side of them; vLLM's manager of structured output compiles and applies them."""
+    """Scheduler's side of grammars; vLLM's structured-output manager compiles and applies them."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -23,11 +23,11 @@ class Grammars:
 
     @property
     def num_compiling(self) -> int:
-        """Requests whose grammar is not there yet."""
+        """Number of requests whose grammar is still being compiled."""
         return len(self._compiling)
 
     def take_in(self, record: Record) -> bool:
-        """Return true if a request that has come in has to wait for its grammar."""
+        """Start tracking a new request; return whether it must wait for its grammar."""
         if record.request.use_structured_output:
             self._constrained[record.request_id] = record
         waits = record.request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -36,7 +36,7 @@ class Grammars:
         return waits
 
     def take_compiled(self) -> list[tuple[Record, Exception | None]]:
-        """Requests that need not wait any more, with the reason where their grammar cannot be compiled."""
+        """Return the requests that stop waiting, each with the error if its grammar cannot be compiled."""
         waiting, self._compiling = self._compiling, []
         done: list[tuple[Record, Exception | None]] = []
         for record in waiting:
@@ -52,7 +52,7 @@ class Grammars:
         return done
 
     def forget(self, record: Record) -> bool:
-        """Forget a request that is over; return true if it had been waiting for its grammar."""
+        """Remove an ended request; return whether it was waiting for its grammar."""
         self._constrained.pop(record.request_id, None)
         was_waiting = record in self._compiling
         if was_waiting:
@@ -60,7 +60,7 @@ class Grammars:
         return was_waiting
 
     def sampling(self, output: SchedulerOutput) -> list[str]:
-        """Requests of a step that sample a token which a grammar constrains."""
+        """Return the names of a step's requests that sample a token under a grammar."""
         found = []
         for name, record in self._constrained.items():
             own = record.own
@@ -69,7 +69,7 @@ class Grammars:
         return found
 
     def bitmask(self, output: SchedulerOutput, requests: Mapping[str, VllmRequest]) -> GrammarOutput | None:
-        """Return the bit mask of tokens that the grammars of a step's requests allow."""
+        """Return the bit mask of tokens that grammars allow for a step's requests; None if there are none."""
         if not output.has_structured_output_requests:
             return None
         names = self.sampling(output)
@@ -80,12 +80,12 @@ class Grammars:
         return GrammarOutput(names, self._manager.grammar_bitmask(requests, names, drafts), counts)
 
     def allowed_drafts(self, request: VllmRequest, tokens: list[int]) -> list[int]:
-        """Return the leading ones of proposed tokens that the request's grammar allows."""
+        """Return the longest prefix of proposed tokens that the request's grammar accepts."""
         if not request.use_structured_output:
             return tokens
         allowed: list[int] = self._manager.validate_tokens(request, tokens)
         return allowed
 
     def accepts(self, request: VllmRequest, tokens: list[int]) -> bool:
-        """Return true if the request's grammar allows the tokens that were sampled for it."""
+        """Return whether the request's grammar accepts its sampled tokens."""
         return not request.use_structured_output or bool(self._manager.accept_tokens(request, tokens))

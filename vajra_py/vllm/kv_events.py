@@ -1,7 +1,7 @@
-"""Publish vLLM's KV cache events, which routers follow: content stored in and removed from the prefix cache, by vLLM's hashes.
+"""Publish vLLM's KV cache events for routers: blocks stored in and removed from the prefix cache, by vLLM's hashes.
 
-Where events are published, the prefix cache itself is keyed by vLLM's hashes, so that nothing has to be translated. They are
-equal exactly where this project's are, and decisions do not change.
+If events are published, the prefix cache itself is keyed by vLLM's hashes, so that no translation is needed. Two of
+these hashes are equal if and only if this project's hashes are, so decisions do not change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ HashFunction = Callable[[Any], bytes]
 
 
 class VllmBlockHashes(TokenBlockHashes):
-    """The hashes that vLLM gives the blocks of a request's tokens.
+    """vLLM's hashes of the blocks of a request's tokens.
 
     Attributes:
-        session_id: the session of its client, by vLLM's name.
+        session_id: vLLM's name of the client's session.
     """
 
     __slots__ = ("_function", "_index_of", "_lora", "_salt", "session_id")
@@ -53,7 +53,13 @@ class VllmBlockHashes(TokenBlockHashes):
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` is without the adapter; see `TokenBlockHashes`."""
+        """Create the hashes; for other arguments see `TokenBlockHashes`.
+
+        Args:
+            function: hash function of vLLM's `--prefix-caching-hash-algo`.
+            request: vLLM's request.
+            own_salt: the request's salt, without that of its adapter.
+        """
         super().__init__(tokens, block_size, salt, output, reads_cache=reads_cache)
         self._function = function
         self._salt = own_salt
@@ -78,7 +84,7 @@ class VllmBlockHashes(TokenBlockHashes):
         return tuple(keys) or None
 
     def stored(self, hashes: Sequence[Hashable]) -> BlockStored:
-        """Return the event of these blocks, which follow each other, as vLLM's block pool makes it."""
+        """Return the event for storing these consecutive blocks, equal to that of vLLM's block pool."""
         first, size = self._index_of[hashes[0]], self._block_size
         stop = first + len(hashes)
         keys = [tuple(key[1] for key in self._extra_keys(index) or ()) or None for index in range(first, stop)]
@@ -98,10 +104,10 @@ class VllmBlockHashes(TokenBlockHashes):
 
 
 class KvFeed(ContentEvents):
-    """Collects the events of the prefix cache; like vLLM's, they name each block, also further ones of equal content."""
+    """Collects the events of the prefix cache; as in vLLM, each block has its own events, duplicates included."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: vLLM's name for the kind of the KV blocks."""
+        """Create an empty feed; `kind` is vLLM's name for the kind of KV blocks."""
         self._kind = kind
         self.events: list[KVCacheEvent] = []
 
@@ -130,18 +136,21 @@ class KvFeed(ContentEvents):
 
 @dataclass(slots=True)
 class KvEvents:
-    """Events of one scheduler's prefix cache, and the hashes that name its blocks in them."""
+    """Events of one scheduler's prefix cache, and the block hashes used in them."""
 
     publisher: Any
     feed: KvFeed
     function: HashFunction = field(repr=False)
 
     def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
-        """Return what makes the hashes of a request's blocks, whose salt is this one but for its adapter."""
+        """Return the constructor of a request's block hashes; `salt` excludes that of the adapter."""
         return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:
-        """Collect the events of this memory. Raises `ConfigError` where a policy does so, or orders what is kept."""
+        """Collect the events of this memory.
+
+        Raises `ConfigError` if a policy listens to them, or ranks cached content.
+        """
         if memory.is_watched:
             message = (
                 "KV events are not published beside a policy that follows the prefix cache or orders what it keeps"
@@ -151,7 +160,7 @@ class KvEvents:
         memory.report_content(self.feed)
 
     def publish(self) -> None:
-        """Publish what has happened since the last call, if anything has."""
+        """Publish the events since the last call, if there are any."""
         events = self.feed.events
         if events:
             self.feed.events = []
@@ -159,7 +168,7 @@ class KvEvents:
 
 
 def kv_events_of(vllm_config: Any, kv_cache_config: Any, block_size: int) -> KvEvents | None:
-    """Return what publishes the events that `--kv-events-config` asks for; None: it asks for none."""
+    """Return the publisher of the events enabled by `--kv-events-config`; None if they are not enabled."""
     config, cache = vllm_config.kv_events_config, vllm_config.cache_config
     if config is None or not config.enable_kv_cache_events or not cache.enable_prefix_caching:
         return None

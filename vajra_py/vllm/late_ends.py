@@ -1,8 +1,8 @@
-"""Ends of requests under asynchronous scheduling, as reported to a connector.
+"""Report ends of requests to a connector under asynchronous scheduling.
 
-The mechanism ends a request whose length is reached when the next step is formed, and the step before may still write its blocks. A
-connector is notified of an end when the last token is known, as by vLLM's own scheduler. The request keeps its blocks until both has
-happened, and, if the connector wants them, until they are sent.
+The mechanism ends a request that reaches its length when the next step is formed, while the step before may still write
+its blocks. A connector is notified of an end when the last token is known, as by vLLM's own scheduler. The request
+keeps its blocks until both have happened, and, if the connector requires it, until they have been sent.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from vajra_py.vllm.mechanism import Request
 
 
 class LateEnds:
-    """Requests that have ended for the mechanism or for the connector, until both have noted it and no step writes their blocks."""
+    """Requests that have ended for either the mechanism or the connector, or whose blocks a step may still write."""
 
     def __init__(self, is_written: Callable[[str], bool]) -> None:
-        """`is_written` returns by name whether a step that has not come back computes tokens of a request."""
+        """Create it empty; `is_written` returns whether a step in flight computes tokens of the request of a name."""
         self.is_written = is_written
         self._answers: dict[str, bool] = {}
-        """Requests that ended for the connector and not yet in the mechanism: whether it wants their blocks."""
+        """For requests that ended for the connector but not yet in the mechanism: whether it keeps their blocks."""
         self._kept: dict[Request, bool] = {}
-        """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
+        """For ended requests of the mechanism that keep their blocks: whether the connector needs them, as known so far."""
         self._unreported: dict[str, Request] = {}
         """Requests of `_kept` of whose end the connector has not been notified."""
 
     def note_end(self, name: str, *, wants: bool) -> None:
-        """Note that the connector was notified of an end, and whether it wants the blocks."""
+        """Record that the connector was notified of an end; `wants` is whether it keeps the blocks."""
         request = self._unreported.pop(name, None)
         if request is None:
             self._answers[name] = wants
@@ -34,7 +34,7 @@ class LateEnds:
             self._kept[request] = wants
 
     def ends(self, request: Request) -> bool | None:
-        """Return True if a request that the mechanism ends keeps its blocks, False if not; None: the connector is to be called now."""
+        """Return whether a request ended by the mechanism keeps its blocks; None if the connector must be called now."""
         name = request.request_id
         answer = self._answers.pop(name, None)
         is_written = self.is_written(name)
@@ -48,29 +48,29 @@ class LateEnds:
         return False
 
     def sent(self, request: Request) -> None:
-        """Note that the connector has sent the blocks of a request."""
+        """Record that the connector has sent the blocks of a request."""
         self._kept[request] = False
 
     @property
     def unreported(self) -> Collection[Request]:
-        """Requests that the mechanism has ended, and whose last token is not known."""
+        """Ended requests of the mechanism whose last token is not known yet."""
         return self._unreported.values()
 
     def void(self, request: Request) -> None:
-        """Let a request whose last step is void, so that it has not ended for its client, keep no blocks."""
+        """Release the blocks of a request whose last step is void, so that it has not ended for its client."""
         self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:
-        """Forget a request that the mechanism has lost with its blocks."""
+        """Remove a request whose blocks the mechanism has lost."""
         self._answers.pop(request.request_id, None)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that keep blocks which the connector does not want."""
+        """Number of requests that keep blocks although the connector does not need them."""
         return len(self._kept) - sum(self._kept.values())
 
     def take_released(self) -> list[Request]:
-        """Return the requests that need their blocks no longer, now that a step has come back."""
+        """Return and remove the requests that no longer need their blocks; to be called after a step has come back."""
         released = [one for one, wants in self._kept.items() if not (wants or self._is_held(one))]
         for request in released:
             del self._kept[request]

@@ -1,7 +1,8 @@
-"""Requests of vLLM as a connector reads them: brought up to date when they are read, so that a steady step touches no request.
+"""Requests of vLLM that are updated when a connector reads them, so that a steady step modifies no request.
 
-Output, block hashes and computed tokens of a request change with every step, and a connector looks at few of them. A request that is
-made lazy takes them from its record and from the mechanism, also through views of its tokens and hashes that are kept elsewhere.
+Output, block hashes and computed tokens of a request change with every step, and a connector reads few of them. A lazy
+request takes them from its record and from the mechanism on access, also through views of its tokens and hashes that
+other objects keep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vajra_py.vllm.records import Record
 
 
 class _View(ConstantList[Any]):  # type: ignore[misc]
-    """Tokens or block hashes of a lazy request, up to date at each look, as vLLM's lists are."""
+    """View of a lazy request's tokens or block hashes, which is up to date on each access, like vLLM's lists."""
 
     def __init__(self, request: VllmRequest, name: str) -> None:
         self._request = request
@@ -28,7 +29,7 @@ class _View(ConstantList[Any]):  # type: ignore[misc]
 
 
 class LazyRequest(VllmRequest):  # type: ignore[misc]
-    """A request of vLLM's whose output, hashes and computed tokens are looked up when they are read."""
+    """vLLM request whose output, hashes and computed tokens are looked up on access."""
 
     _record: Record
     _find_computed: Callable[[Record], int]
@@ -43,28 +44,28 @@ class LazyRequest(VllmRequest):  # type: ignore[misc]
 
     @property
     def output_token_ids(self) -> ConstantList[int]:
-        """Output so far."""
+        """Token ids of the output so far."""
         return _View(self, "_output_token_ids")
 
     @property
     def all_token_ids(self) -> ConstantList[int]:
-        """Prompt and output so far."""
+        """Token ids of prompt and output so far."""
         return _View(self, "_all_token_ids")
 
     @property
     def block_hashes(self) -> ConstantList[Any]:
-        """Hashes of the full blocks of these."""
+        """Hashes of the full blocks of prompt and output."""
         return _View(self, "block_hashes")
 
     @property
     def num_computed_tokens(self) -> int:
-        """Computed tokens: those that were set, or the mechanism's."""
+        """Number of computed tokens: the value set last, or the mechanism's."""
         was_set: int | None = self.__dict__["num_computed_tokens"]
         return self._find_computed(self._record) if was_set is None else was_set
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, num_tokens: int | None) -> None:
-        """Set the computed tokens; None: they are the mechanism's from now on."""
+        """Set the number of computed tokens; None returns to the mechanism's."""
         self.__dict__["num_computed_tokens"] = num_tokens
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:
@@ -75,14 +76,14 @@ class LazyRequest(VllmRequest):  # type: ignore[misc]
 
 
 def make_lazy(record: Record, find_computed: Callable[[Record], int]) -> None:
-    """Let what changes of a record's request be looked up until `settle`."""
+    """Make a record's request lazy until `settle` is called."""
     request = record.request
     request._record, request._find_computed = record, find_computed
     request.__class__ = LazyRequest
 
 
 def settle(request: VllmRequest) -> None:
-    """Bring a request that has ended up to date for good; it does not refer to its record any longer."""
+    """Make an ended request independent of its record, with final values."""
     if isinstance(request, LazyRequest):
         _brought_up(request, "block_hashes")
         request.num_computed_tokens = request.num_computed_tokens
@@ -91,7 +92,7 @@ def settle(request: VllmRequest) -> None:
 
 
 def _brought_up(request: VllmRequest, name: str) -> list[Any]:
-    """Return one of a request's own lists, with its tokens and hashes as far as they are known."""
+    """Update and return one of a request's own lists (tokens or hashes)."""
     lists = request.__dict__
     record: Record | None = lists.get("_record")
     if record is not None:

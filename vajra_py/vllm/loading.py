@@ -1,4 +1,4 @@
-"""Start vLLM's workers without its engine core: the model, its KV memory, and their own figures.
+"""Start vLLM's workers without its engine core: load the model, measure and allocate KV memory.
 
 Importing this loads neither vLLM nor a tensor library.
 """
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from vajra_py.vllm.runner import VllmRunner
 
 _PLACEHOLDER_BYTES = 1 << 20
-"""Size of KV memory that a vLLM on a CPU gets before the model is loaded; later the number of blocks decides."""
+"""Bytes of KV memory configured for a vLLM on a CPU before the model is loaded; the number of blocks replaces it later."""
 
 
 def load_vllm(options: RunnerOptions) -> VllmRunner:
-    """A runner on vLLM's workers: weights loaded, KV memory not yet allocated.
+    """Return a runner on vLLM's workers, with weights loaded and KV memory not yet allocated.
 
-    Raises `ConfigError` when there is no vLLM, or it cannot do what the settings ask for.
+    Raises `ConfigError` if vLLM is not installed, or does not support the settings.
     """
     assert isinstance(options, VllmOptions)
     version = installed_version()
     check_version(version)
-    # vLLM's second model runner gets requests in another form.
+    # vLLM's second model runner expects another form of requests.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vajra_py.vllm.runner import VllmRunner
@@ -41,10 +41,10 @@ def load_vllm(options: RunnerOptions) -> VllmRunner:
 
 
 class VllmWorkers:
-    """The workers of one vLLM, in this process or, with several shards, in processes of vLLM's own.
+    """The workers of one vLLM, in this process or, with several shards, in vLLM's own processes.
 
     Attributes:
-        facts: of the model that they loaded.
+        facts: facts of the loaded model.
         is_cpu: True if this vLLM computes on a CPU.
     """
 
@@ -99,11 +99,14 @@ class VllmWorkers:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block in one device's KV memory."""
+        """Bytes of a KV block on one device."""
         return self.facts.kv_bytes_per_token * self.facts.block_size
 
     def num_blocks_in(self, memory_fraction: float) -> int:
-        """KV blocks that there is room for. Raises `ConfigError` when not one longest sequence fits."""
+        """Return the number of KV blocks that fit into this fraction of device memory.
+
+        Raises `ConfigError` if these cannot hold a single sequence of the maximum length.
+        """
         if self.is_cpu:
             num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards
         else:
@@ -121,13 +124,13 @@ class VllmWorkers:
         return num_blocks
 
     def _measure(self) -> list[int]:
-        """Bytes for KV memory on each device, by vLLM's own trial run; what it compiles is compiled in this."""
+        """Return the bytes available for KV memory on each device, by vLLM's profiling run, which also compiles."""
         if self._available is None:
             self._available = self._executor.determine_available_memory()
         return self._available
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV memory, and warm up. Raises `ExecutorError` when it does not fit."""
+        """Allocate the KV memory, and warm up. Raises `ExecutorError` if it does not fit."""
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         config = self._config
@@ -153,7 +156,7 @@ class VllmWorkers:
         return self._executor.sample_tokens(None) if output is None else output
 
     def close(self) -> None:
-        """Give back memory and processes; may be called twice."""
+        """Release memory and processes; may be called twice."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
@@ -161,14 +164,14 @@ class VllmWorkers:
 
 
 def _clean_up() -> None:
-    """Leave the groups of ranks that vLLM keeps in its process, so that the next one can be started there."""
+    """Destroy vLLM's global process groups, so that another vLLM can be started in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
 
 
 def _engine_config(options: VllmOptions, is_cpu: bool) -> Any:
-    """The configuration of a vLLM. Raises `ConfigError` with what it does not take."""
+    """Return the configuration of a vLLM. Raises `ConfigError` with vLLM's message if it rejects the settings."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -202,7 +205,7 @@ def _engine_config(options: VllmOptions, is_cpu: bool) -> Any:
     _check_names(options.engine_args, EngineArgs)
     try:
         return EngineArgs(**arguments).create_engine_config()
-    except Exception as error:  # vLLM raises exceptions of many kinds
+    except Exception as error:  # vLLM raises many types of exceptions
         raise ConfigError(Problem("backend.vllm", f"vLLM does not take these settings ({_line(error)})")) from error
 
 
@@ -221,13 +224,13 @@ def _check_names(given: Mapping[str, Any], arguments: Any) -> None:
 
 
 def _size_of(model: Any) -> tuple[int, int]:
-    """Elements and bytes of a model's weights."""
+    """Return the number of elements and of bytes of a model's weights."""
     weights = list(model.parameters())
     return sum(one.numel() for one in weights), sum(one.numel() * one.element_size() for one in weights)
 
 
 def _eos_tokens(model: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens: its generation settings', else its configuration's."""
+    """Return the model's end-of-sequence tokens, from its generation settings or else its configuration."""
     value = model.try_get_generation_config().get("eos_token_id")
     if value is None:
         value = getattr(model.hf_text_config, "eos_token_id", None)

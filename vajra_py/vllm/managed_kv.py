@@ -1,9 +1,10 @@
-"""The KV manager of vLLM behind this project's interface of KV memory, for models that have more than one block table.
+"""Adapt vLLM's KV manager to this project's KV memory interface, for models with more than one block table.
 
-Layers with sliding windows give blocks back while their request runs, layers that keep a state (Mamba, linear attention) hold the same
-blocks throughout, and models with several kinds of layers have a table for each kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
-same figures as with any memory. Every decode whose blocks change is queried by itself, in order of admission, which costs more than
-this project's own memory does; that one serves models of full attention.
+Layers with sliding windows free blocks while their request runs, layers that keep a state (Mamba, linear attention) hold a
+fixed number of blocks, and models with several kinds of layers have a block table for each kind. vLLM's `KVCacheManager`
+decides about these blocks and their prefix hits; policies see the same figures as with any memory. It is called for every
+single decode whose blocks change, in order of admission, which costs more than this project's own memory. That one is used
+for models with full attention only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vajra_py.vllm.support import holds_states
 
 
 class _Hashes(Sequence[bytes]):
-    """The hashes of a request's full blocks, as vLLM reads them; each is made when it is first read."""
+    """Hashes of a request's full blocks for vLLM's manager; each is computed on first access."""
 
     __slots__ = ("_block_size", "_hashes")
 
@@ -45,7 +46,7 @@ class _Hashes(Sequence[bytes]):
 
 
 class _Held:
-    """A registered request, with what vLLM's manager reads of one."""
+    """A registered request, with the attributes that vLLM's manager reads."""
 
     __slots__ = (
         "block_hashes",
@@ -71,25 +72,25 @@ class _Held:
         self.num_tokens = request.num_known_tokens
         self.shared_prefix_boundary = 0
         self.num_loaded = 0
-        """Tokens behind the cached ones that are to be loaded, while it waits."""
+        """Tokens after the cached ones that a connector will load, while the request waits."""
         self.found: tuple[Any, int, int] | None = None
-        """Its content in the prefix cache, by vLLM's `get_computed_blocks`; None: not looked up."""
+        """Result of vLLM's `get_computed_blocks`, its prefix hit; None if it was not looked up."""
         self.found_at: tuple[int, int] = (-1, -1)
-        """State of the memory and length of the request at that time."""
+        """Version of the memory and length of the request at the time of that lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedSizes:
-    """Sizes of a vLLM that decide what a request may take.
+    """Sizes of a vLLM that limit allocations.
 
     Attributes:
         block_size: tokens of a block of attention.
-        scheduler_block_size: tokens of which vLLM's scheduler takes blocks to be.
-        hash_block_size: tokens of a hash.
-        max_step_tokens: most tokens of one request in a step.
-        max_in_flight_tokens: most tokens of steps that have not come back.
-        lag_tokens: tokens of a decode that are in flight while its next one is planned.
-        drops_last_hit: True if groups of layers that a drafter reads compute the last block anew that they find in the prefix cache.
+        scheduler_block_size: common multiple of the block sizes of all groups.
+        hash_block_size: tokens of content that one hash covers.
+        max_step_tokens: largest number of tokens of one request in a step.
+        max_in_flight_tokens: largest number of tokens in steps in flight.
+        lag_tokens: tokens of a decode in flight while its next one is planned.
+        drops_last_hit: True if groups of layers that a drafter reads recompute the last block of their prefix hit.
     """
 
     block_size: int
@@ -104,12 +105,22 @@ class ManagedSizes:
 
 
 class ManagedKv(WithoutKvExtras):
-    """`KvMemory` by vLLM's `KVCacheManager`. Blocks have vLLM's numbers, of which 0 stands for one that a window has left behind."""
+    """`KvMemory` backed by vLLM's `KVCacheManager`.
+
+    Blocks have vLLM's numbers; 0 stands for a block that was freed because it lies before the sliding window.
+    """
 
     recycles = True
 
     def __init__(self, kv_cache_config: Any, sizes: ManagedSizes, num_in_flight: Callable[[str], int]) -> None:
-        """`num_in_flight`: tokens of a request, by its id, in steps that have not come back, without drafts; they may still read its blocks."""
+        """Create the memory.
+
+        Args:
+            kv_cache_config: vLLM's configuration of the KV cache.
+            sizes: limits on allocations.
+            num_in_flight: returns the number of tokens, without drafts, that steps in flight compute for the request of
+                an id; these steps may still read its blocks.
+        """
         self.block_size = sizes.block_size
         self._sizes = sizes
         self._num_in_flight = num_in_flight
@@ -134,12 +145,12 @@ class ManagedKv(WithoutKvExtras):
         self._num_growing = len(growing)
         widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Table of each resident request of which windows leave the fewest blocks behind; others of attention are as long."""
+        """Block table of each resident request in the group with the widest window; its other tables of attention have equal length."""
         self._num_entered: dict[str, int] = widest.num_cached_block
-        """Number of blocks of that table in the prefix cache; of each other table at least as many are."""
+        """Number of blocks of that table in the prefix cache; a lower bound for the other tables."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
-        """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""
+        """Incremented whenever results of prefix lookups or block counts may change."""
         self.num_blocks: int = self._pool.num_gpu_blocks - 1
         self._windows: list[int] = [
             one.sliding_window - 1 + one.extra_retained_tokens
@@ -151,7 +162,7 @@ class ManagedKv(WithoutKvExtras):
         self.lagging: dict[KvRequest, None] = {}
 
     def _places(self) -> frozenset[int]:
-        """Places within a block at which a decode takes one, fills one or leaves one behind."""
+        """Token offsets within a block at which a decode allocates, completes or frees a block."""
         size, lag = self.block_size, self._sizes.lag_tokens
         leaves = {(window + behind) % size for window in self._windows for behind in range(lag + 1)}
         return frozenset({0, size - 1} | leaves)
@@ -165,11 +176,11 @@ class ManagedKv(WithoutKvExtras):
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests that `grow_each` can serve now, whichever they are."""
+        """Number of arbitrary requests for which `grow_each` would succeed now."""
         return self.free_blocks // self._num_growing
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy at most, in all tables."""
+        """Return the largest number of blocks, over all tables, that `num_tokens` tokens can occupy."""
         total = 0
         for one in self._coordinator.single_type_managers:
             count = -(-num_tokens // one.block_size)
@@ -178,7 +189,7 @@ class ManagedKv(WithoutKvExtras):
         return total
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True if a request of `num_tokens` tokens fits when it is alone."""
+        """Return whether a request of `num_tokens` tokens fits into an otherwise empty memory."""
         return self.blocks_for(num_tokens) <= self.num_blocks
 
     # Requests
@@ -211,16 +222,16 @@ class ManagedKv(WithoutKvExtras):
             raise RuntimeError("ManagedKv.clear: blocks are held by requests that are not registered")
 
     def tables(self, request: KvRequest) -> tuple[Sequence[Any], ...]:
-        """Return vLLM's blocks of a request, a table for each group; not to be changed."""
+        """Return the block table of each group for a request; read-only."""
         found: tuple[Sequence[Any], ...] = self._coordinator.get_blocks(self._held[request].request_id)
         return found
 
     def num_entries(self, request: KvRequest) -> int:
-        """Entries of each of the request's tables of attention, those left behind included."""
+        """Return the length of each of the request's tables of attention, including freed entries before the window."""
         return len(self._table.get(self._held[request].request_id, ()))
 
     def numbers(self, request: KvRequest, start: int = 0, end: int | None = None) -> tuple[list[int], ...]:
-        """Return vLLM's numbers of the blocks from an entry on, or up to another, by table; states are part of every first entry."""
+        """Return vLLM's block numbers of the entries [start, end), by table; tables of states are whole where `start` is 0, else empty."""
         parts = (
             table[start:end] if not has_states else table if start == 0 else ()
             for table, has_states in zip(self.tables(request), self._has_states, strict=True)
@@ -228,21 +239,21 @@ class ManagedKv(WithoutKvExtras):
         return tuple([block.block_id for block in part] for part in parts)
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Return the block numbers of a request that ends with so many computed tokens, after its windows have left behind what they can."""
+        """Free the blocks before the windows of a request that ends with `num_tokens` computed tokens; return the rest."""
         self._leave_behind(self._held[request])
         self._version += 1
         return self.numbers(request, 0, -(-num_tokens // self.block_size))
 
     def num_stored(self, request: KvRequest) -> int:
-        """Estimate of the leading tokens of a resident request that are in the prefix cache in every table."""
+        """Estimate how many leading tokens of a resident request are in the prefix cache in every table."""
         return int(self.manager.estimate_cached_tokens(self._held[request]))
 
     def blocks_of(self, request: KvRequest) -> KVCacheBlocks:
-        """Return vLLM's blocks of a request as a connector reads them."""
+        """Return the blocks of a request in vLLM's form for connectors."""
         return self.manager.get_blocks(self._held[request].request_id)
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks of the request, shared ones included, in all tables."""
+        """Return the number of blocks that the request holds in all tables, shared ones included."""
         return sum(not block.is_null for table in self.tables(request) for block in table)
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
@@ -252,17 +263,17 @@ class ManagedKv(WithoutKvExtras):
         return sum(count == self._pool.blocks[block].ref_cnt for block, count in held.items())
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Numbers of the request's device blocks, one table after the other."""
+        """Return the numbers of the request's blocks, one table after the other."""
         return [block.block_id for table in self.tables(request) for block in table if not block.is_null]
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """Return the same, for the one KV-parallel group."""
+        """Return `block_table` for the one KV-parallel group."""
         return (self.block_table(request),)
 
     # Prefix cache
 
     def _found(self, request: KvRequest) -> tuple[Any, int, int]:
-        """Return what the prefix cache holds of a waiting request: blocks by table, tokens, and the shared prefix beyond."""
+        """Look up a waiting request's prefix hit: blocks by table, tokens, and tokens of a shared prefix beyond these."""
         held = self._held[request]
         now = self._version, request.num_known_tokens
         if held.found is None or held.found_at != now:
@@ -272,7 +283,7 @@ class ManagedKv(WithoutKvExtras):
         return held.found
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
+        """Return the number of leading tokens that hit the prefix cache; works for unregistered requests."""
         if not self._sizes.caches or num_known_tokens < 2 or not reads_cache(hashes):
             return 0
         named = _Hashes(hashes, self.block_size)
@@ -280,11 +291,14 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
+        """Return the tokens that would be a prefix hit on admission now; at least one token is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
+        """Enter the full blocks of the first `num_tokens` tokens into the prefix cache.
+
+        Their KV is in memory, or will be after the step.
+        """
         held = self._held[request]
         if held.hashes is None or num_tokens // self.block_size <= self._num_entered.get(held.request_id, 0):
             return
@@ -293,9 +307,9 @@ class ManagedKv(WithoutKvExtras):
             self._version += 1
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Take back what was entered beyond the first `num_tokens` tokens, since no more will be computed after all.
+        """Remove blocks beyond the first `num_tokens` tokens from the prefix cache, since they will not be computed.
 
-        False, and nothing changed, if another request has attached such a block already.
+        Returns False and changes nothing if another request already shares such a block.
         """
         first = num_tokens // self.block_size
         entered = [block for table in self.tables(request) for block in table[first:] if block.block_hash is not None]
@@ -305,7 +319,7 @@ class ManagedKv(WithoutKvExtras):
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Remove the blocks of a request that ends, beyond its first `num_tokens` tokens, from the prefix cache as void."""
         first = num_tokens // self.block_size
         entered = [block for table in self.tables(request) for block in table[first:] if block.block_hash is not None]
         self._withdraw(request, first, entered)
@@ -321,7 +335,7 @@ class ManagedKv(WithoutKvExtras):
     # Allocating and freeing
 
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
-        """Return vLLM's count of the free blocks that would be taken for the first `num_tokens` tokens."""
+        """Return vLLM's count of the free blocks needed to hold the first `num_tokens` tokens."""
         request = held.request
         if self._table.get(held.request_id):
             blocks, local, done = self._none, request.num_computed_tokens, request.num_computed_tokens
@@ -345,35 +359,39 @@ class ManagedKv(WithoutKvExtras):
         )
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Of what no step is large enough to compute at once, windows leave a part behind before the rest is taken.
+        If these take several steps, windows free blocks of earlier steps before later ones need them.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
         return self._needed(held, num_tokens, capped=num_tokens - done > self._sizes.max_step_tokens)
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken at most, if several steps computed these tokens."""
+        """Return the largest number of free blocks needed at any time if several steps computed these tokens."""
         return self._needed(self._held[request], num_tokens, capped=True)
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
-        """Note that so many tokens behind the cached ones are to be loaded: windows need no blocks for what they leave behind of them.
+        """Announce that a connector will load this many tokens after the cached ones.
 
-        Of a request all of whose tokens are loaded the last one is computed, and its windows begin there.
+        Windows need no blocks for loaded tokens before them. If all tokens are loaded, the last one is recomputed, and
+        the windows begin there.
         """
         is_all = num_tokens > 0 and self.cached_tokens(request) + num_tokens == request.num_known_tokens
         self._held[request].num_loaded = num_tokens - is_all
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Return True if `allocate`, or `grow` for a resident request, would succeed now."""
+        """Return whether `allocate` (for a resident request `grow`) would succeed now."""
         held = self._held[request]
         if any(self.tables(request)):
             self._leave_behind(held)
         return self._needed(held, num_tokens) <= self.free_blocks
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks for `num_tokens` tokens: the tokens found in the cache; None if there is no room."""
+        """Attach the cached prefix and allocate blocks for `num_tokens` tokens.
+
+        Returns the number of cached tokens; None if blocks are lacking.
+        """
         held = self._held[request]
         if num_tokens < 1 or any(self.tables(request)):
             raise ValueError(
@@ -399,15 +417,15 @@ class ManagedKv(WithoutKvExtras):
         return hit
 
     def _leave_behind(self, held: _Held) -> None:
-        """Free what no step reads any more: the windows of steps in flight begin at tokens that they have computed."""
+        """Free the blocks before the windows, as far as no step in flight may still read them."""
         num_done = held.request.num_computed_tokens - self._num_in_flight(held.request_id)
         if num_done > self._least_window:
             self._coordinator.remove_skipped_blocks(held.request_id, num_done, held.num_prompt_tokens)
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
-        """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking.
+        """Allocate blocks so that a resident request holds `num_tokens` leading tokens; return False if they are lacking.
 
-        What its windows have left behind is free afterwards in either case.
+        Blocks before its windows are freed in either case.
         """
         held = self._held[request]
         name, done = held.request_id, held.request.num_computed_tokens
@@ -425,13 +443,16 @@ class ManagedKv(WithoutKvExtras):
         return True
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
-        """Let each of these resident requests hold one more token, in this order; `ValueError` if too few blocks are free."""
+        """Allocate blocks for one more token of each resident request, in order.
+
+        Raises `ValueError` if they are lacking.
+        """
         for request in requests:
             if not self.grow(request, self._held[request].request.num_computed_tokens + 1):
                 raise ValueError(f"ManagedKv.grow_each: {self.free_blocks} blocks are too few ({request!r})")
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """Give a request's device blocks back (end, abort, or preemption by recomputation)."""
+        """Free a request's blocks (end, abort, or preemption by recomputation)."""
         held = self._held[request]
         held.num_loaded = 0
         self.manager.free(held)
@@ -439,13 +460,13 @@ class ManagedKv(WithoutKvExtras):
         self._version += 1
 
     def take_cleared(self) -> list[int]:
-        """Return vLLM's numbers of the blocks that were taken since the last call and are to be cleared."""
+        """Return the numbers of blocks allocated since the last call that the workers must zero."""
         return cast("list[int]", self.manager.take_new_block_ids())
 
     # Consistency
 
     def check(self) -> None:
-        """Raise `AssertionError` if the accounts do not agree."""
+        """Raise `AssertionError` if the block counts are inconsistent."""
         users: Counter[int] = Counter()
         for request, held in self._held.items():
             tables = self.tables(request)

@@ -1,4 +1,4 @@
-"""The memory of a vLLM's model: this project's, or vLLM's own KV manager, and the options that do not go together with the latter."""
+"""Choose the KV memory for a vLLM's model, this project's or vLLM's KV manager, and check options for the latter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def managed_memory(
     options: VajraOptions,
     num_in_flight: Callable[[str], int],
 ) -> MakeMemory | None:
-    """Return what builds this memory for a vLLM whose blocks, and blocks with a hash, have these sizes; None: it needs none.
+    """Return the builder of a memory on vLLM's KV manager; None if the model does not need it.
 
-    Raises `ConfigError` for options that do not go together with it.
+    `block_sizes` are vLLM's block size and the size of hashed blocks, in tokens. Raises `ConfigError` for options that
+    exclude this memory.
     """
     if not needs_manager(kv_cache_config, *block_sizes):
         return None
@@ -57,7 +58,7 @@ def managed_memory(
 
 
 def _check(settings: ReplicaConfig, retention: Retention | None) -> None:
-    """Raise `ConfigError` for settings of the memory that vLLM's manager does not follow."""
+    """Raise `ConfigError` for settings of the memory that vLLM's manager does not support."""
     if retention is not None:
         message = f"{retention.name!r} orders cached content, which is vLLM's affair here ({_WHY})"
         raise ConfigError(Problem("scheduling.retention", message, "Allowed: null"))

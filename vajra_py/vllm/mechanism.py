@@ -1,16 +1,16 @@
-"""The mechanism behind a scheduler of vLLM's: a driver whose steps vLLM executes, in turns.
+"""The mechanism behind a vLLM scheduler: a driver in turns, whose steps vLLM executes.
 
-vLLM asks for a step, executes it, and brings the tokens. A turn is what happens at one tick between two steps: the last
-step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that is given the same events at
-the same ticks decides the same.
+vLLM requests a step, executes it, and returns the tokens. A turn consists of all events at one tick between two steps:
+the last step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that receives the
+same events at the same ticks makes the same decisions.
 
-With asynchronous scheduling vLLM asks for a step before the tokens of the last one are there. How many tokens come is known
-(each request that caught up gives one), so the turn ends the last step with tokens that have no identity yet. What they are
-is learnt a turn later; a request that they stopped ends with the step that it is in by then. With drafts it is not known either how
-many more tokens come: those that were accepted are counted (`Mechanism.accept`) while the next step, which has room for all of them, is
-in flight.
+With asynchronous scheduling, vLLM requests a step before it returns the tokens of the last one. Their number is known
+(each request that caught up samples one), so the turn ends the last step with tokens of unknown identity. Their ids
+become known a turn later; if they stop a request, it ends with the step in flight at that time. With drafts, the number
+of tokens is unknown too: accepted drafts are counted (`Mechanism.accept`) while the next step, which reserves room for
+all of them, is in flight.
 
-Of the scheduler's modules this one alone uses the runtime.
+This is the only module of the scheduler that uses the runtime.
 """
 
 from __future__ import annotations
@@ -90,23 +90,23 @@ __all__ = [
 
 TICKS_PER_NANOSECOND = 1000
 Clock = Callable[[], int]
-"""Nanoseconds since the scheduler was made."""
+"""Function that returns the nanoseconds since the scheduler was created."""
 MakeMemory = Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory]
-"""Builds the KV memory by the settings, the sizes, and the retention policy that orders it."""
+"""Function that builds the KV memory from settings, sizes, and the retention policy."""
 
 
 @dataclass(eq=False, slots=True)
 class Submission:
-    """A request as it is handed to the mechanism, and what became of it.
+    """A request submitted to the mechanism, and its result.
 
     Attributes:
-        prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
-        hash_blocks: makes the hashes, with the arguments of `TokenBlockHashes`.
-        reads_cache: True if its blocks are looked up there; they are kept for others either way.
-        on_ended: called with its end, whatever ended it.
-        output: its tokens as far as they are known, those from before it was handed in again too.
-        num_kept: number of them that it had when it was handed in.
-        request: the mechanism's request, once it has been taken in.
+        prompt_token_ids: token ids from which block hashes are computed; None excludes it from the prefix cache.
+        hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
+        reads_cache: True if it may hit the prefix cache; its blocks are entered there in either case.
+        on_ended: called at its end, for any reason.
+        output: output tokens known so far, including those from before a resubmission.
+        num_kept: number of output tokens at the time of submission.
+        request: the mechanism's request, once created.
     """
 
     facts: RequestFacts
@@ -121,7 +121,7 @@ class Submission:
     num_kept: int = 0
 
     def make_hashes(self, block_size: int) -> BlockHashes | None:
-        """Return the hashes of the request's blocks in the prefix cache."""
+        """Return the hashes of the request's blocks; None if it is excluded from the prefix cache."""
         if self.prompt_token_ids is None:
             return None
         return self.hash_blocks(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
@@ -129,11 +129,11 @@ class Submission:
 
 @dataclass(slots=True)
 class _Executor:
-    """Executor of steps that vLLM executes: nothing is known in advance, and only proposed tokens are kept.
+    """Executor for steps that vLLM executes: no output is known in advance; it only stores proposed draft tokens.
 
     Attributes:
-        is_unseen: True if proposed tokens stay where they are made: there are as many as are wanted.
-        proposals: tokens that were proposed for a request, and the number of output tokens behind which they belong.
+        is_unseen: True if proposed tokens never leave the workers; any number of them is then available.
+        proposals: for a request, its proposed tokens and the number of output tokens that they follow.
     """
 
     is_unseen: bool = False
@@ -164,19 +164,19 @@ _NO_PROPOSAL: tuple[int, Sequence[int]] = (-1, ())
 
 @dataclass(eq=False, slots=True)
 class _VllmReplica(BackendReplica):
-    """The one replica, and the step that it executes."""
+    """The only replica, and its step in flight."""
 
     plan: StepPlan | None = None
     stopped: set[Request] = field(default_factory=set)
     """Requests whose last token is known; they end with the step in flight."""
     accepted: dict[Request, int] = field(default_factory=dict)
-    """Drafts of the step in flight that have become output, of requests with any."""
+    """Number of accepted drafts of the step in flight, for requests with any."""
     is_known: bool = False
     """True if the tokens of the step in flight are known."""
 
 
 class _GaveWay(Observer):
-    """Collects requests that lost their KV blocks: by preemption, also in attempts at a step that ran nothing, or with the whole cache."""
+    """Collects requests that lost their KV blocks, by preemption (even for a step that ran nothing) or a cache reset."""
 
     wants_step_ends = False
 
@@ -193,7 +193,7 @@ class _GaveWay(Observer):
 
 
 class Mechanism(Backend[_VllmReplica]):
-    """One replica, driven in turns. For one thread."""
+    """One replica, driven in turns. Not thread-safe."""
 
     def __init__(self, controller: Controller, clock: Clock, executor: _Executor) -> None:
         self.controller = controller
@@ -201,7 +201,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.note: Callable[[Input], None] | None = None
         self._executor = executor
         self.fault: PolicyError | None = None
-        """Violation of the contract for which nothing is scheduled any more."""
+        """Contract violation because of which nothing is scheduled any more; None without one."""
         self._clock = clock
         self._one = _VllmReplica(self.replica)
         self._driver: Driver[_VllmReplica] = Driver(
@@ -209,23 +209,23 @@ class Mechanism(Backend[_VllmReplica]):
         )
         self._turn: int | None = None
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
-        """Called at every end, after the submitter was notified."""
+        """Called at every end, after the submission's own callback."""
         self._refusal: VajraError | None = None
-        """Error of a change of policies that failed; the rest of the change is left out."""
+        """Error of a failed change of policies, whose remaining layers are skipped."""
         self._arriving: list[Submission] = []
         self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
         self._ahead: StepPlan | None = None
-        """The last step, if it has ended and it is not known yet which of its drafts are accepted."""
+        """The last step if it has ended before its accepted drafts are known; None otherwise."""
         self._leaving: set[Request] = set()
-        """Requests that hold KV blocks until they end with the turn that is open."""
+        """Requests that hold KV blocks until they end with the open turn."""
         self._connected: ConnectedKv | None = None
         self.watch(())
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
-        """Let requests get KV from a connector, whose answers may change between any two steps; before the first request."""
+        """Use a connector to load KV; its answers may change between any two steps. Call before the first request."""
         noted = (
             connector if self.note is None else NotedConnector(connector, self.replica, self._note, lambda: self.now)
         )
@@ -233,12 +233,12 @@ class Mechanism(Backend[_VllmReplica]):
         return self._connected
 
     def form_ahead(self) -> None:
-        """Let steps be formed before the tokens of the last one are known; before the first request."""
+        """Form steps before the tokens of the last one are known. Call before the first request."""
         self.set_gate(bars_preempted=True)
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything; before the first request."""
+        """Add observers. Call before the first request."""
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
@@ -255,7 +255,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self._driver.num_steps
 
     @property
@@ -265,7 +265,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def kv_usage(self) -> float:
-        """Part of the KV blocks that these requests hold."""
+        """Fraction of the KV blocks that these requests hold (0 to 1)."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -274,17 +274,17 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def plan(self) -> StepPlan | None:
-        """The step in flight."""
+        """The step in flight; None if there is none."""
         return self._one.plan
 
     def alive(self) -> Sequence[tuple[Request, Submission]]:
-        """Requests that have not ended, each with its submission."""
+        """Return the requests that have not ended, each with its submission."""
         return [(request, self._submissions[request]) for request in self.controller.alive()]
 
     # Between steps
 
     def open_turn(self) -> int:
-        """Return the tick of the open turn, at which everything happens until the next step is formed."""
+        """Open a turn unless one is open; return its tick, at which all events until the next step happen."""
         if self._turn is None:
             self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
             if self._is_gate_new:
@@ -306,11 +306,11 @@ class Mechanism(Backend[_VllmReplica]):
         self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; if a step is in flight, once that has ended."""
+        """Abort a request, after the end of the step in flight if there is one."""
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # A tick before the step's end: blocks of aborted requests are freed before those of requests that end, as in vLLM.
+            # A tick before the step's end, so that blocks of aborted requests are freed before those of finished ones (vLLM).
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -320,21 +320,21 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Note that the request ends with the open turn or with the step in flight, by itself or because it is aborted."""
+        """Record that the request, finished or aborted, ends with the open turn or with the step in flight."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
     def check_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Build these policies, to raise their errors."""
+        """Build these policies and discard them, to raise errors early."""
         policies = self.controller.replicasets[self.replica.replicaset].policies
         assert policies is not None
         for layer, choice in choices.items():
             policies.make(layer, choice)
 
     def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Put other policies in force in every layer, at once; nothing may be in flight.
+        """Replace the policies of every layer at once; no step may be in flight.
 
-        Raises what building them raises (`VajraError`).
+        Raises errors of building them (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
         # If the present scheduler needs slack, it is replaced before the prioritizer that predicts slack; else after it.
@@ -350,7 +350,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.fault = None
 
     def forget_cache(self) -> None:
-        """Give every KV block up with the next step; requests that held some are computed again."""
+        """Drop all KV with the next step; requests that held blocks are recomputed."""
         tick, replica = self.open_turn(), self.replica
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 
@@ -371,9 +371,9 @@ class Mechanism(Backend[_VllmReplica]):
         self.leave(request)
 
     def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
-        """Count so many drafts of these requests as output of a step whose tokens are known now; it is in flight, or was ended ahead.
+        """Count accepted drafts as output of a step whose tokens are known now.
 
-        Nothing happens if it was called off.
+        The step is in flight, or was ended ahead. Does nothing if it was cancelled.
         """
         one = self._one
         if plan is one.plan:
@@ -383,14 +383,14 @@ class Mechanism(Backend[_VllmReplica]):
             self._ahead = None
             self._driver.advance_to(self.open_turn())
             if one.plan is not None:
-                self._turn = None  # it happens before that step ends
+                self._turn = None  # a turn of its own, before that step ends
             counts = sorted((request.index, count) for request, count in num_drafts.items())
             place = self.replica.replicaset, self.replica.replica_id
             self._note(Verification(self.now, *place, plan.step_index, counts))
             self._driver.verify(one, num_drafts)
 
     def propose(self, proposals: Mapping[Request, list[int]]) -> None:
-        """Take in tokens that are proposed to follow the newest ones of these requests; nothing may be in flight."""
+        """Store the tokens proposed after the newest ones of these requests; no step may be in flight."""
         known, is_recorded = self._executor.proposals, self.note is not None
         for request, tokens in proposals.items():
             if tokens:
@@ -400,7 +400,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def is_ahead_of_drafts(self) -> bool:
-        """True if steps are formed before it is known which drafts of the last one are accepted."""
+        """True if steps are formed before the accepted drafts of the last one are known."""
         return self._executor.is_unseen
 
     def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
@@ -414,9 +414,9 @@ class Mechanism(Backend[_VllmReplica]):
         return found
 
     def land(self, report: KvReport | None = None) -> None:
-        """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.
+        """End the step in flight, all of whose tokens are known, at the tick of this turn; `step` then forms the next one.
 
-        `report`: what a connector's workers report with it, or without a step.
+        `report` is the report of a connector's workers with the step, or without one.
         """
         if self._one.plan is not None:
             self._driver.advance_to(self.open_turn())
@@ -427,7 +427,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.take_report(report)
 
     def take_report(self, report: KvReport) -> None:
-        """Apply what a connector's workers report without a step, or with the one before the step in flight."""
+        """Apply a report of a connector's workers without a step, or on the step before the one in flight."""
         self._driver.advance_to(self.open_turn())
         if self._one.plan is not None:
             self._turn = None  # it happens before that step ends
@@ -435,7 +435,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
-        """Return the next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
+        """Apply the remaining events of this turn, then form and return the next step; None if nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))
@@ -477,7 +477,7 @@ class Mechanism(Backend[_VllmReplica]):
         return NEVER
 
     def cancel(self, replica: _VllmReplica) -> int:
-        """See `Backend`: what comes back for it is not waited for."""
+        """See `Backend`; the result of the cancelled step will be ignored."""
         replica.plan = None
         replica.stopped.clear()
         replica.accepted.clear()
@@ -519,7 +519,7 @@ class Mechanism(Backend[_VllmReplica]):
         """See `Backend`; there is one replica."""
 
     def on_adapter_load(self, replica: _VllmReplica, load: AdapterLoad) -> None:
-        """See `Backend`; vLLM's adapters are its own."""
+        """See `Backend`; vLLM loads adapters by itself."""
         raise RuntimeError("this mechanism loads no adapter")
 
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
@@ -551,9 +551,10 @@ def make_mechanism(
     bytes_per_token: int,
     make_memory: MakeMemory | None = None,
 ) -> Mechanism:
-    """The mechanism of an experiment's settings, which give every size; `make_memory`: None for this project's own KV memory.
+    """Build the mechanism from settings that contain every size.
 
-    Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
+    `make_memory` builds the KV memory; None for this project's own. Raises `ConfigError` for more than one replica, and
+    errors of building policies.
     """
     replicasets = config.effective_replicasets
     problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)
@@ -596,7 +597,7 @@ def make_mechanism(
 
 
 def check_policies(config: SystemConfig, registry: Registry, max_model_len: int) -> None:
-    """Call the policies with a made-up request. Raises `ConfigError` for a setting that they find missing only then."""
+    """Call the policies with a dummy request. Raises `ConfigError` for a missing setting that only a call reveals."""
     mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
     facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)
     mechanism.arrive(Submission(facts, 0.0, None, "", lambda request, reason: None))

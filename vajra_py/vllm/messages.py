@@ -1,7 +1,7 @@
-"""Send vLLM's workers what a plan computes, as changes to what they know.
+"""Translate plans into messages for vLLM's workers, as changes to the workers' state.
 
-A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
-every count grows by one, and the counts show which requests need a block.
+A steady step (exactly the decodes of the step before) takes a few array operations: ids do not change, every count
+grows by one, and the counts determine the requests that need a block.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class Messages:
-    """Makes the `SchedulerOutput` of each plan.
+    """Builds the `SchedulerOutput` of each plan.
 
     Attributes:
-        next: the message of the next step; who ends or is preempted before is noted there.
+        next: message of the next step; requests that end or are preempted before it are added to it.
     """
 
     def __init__(self, mechanism: Mechanism, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
@@ -37,10 +37,10 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """True when resumed requests are sent like new ones (vLLM's second model runner)."""
+        """True if resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
-        """Memory of vLLM's own, which has several tables; None: this project's is used."""
+        """vLLM's own KV manager, which has several block tables; None if this project's memory is used."""
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
@@ -50,26 +50,29 @@ class Messages:
         self._computed: Ints = np.empty(0, dtype=np.int64)
         self._output: Ints = np.empty(0, dtype=np.int64)
         self._at_step = -1
-        """The pool's step that the arrays are at."""
+        """Step of the decode pool that the arrays describe."""
         self._last = -1
-        """The last step with all of these decodes; -1: none since they were looked up."""
+        """The last step that contained all of these decodes; -1 if there was none since the arrays were built."""
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
-        """Requests of the step before, if it had drafts; what follows describes them, and so do `_decodes` and `_ids` unless empty."""
+        """Requests of the last step if it had drafts.
+
+        The attributes below describe them, and so do `_decodes` and `_ids` unless this is empty.
+        """
         self._room: list[int] = []
-        """Tokens for which the workers have blocks, without those that a drafter reads ahead."""
+        """Tokens by request for which the workers have blocks, without a drafter's lookahead."""
         self._outputs_ahead: list[int] = []
-        """Number of output tokens minus that of computed ones, by request."""
+        """Number of output tokens minus number of computed tokens, by request."""
         drafts = replica.parts.options.drafts
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
     def empty(self) -> SchedulerOutput:
-        """Return a step that computes nothing and reports which requests have ended; the workers take every request out of their batch."""
+        """Return an empty step that lists ended requests; the workers remove all requests from their batch."""
         self._step += 1
         return self.next.take()
 
     def message(self, plan: StepPlan) -> SchedulerOutput:
-        """The step; to be made before its result is applied."""
+        """Return the message for a plan; call this before the plan's result is applied."""
         self._step += 1
         if plan.drafts:
             self._add_drafted(plan)
@@ -94,7 +97,7 @@ class Messages:
             request, num_tokens, computed, kind = chunk
             planned = drafts.get(request)
             record = find(request.request_id)
-            if record is None:  # ended during the previous step; its part of this step is not computed
+            if record is None:  # it ended during the previous step, so it is left out of this one
                 continue
             if kind == "running" and record.ran_in == step - 1:  # only its new blocks are sent
                 record.ran_in = step
@@ -136,7 +139,7 @@ class Messages:
         )
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
-        """Return the entries of the request's block table, or tables, that the workers do not have."""
+        """Return the entries of the request's block table (or tables) that have not been sent to the workers."""
         memory, known = self._replica.memory, record.num_sent
         if self._managed is not None:
             record.num_sent = self._managed.num_entries(request)
@@ -174,7 +177,7 @@ class Messages:
         self._output += 1
 
     def _add_drafted(self, plan: StepPlan) -> None:
-        """Add the chunks of a plan with drafts, at once where all are of decodes that were together in the step before."""
+        """Add the chunks of a plan with drafts, in bulk if they are exactly the decodes of the step before."""
         drafts = plan.drafts
         requests, counts, computed, kinds = zip(*plan.chunks, strict=True)
         is_alike = requests == self._drafted and kinds.count("running") == len(kinds) == len(drafts)
@@ -204,7 +207,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Record when decodes with drafts ran last. These requests are handled one by one, and may be handled together in the next step."""
+        """Record when the decodes of the last step with drafts ran, and make these requests the ones for bulk handling."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 
@@ -217,7 +220,7 @@ class Messages:
         self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
 
     def _are_all_known(self) -> bool:
-        """Return whether the clients of all requests with drafts wait for more."""
+        """Return whether no request with drafts has ended for its client."""
         return len(self._ids) == len(self._drafted) and all(map(self._records.__contains__, self._ids))
 
     def _look_at(self, order: Sequence[Request]) -> None:
@@ -235,13 +238,13 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Return whether one of the decodes was not part of the step before, so that more must be sent of it."""
+        """Return whether one of the decodes was not part of the step before, so that its full state must be sent."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)
 
     def _settle(self) -> None:
-        """Write down for each of the decodes when it ran last."""
+        """Store the last step of each of the decodes in its record."""
         if self._last >= 0:
             for record in self._decodes:
                 record.ran_in = max(record.ran_in, self._last)

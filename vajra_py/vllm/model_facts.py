@@ -1,4 +1,4 @@
-"""Facts of a vLLM's model, by its configuration and the specs of its KV cache."""
+"""Derive facts about a vLLM's model from its configuration and the specs of its KV cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vajra_py.vllm.support import holds_states
 
 
 def model_facts_of(vllm_config: Any) -> dict[str, Any]:
-    """Return the facts of the model from a vLLM's configuration, by the names of `vajra_py.engine.compute.ModelFacts`."""
+    """Return the facts of the model in a vLLM's configuration, by field name of `vajra_py.engine.compute.ModelFacts`."""
     model = vllm_config.model_config
     return {
         "model_type": model.hf_text_config.model_type,
@@ -24,7 +24,7 @@ def layer_specs_of(kv_cache_config: Any) -> list[Any]:
     """Return the spec of every layer's KV cache, on one device."""
     specs: list[Any] = []
     for group in kv_cache_config.kv_cache_groups:
-        unlike = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of a group may differ in their sizes
+        unlike = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # set if the layers of a group differ in size
         specs += [group.kv_cache_spec] * len(group.layer_names) if unlike is None else unlike.values()
     return specs
 

@@ -1,4 +1,4 @@
-"""The inputs of a run that its connector gives, as a recording has them."""
+"""Record the answers and reports of a connector as inputs of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class NotedConnector:
-    """A connector whose answers are noted."""
+    """Connector wrapper that records the answers."""
 
     connector: KvConnector
     replica: Replica
@@ -46,7 +46,7 @@ class NotedConnector:
 
 
 def news_of(report: KvReport, replica: Replica, now: int, step: int | None) -> KvNews:
-    """Return a report as it is recorded; `step`: the one that it ends."""
+    """Convert a report to its recorded form; `step` is the index of the step that it ends, None without one."""
     received, sent, failed = ([one.index for one in each] for each in (report.received, report.sent, report.failed))
     bad_blocks = sorted(report.bad_blocks)
     return KvNews(

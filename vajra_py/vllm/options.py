@@ -14,12 +14,12 @@ from vajra_py.engine.compute import RunnerOptions
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions(RunnerOptions):
-    """Options of a runner on vLLM's workers, besides those of every runner.
+    """Options of a runner on vLLM's workers, in addition to those of every runner.
 
     Attributes:
-        max_batch_size: most requests of one step.
-        memory_fraction: part of a device's memory that weights and KV blocks may take.
-        shards: devices that share every layer; vLLM's own processes compute on them.
+        max_batch_size: largest number of requests in a step.
+        memory_fraction: fraction of a device's memory for weights and KV blocks.
+        shards: number of devices for tensor parallelism, each driven by a process of vLLM.
         engine_args: further arguments of vLLM's engine.
     """
 

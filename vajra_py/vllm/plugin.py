@@ -1,8 +1,8 @@
 """Check a vLLM's options and requests before it loads its model.
 
-vLLM makes its scheduler last, so that a scheduler alone could refuse only once the model is there. vLLM calls the plug-ins of
-`vllm.general_plugins` before it reads its options: this one lets every configuration that names this package's scheduler
-be checked as soon as it is complete.
+vLLM creates its scheduler last, so a check in the scheduler would fail only after the model is loaded. But vLLM calls
+the plug-ins of `vllm.general_plugins` before it reads its options: this one makes vLLM check every configuration with
+this package's scheduler as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECONDS_TO_RECORD = 60
 
 
 def check_early() -> None:
-    """Called by vLLM, once or more often, in each of its processes."""
+    """Install the early checks; vLLM calls this at least once in each of its processes."""
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_engine_config
@@ -43,7 +43,7 @@ def check_early() -> None:
             grant_time_to_record(config)
         except VajraError as error:
             if _is_command():
-                raise SystemExit(str(error)) from None  # without the stack of vLLM's start
+                raise SystemExit(str(error)) from None  # hides the traceback of vLLM's start-up
             raise
         return config
 
@@ -53,7 +53,7 @@ def check_early() -> None:
 
 
 def _check_requests_early() -> None:
-    """Answer a client's malformed objectives like any wrong parameter (status 400 over HTTP)."""
+    """Make vLLM's front end reject malformed objectives of a client like other wrong parameters (HTTP status 400)."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -74,14 +74,14 @@ def _check_requests_early() -> None:
 
 
 def is_own(scheduler_cls: Any) -> bool:
-    """Return true if `--scheduler-cls` names this package's scheduler, or a class that is made from it."""
+    """Return whether `--scheduler-cls` names this package's scheduler or a subclass."""
     if isinstance(scheduler_cls, str):
         return scheduler_cls.startswith("vajra_py.vllm.")
     return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
 
 
 def check(config: Any, version: tuple[int, int]) -> None:
-    """Raise the scheduler's errors for these options and this experiment file."""
+    """Raise the errors that the scheduler would raise for these options and the experiment file."""
     check_options(config)
     registry = load_registry()
     sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)
@@ -95,27 +95,27 @@ def check(config: Any, version: tuple[int, int]) -> None:
 
 
 class TimeToRecord(int):
-    """`shutdown_timeout` in seconds that this package set, in place of 0, so that a recording can be finished."""
+    """Value of `shutdown_timeout` in seconds that replaces 0, so that a recording can be finished."""
 
 
 def grant_time_to_record(config: Any) -> None:
-    """Let the process that schedules finish its recording when vLLM is stopped.
+    """Let the scheduling process finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it stops them. The option also decides
-    whether running requests are aborted at once; that stays as it is: see `abort_at_once`.
+    With a `shutdown_timeout` of 0, the default, vLLM kills its processes immediately. The option also determines
+    whether running requests are aborted at once; `abort_at_once` preserves this behaviour.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
         config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)
 
 
 def abort_at_once(config: Any) -> None:
-    """Stop waiting for requests at shutdown, in the process that schedules, if only its recording is waited for."""
+    """Make the scheduling process abort requests at shutdown if the timeout was set only for the recording."""
     if isinstance(config.shutdown_timeout, TimeToRecord):
         config.shutdown_timeout = 0
 
 
 def end_before_workers() -> None:
-    """Let the scheduler end before the workers, in the process that schedules; vLLM does not always wait for their end."""
+    """Make the scheduling process end the scheduler before the workers, whose end vLLM does not always wait for."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown
@@ -133,7 +133,7 @@ def end_before_workers() -> None:
 
 
 def _is_command() -> bool:
-    """Return true if this process is one of vLLM's own commands, whose user reads what it prints."""
+    """Return whether this process is one of vLLM's commands, whose output a user reads."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     name = spec.name if spec is not None else ""

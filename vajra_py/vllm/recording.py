@@ -1,7 +1,8 @@
 """Record a session of a vLLM as a run's folder, as `vajra serve --save-run` does: to compare, plot and replay it.
 
-The tokens of a request are written when they are known, which may be after the mechanism has ended it. A token that was computed
-after a request had stopped, as happens with asynchronous scheduling, is written as 0: no client got it.
+The tokens of a request are written when they are known, which may be after the mechanism has ended it. With
+asynchronous scheduling, tokens may be computed after a request has stopped; they are written as 0, since no client
+receives them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class SessionRecording:
         self._run = run
         self._mechanism = mechanism
         self._ended: list[tuple[Request, EndReason, Submission]] = []
-        """Requests whose last tokens come with the next step's."""
+        """Ended requests whose last tokens become known with those of the next step."""
         self._run.begin({mechanism.replica.replicaset: description}, mechanism.controller)
         mechanism.note = self._run.note
         mechanism.on_ended = lambda *end: self._ended.append(end)
         mechanism.watch(self._run.observers)
 
     def take_tokens(self) -> None:
-        """Record the tokens of all steps that have ended, which are known now."""
+        """Record the tokens of all ended steps; they must be known by now."""
         ended, self._ended = self._ended, []
         for request, reason, submission in ended:
             self._run.ended(request, reason, _tokens(request, submission))
@@ -47,14 +48,14 @@ class SessionRecording:
 def start_recording(
     run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
 ) -> SessionRecording:
-    """Begin a recording that is finished before the process of a stopped vLLM ends."""
+    """Start a recording, which is finished before the process of a stopped vLLM ends."""
     abort_at_once(vllm_config)
     end_before_workers()
     return SessionRecording(run, mechanism, description)
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:
-    """Return as many tokens as the mechanism has counted since the request was handed in."""
+    """Return the tokens since the submission, cut or padded with 0 to the number that the mechanism has counted."""
     count = request.num_output_tokens
     known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))
@@ -63,7 +64,7 @@ def _tokens(request: Request, submission: Submission) -> Sequence[int]:
 def facts_of(
     vllm_config: Any, sizes: Sizes, bytes_per_token: int, connector: ConnectorRules | None
 ) -> Mapping[str, Any]:
-    """Return the facts of a vLLM that a replay and a reader of the results need; `connector`: rules of the one that it has."""
+    """Return the facts about a vLLM for replays and readers of the results; `connector` holds its connector's rules."""
     return {
         **({} if connector is None else {"connector": asdict(connector)}),
         **({"drafts_unseen": True} if sizes.drafts.unseen else {}),

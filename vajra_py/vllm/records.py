@@ -1,4 +1,4 @@
-"""A scheduler's record of each of vLLM's requests: its output, its stop conditions, and what the workers know of it."""
+"""A scheduler's record of each vLLM request: its output, its stop conditions, and the state sent to the workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vajra_py.vllm.mechanism import BlockHashes, EndReason, Request, RequestFact
 
 
 class Record:
-    """One request of vLLM's, from its arrival until its last token is known."""
+    """One vLLM request, from its arrival until its last token is known."""
 
     __slots__ = (
         "client_index",
@@ -47,35 +47,35 @@ class Record:
         self.output = submission.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
-        """Tokens that end it, with the reason that its client gets."""
+        """Token ids that end it, each with the stop reason for its client."""
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
-        """True if only the last token and the length decide about stopping."""
+        """True if stopping depends only on the last token and the length."""
         self.plain_until = self.limit if self.is_plain else 0
-        """Tokens before this one of the output end it only if they are among `stops`."""
+        """Output length up to which a token ends the request only if it is in `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """True once its client has got the end."""
+        """True once the end was sent to its client."""
         self.is_known = False
-        """True if the workers have its prompt and parameters."""
+        """True if its prompt and parameters were sent to the workers."""
         self.num_sent = 0
-        """Leading entries of its block table that the workers have."""
+        """Number of leading entries of its block table that were sent to the workers."""
         self.ran_in = -1
-        """The last step that it was part of."""
+        """Index of the last step that contained it; -1 if there was none."""
 
     @property
     def own(self) -> Request | None:
-        """The mechanism's request, once it has been taken in."""
+        """The mechanism's request; None before it is created."""
         return self.submission.request
 
     @property
     def num_kept(self) -> int:
-        """Output tokens that it had when it was handed to the mechanism last; there they are part of its prompt."""
+        """Number of output tokens at its last submission to the mechanism, which treats them as part of the prompt."""
         return self.submission.num_kept
 
     def hand_in_again(self) -> Submission:
-        """Return it as a new request that continues after its present output; all of it is computed again."""
+        """Return a new submission that continues after the present output; all tokens are recomputed."""
         kept, before = len(self.output), self.submission
         facts = replace(
             before.facts,
@@ -89,7 +89,7 @@ class Record:
         return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
-        """Return true if this token, which is in the output already, ends the request; writes the reason into it."""
+        """Return whether this token, the last one of the output, ends the request; if so, store the reason in it."""
         request = self.request
         if token in self.stops:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -101,14 +101,14 @@ class Record:
         return False
 
     def finishes(self, token: int, max_model_len: int) -> bool:
-        """Return true if the last token ends the request, of whatever kind, by vLLM's own rules."""
+        """Return whether the last token ends the request, by vLLM's own rules for all kinds of requests."""
         if self.is_plain:
             return self.finishes_plainly(token)
         self.request.append_output_token_ids(token)
         return bool(check_stop(self.request, max_model_len))
 
     def take(self, tokens: list[int], max_model_len: int) -> tuple[list[int], bool]:
-        """Append tokens to the output, up to one that ends the request; return them, and true if one does."""
+        """Append tokens to the output up to one that ends the request; return the appended ones, and whether it ended."""
         for count, token in enumerate(tokens, 1):
             self.output.append(token)
             if self.finishes(token, max_model_len):
@@ -116,17 +116,18 @@ class Record:
         return tokens, False
 
     def all_tokens(self) -> list[int]:
-        """Prompt and output."""
+        """Return the token ids of prompt and output."""
         prompt = self.request.prompt_token_ids
         assert prompt is not None
         return [*prompt, *self.output]
 
 
 class Arrivals:
-    """Arrival times of requests: as stated by their frontends, but never before one that arrived at the engine earlier, nor later than now.
+    """Arrival times of requests: those stated by front ends, raised to keep the order at the engine, and not after now.
 
-    Several frontends, a prompt that takes long to tokenize or a clock that is set back put requests out of order; first come, first
-    served is by the order at the engine, in vLLM too. With `as_stated` the frontends' times count, as with vLLM's priorities.
+    Several front ends, a prompt that takes long to tokenize, or a clock that is set back put requests out of order,
+    while first come, first served follows the order at the engine, in vLLM too. With `as_stated`, the stated times are
+    used unchanged, as by vLLM with priorities.
     """
 
     def __init__(self, clock: Callable[[], int], *, as_stated: bool) -> None:
@@ -136,7 +137,7 @@ class Arrivals:
         self._last = 0.0
 
     def __call__(self, request: VllmRequest) -> float:
-        """Seconds on the scheduler's clock (which gives nanoseconds)."""
+        """Return the arrival of a request in seconds on the scheduler's clock."""
         stated = float(request.arrival_time) - self._zero
         if self._as_stated:
             return stated
@@ -150,10 +151,10 @@ class RecordRules:
     """Rules for every request of one scheduler.
 
     Attributes:
-        arrived_at: arrival of a request, seconds on the scheduler's clock.
-        hashes_for: makes the maker of a request's block hashes, from its salt; None: they are not vLLM's.
+        arrived_at: returns the arrival of a request in seconds on the scheduler's clock.
+        hashes_for: returns the constructor of a request's block hashes for a salt; None if they are not vLLM's.
         by_tenant: True if tenants never share cached prefixes.
-        adapters: names of LoRA adapters; None: there are none.
+        adapters: names of LoRA adapters; None without adapters.
     """
 
     max_model_len: int
@@ -166,7 +167,7 @@ class RecordRules:
 
 
 def record_of(request: VllmRequest, rules: RecordRules) -> Record:
-    """The record of a request that has come in. Raises `ConfigError` for one that cannot be scheduled."""
+    """Create the record of a new request. Raises `ConfigError` if it cannot be scheduled."""
     for name, is_wrong in (
         ("pooling", request.pooling_params is not None),
         ("LoRA adapters", request.lora_request is not None and rules.adapters is None),
@@ -194,7 +195,10 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
-    """Return the facts that the client states about its request. Raises `ConfigError` for a malformed objective."""
+    """Return the facts that the client states about its request; `limit` is its largest output length in tokens.
+
+    Raises `ConfigError` for a malformed objective.
+    """
     params = request.sampling_params
     given = stated_in({} if params is None else params.extra_args or {})
     if request.session_id is not None:

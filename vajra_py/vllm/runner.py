@@ -1,10 +1,10 @@
 """Compute this project's steps with vLLM's workers.
 
-A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`).
+A step describes the changes since the last one; this module translates them into vLLM's form (`SchedulerOutput`).
 
-A chunk of a prompt, or of tokens that are computed again, is sent as a new request that has its earlier tokens computed
-already; decodes go on with it. So a worker never has to know more of a prompt than it computes, and a preempted request is
-like any other. Requests whose tokens so far count for sampling (penalties), or whose prompt is scored, keep their identity
+A chunk of a prompt, or of recomputed tokens, is sent as a new request whose earlier tokens count as computed; decodes
+continue with it. So workers never receive more of a prompt than they compute, and preempted requests need no special
+treatment. Requests whose sampling depends on earlier tokens (penalties), or whose prompt is scored, keep their identity
 instead, and are sent with their whole prompt.
 """
 
@@ -34,11 +34,11 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""Sampling of an unneeded token."""
+"""Sampling parameters for a token that is discarded."""
 
 
 class Workers(Protocol):
-    """Workers that compute: `VllmWorkers`, or a stand-in."""
+    """Interface of `VllmWorkers`, for tests to replace them."""
 
     facts: ModelFacts
     is_cpu: bool
@@ -47,28 +47,28 @@ class Workers(Protocol):
         """Return the number of KV blocks that there is room for."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV memory."""
+        """Allocate KV memory for this number of blocks."""
 
     def execute(self, message: Any) -> Any:
         """Return the `ModelRunnerOutput` of a `SchedulerOutput`."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Request in its slot, as far as the workers know it.
+    """State of the request in a slot, and of its counterpart at the workers.
 
     Attributes:
-        keeps: True if the workers know it from its first chunk to its end.
-        tokens: as far as they are known here; of one that keeps, all until it is sent.
+        keeps: True if it is the same request at the workers from its first chunk to its end.
+        tokens: its token ids as far as they are known here; with `keeps` all of them until it is sent.
         blocks: its block table.
-        name: its name at the workers; empty: they do not know it.
-        num_sent: leading entries of its block table that they have.
-        num_computed: tokens in KV memory.
-        num_sampled: tokens that they sampled under this name.
-        is_moved: True if its block table is another one than they have.
+        name: its name at the workers; empty if they do not have it.
+        num_sent: number of leading entries of its block table that were sent.
+        num_computed: number of tokens in KV memory.
+        num_sampled: number of tokens sampled under this name.
+        is_moved: True if its block table was replaced since it was sent.
     """
 
     new: NewRow
@@ -85,7 +85,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """Results of a step, by slot, while its parts come back: see `StepOutput`."""
+    """Results of a step by slot, accumulated over its parts; see `StepOutput`."""
 
     sampled: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class VllmRunner:
         self._workers.allocate(num_blocks)
 
     def submit(self, step: StepInput) -> PendingStep:
-        """See `ModelRunner`; it is done at once."""
+        """See `ModelRunner`; the step runs synchronously."""
         return DoneStep(self.run(step))
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class VllmRunner:
             row.blocks[table.start :] = table.block_ids
 
     def _portions(self, step: StepInput) -> Iterator[tuple[Sequence[int], Sequence[Chunk]]]:
-        """The step, in as many parts, one after another, as vLLM's buffers need: mostly one."""
+        """Split the step into consecutive parts that fit vLLM's buffers, usually a single one."""
         num_tokens = len(step.decodes) + sum(len(chunk.token_ids) for chunk in step.chunks)
         if num_tokens <= self._max_tokens and len(step.decodes) + len(step.chunks) <= self._max_rows:
             yield step.decodes, step.chunks
@@ -176,7 +176,7 @@ class VllmRunner:
         chunks: list[Chunk] = []
         left = self._max_tokens
         for piece in (piece for chunk in step.chunks for piece in _pieces(chunk, self._max_tokens)):
-            # Two pieces of one chunk never share a part: the second reads what the first has computed.
+            # Two pieces of one chunk must be in different parts: the second reads KV that the first computes.
             is_full = len(piece.token_ids) > left or len(chunks) == self._max_rows
             if chunks and (is_full or chunks[-1].slot == piece.slot):
                 yield (), chunks
@@ -204,14 +204,14 @@ class VllmRunner:
             self._next.add_new(scheduled, self._known(row, chunk), self._sampling(row, chunk))
 
     def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
-        """Return the next tokens of a row, with the blocks that the workers do not have; from now on they are computed."""
+        """Return the next tokens of a row, with its unsent blocks, and count these as computed and sent."""
         scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_sent :])
         row.num_sent = len(row.blocks)
         row.num_computed += num_tokens
         return scheduled
 
     def _name(self, row: _Row) -> None:
-        """Give the row a name that is new to the workers."""
+        """Assign the row a new, unused name at the workers."""
         if row.name:
             self._next.finished.add(row.name)
         self._num_named += 1
@@ -219,7 +219,7 @@ class VllmRunner:
         row.num_sampled = row.num_sent = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
-        """Prompt with which a request is sent; tokens before its chunk are in KV memory and not read."""
+        """Return the prompt with which a request is sent; tokens before its chunk are in KV memory and not read."""
         if not row.keeps:
             tokens, start = row.tokens, chunk.num_computed
             tokens += [0] * (start - len(tokens))
@@ -229,14 +229,14 @@ class VllmRunner:
     def _sampling(self, row: _Row, chunk: Chunk) -> VllmSampling:
         if not chunk.samples and not row.keeps:
             return _DISCARDED
-        # On a CPU vLLM cannot take back a number that it drew for a chunk that samples nothing.
+        # On a CPU vLLM draws a random number even for a chunk that samples nothing, and cannot undo that.
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
     # Results
 
     def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
-        """Read a step's result for one of its rows; `samples`: its token is needed."""
+        """Store a step's result for one of its rows; `samples` is false if its token is discarded."""
         row = self._rows[slot]
         place = output.req_id_to_index[row.name]
         tokens = output.sampled_token_ids[place]
@@ -262,7 +262,8 @@ class VllmRunner:
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
     """Return the sampling parameters of vLLM for a request with `num_outputs` tokens of output.
 
-    It draws from a stream of the request's own, which begins anew for each number of tokens so far.
+    A seed is derived from the request's own seed and `num_outputs`, so that a resubmitted request draws the same
+    numbers.
     """
     params: SamplingParams = new.sampling
     ending = [] if params.ignore_eos else list(eos)
@@ -291,7 +292,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
 
 
 def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:
-    """Split a chunk into pieces of at most `most` tokens; the last one samples as the chunk does."""
+    """Split a chunk into pieces of at most `most` tokens; only the last one may sample."""
     count = len(chunk.token_ids)
     for first in range(0, count, most):
         end = min(count, first + most)
@@ -305,7 +306,7 @@ def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:
 
 
 def _token_logprobs(lists: Any, row: int, count: int) -> TokenLogprobs:
-    """A row of vLLM's log-probabilities: the token's own first, then the most likely ones."""
+    """Return `count` log-probabilities of a row: the sampled token's first, then those of the most likely tokens."""
     values = lists.logprobs[row].tolist()
     tokens = lists.logprob_token_ids[row].tolist()
     top = tuple(zip(tokens[1 : count + 1], values[1 : count + 1], strict=True))

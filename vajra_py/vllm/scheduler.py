@@ -1,7 +1,7 @@
-"""vLLM's scheduler interface on this project's mechanism: `--scheduler-cls vajra_py.vllm.Scheduler`.
+"""vLLM's scheduler interface, implemented by this project's mechanism: `--scheduler-cls vajra_py.vllm.Scheduler`.
 
-Requests come in by `add_request`, plans go out as `SchedulerOutput`, tokens come back by `update_from_output`. The policies
-of an experiment file decide (`vajra_py.vllm.settings` has how it is named).
+vLLM adds requests with `add_request`, gets plans as `SchedulerOutput` from `schedule`, and returns tokens with
+`update_from_output`. The policies come from an experiment file; `vajra_py.vllm.settings` documents how to name it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from vajra_py.vllm.support import block_size_of, check_options, check_version, i
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
-"""End reasons that follow from a request's tokens; its client gets them with the last token."""
+"""End reasons that follow from a request's tokens; they are sent to the client with the last token."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
-"""End reasons while the policies are out of service because one broke the contract."""
+"""End reasons that also occur because a policy broke the contract and the policies are out of service."""
 
 
 class Scheduler(WithoutExtras):
-    """Schedules a vLLM by the policies of an experiment.
+    """Schedules a vLLM with the policies of an experiment.
 
-    Raises `ConfigError` for what cannot be scheduled.
+    Raises `ConfigError` for options and models that cannot be scheduled.
     """
 
     def __init__(  # noqa: PLR0913  # the interface's
@@ -86,7 +86,7 @@ class Scheduler(WithoutExtras):
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
-        """Requests whose end no client has got yet, as vLLM's structured output wants them."""
+        """Requests whose end has not been sent to the client; vLLM's structured output reads this attribute."""
         self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -99,12 +99,12 @@ class Scheduler(WithoutExtras):
         options = vajra_options_of(vllm_config.additional_config)
         self.config = experiment_of(sizes, options, vllm_config.scheduler_config, registry)
         self._fallback = fallback_of(self.config, registry)
-        """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
+        """Policies that take over after a contract violation; None: all requests end, and new ones are rejected."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         check_connector(vllm_config)
         self._in_flight: deque[SchedulerOutput] = deque()
         self._plans: deque[StepPlan | None] = deque()
-        """Plans of the steps in flight; None for one that computes nothing."""
+        """Plans of the steps in flight; None for an empty step."""
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
         self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
         self._recording: SessionRecording | None = None
@@ -113,7 +113,7 @@ class Scheduler(WithoutExtras):
             facts = facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config))
             self._recording = start_recording(run, self.mechanism, vllm_config, facts)
         self._watchdog = ExitStack()
-        """Interrupts policies that do not return, in the thread that schedules."""
+        """Watchdog that interrupts policies that do not return, in the scheduling thread."""
         self._thread_id: int | None = None
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
@@ -124,18 +124,18 @@ class Scheduler(WithoutExtras):
         resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
         self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
-        """Requests that the mechanism is to get with the next step, once all their tokens are known."""
+        """Requests to be resubmitted to the mechanism with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
         self._num_idle = 0
-        """Number of times in a row that nothing was scheduled although a request waited."""
+        """Number of consecutive turns that scheduled nothing although a request was waiting."""
         self._events = kv_events
         self._connected = connector_of(self, vllm_config, self._looked_up, self._num_in_flight)
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
-        """The last violation of the contract that was logged."""
+        """The last contract violation that was logged."""
         self._pause = PauseState.UNPAUSED
         self._forgets = False
-        """True if all KV is to be given up before the next step, when every token of the last ones is known."""
+        """True if all KV is to be dropped before the next step, once all tokens of earlier steps are known."""
         self._prefix_stats = PrefixCacheStats()
         self._log_policies(options, is_managed=make_memory is not None)
 
@@ -144,7 +144,10 @@ class Scheduler(WithoutExtras):
         init_logger("vllm.vajra").info(line)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
-        """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
+        """Build the mechanism.
+
+        Raises `ConfigError` if policies, including the fallback ones, are unusable with vLLM.
+        """
         mechanism: Mechanism = make_mechanism(
             self.config, registry, self._clock, self._max_model_len, bytes_per_token, make_memory
         )
@@ -169,13 +172,16 @@ class Scheduler(WithoutExtras):
         return time.monotonic_ns() - self._zero_ns
 
     def _num_in_flight(self, request_id: str) -> int:
-        """Tokens of a request in steps that have not come back, without drafts, which count when they are accepted."""
+        """Return the number of a request's tokens in steps in flight, without drafts, which count only once accepted."""
         return sum(num_tokens_of(request_id, one) for one in self._in_flight)
 
     # Requests
 
     def add_request(self, request: VllmRequest) -> None:
-        """Take a request in; it is queued with the next step. What cannot be served ends with an `error` output."""
+        """Accept a request, which is queued with the next step.
+
+        One that cannot be served ends with an `error` output.
+        """
         if self._streams.answers(request, self.requests):
             return
         self.requests[request.request_id] = request
@@ -201,7 +207,7 @@ class Scheduler(WithoutExtras):
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
-        """Handle a request that the mechanism has ended, for whatever reason."""
+        """Handle a request that the mechanism has ended, for any reason."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -221,7 +227,7 @@ class Scheduler(WithoutExtras):
         self._drop(record, FinishReason.ERROR if is_violation else FinishReason.ABORT, request.detail)
 
     def _drop(self, record: Record, reason: FinishReason, why: str) -> None:
-        """End a request that its client does not expect to end."""
+        """End a request for a reason other than its tokens; `why` is the explanation for its client."""
         self._forget_at_workers(record)
         del self._records[record.request_id]
         self._steady.forget()
@@ -239,7 +245,7 @@ class Scheduler(WithoutExtras):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[VllmRequest]:
-        """Take requests back: aborted, or stopped by a string that the frontend found."""
+        """Remove requests that the front end aborted, or stopped because it found a stop string."""
         names = (
             [request_ids]
             if isinstance(request_ids, str)
@@ -268,7 +274,7 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """End the request for a client that has got the end, or does not need it."""
+        """Remove a request whose client has received the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
@@ -285,7 +291,7 @@ class Scheduler(WithoutExtras):
     # A step
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """The next step, by the policies."""
+        """Form the next step with the policies."""
         if self._grammars.num_compiling:
             self._take_compiled()
         if self._held and (self.mechanism.fault is None or self._fallback is None):
@@ -313,7 +319,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def _is_busy(self) -> bool:
-        """True if a step that computes something has not come back."""
+        """True if a non-empty step is in flight."""
         return any(one.total_num_scheduled_tokens for one in self._in_flight)
 
     def _forget_if_wanted(self) -> None:
@@ -322,7 +328,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.forget_cache()
 
     def _settle(self) -> None:
-        """Apply pending inputs when no step can follow, so that their effects and times are known."""
+        """Apply pending inputs although no step can follow, so that they take effect at their times."""
         if self._in_flight:
             return
         if self._pause is PauseState.UNPAUSED:
@@ -334,7 +340,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """Handle a turn in which the policies scheduled nothing and nothing is computed; too many in a row are a violation."""
+        """Handle a turn without a step while none is in flight; too many in a row are a contract violation."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
         if self._connected is not None and self._connected.is_awaited:
             is_left_idle = True
@@ -364,11 +370,11 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """False while blocks, all of which others may get then, are loaded, sent, or written beside a connector."""
+        """False while a connector loads or sends blocks, or a step writes them: a fallback may reassign all blocks."""
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
     def _fall_back(self) -> StepPlan | None:
-        """Let the other policies take over; requests in flight continue after their present tokens."""
+        """Switch to the fallback policies; running requests continue after their present tokens."""
         fallback, self._fallback = self._fallback, None
         assert fallback is not None
         names = ", ".join(choice.policy for choice in fallback.values())
@@ -419,7 +425,7 @@ class Scheduler(WithoutExtras):
     def _looked_up(
         self, record: Record, request: Request, num_cached: int, num_loaded: int, *, is_first: bool | None = None
     ) -> None:
-        """Count the tokens that the prefix cache and a connector have of a request that has got blocks."""
+        """Count the cached and loaded tokens of a request that has been allocated blocks, for statistics."""
         vllms = record.request
         if is_first is None:
             is_first = not request.num_preemptions
@@ -429,7 +435,7 @@ class Scheduler(WithoutExtras):
             self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Return the tokens that the grammars of a step's requests allow."""
+        """Return the bit mask of tokens that grammars allow for a step's requests; None without grammars."""
         return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
@@ -437,7 +443,7 @@ class Scheduler(WithoutExtras):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take a step's tokens in; return the message for every client."""
+        """Process a step's tokens; return the message for every client, by its index."""
         self._in_flight.popleft()
         plan = self._plans.popleft()
         reported, void = model_runner_output.kv_connector_output, set[str]()
@@ -474,17 +480,17 @@ class Scheduler(WithoutExtras):
         return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
-        """Compute again, or end by the connector's rule, requests that ended in the mechanism with a void token."""
+        """Resubmit requests that ended in the mechanism with a void token, or end them if the connector's rules say so."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have forgotten it, and are sent prompts alone.
+            # The workers have dropped it, and a new request can be sent only without output.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
                 self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
     def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
-        """Process the tokens of a step, except for requests whose result is void."""
+        """Process the tokens of a step, except for requests with void results."""
         has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         if not has_more and not void:
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
@@ -495,7 +501,7 @@ class Scheduler(WithoutExtras):
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
         first = sys.maxsize if has_more else 2
-        """The first token of a request that is sent as its id alone, unless it ends the request."""
+        """Output length from which a token that does not end its request is sent to the client as its id only."""
         outputs, accepted = dict[int, list[EngineCoreOutput]](), dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
@@ -557,7 +563,7 @@ class Scheduler(WithoutExtras):
         return record.request.num_prompt_tokens // size * size if self._caches else 0
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take in the tokens that the workers propose for the requests of the step before."""
+        """Store the draft tokens that the workers propose after the last step."""
         names, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
         proposals = self._steady.proposals(names, drafts)
         if proposals is None:
@@ -565,14 +571,14 @@ class Scheduler(WithoutExtras):
             for name, tokens in zip(names, drafts, strict=True):
                 record = self._records.get(name)
                 if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                    is_plain = record.is_plain  # then there is no grammar
+                    is_plain = record.is_plain  # True only without a grammar
                     proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
         self.mechanism.propose(proposals)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Write the tokens that a step formed ahead verifies into its message, as far as grammars allow them; the rest stays -1."""
+        """Write the draft tokens of a step formed ahead into its message; those that grammars reject stay -1."""
         planned, invalid = scheduler_output.scheduled_spec_decode_tokens, dict[str, int]()
         for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             record = self._records.get(name)
@@ -587,7 +593,7 @@ class Scheduler(WithoutExtras):
     # Counts
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests whose clients wait for output; while new ones are paused, only those that run."""
+        """Return the number of unfinished requests; while new ones are paused, only that of running ones."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         if self._pause is PauseState.PAUSED_NEW:
@@ -595,21 +601,21 @@ class Scheduler(WithoutExtras):
         return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
-        """Return true if a client waits for this request's end."""
+        """Return whether the request is unfinished."""
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """True while workers or clients have not received an end, or a connector needs blocks of ended requests."""
+        """Return whether ends must still be sent to workers or clients, or a connector needs ended requests' blocks."""
         keeps = self._connected is not None and self._connected.keeps
         return bool(self._messages.next.finished) or self._endings.is_pending or keeps
 
     def has_requests(self) -> bool:
-        """True while vLLM has to ask for steps, also empty ones."""
+        """Return whether vLLM must keep requesting steps, even empty ones."""
         pushes = self.connector is not None and bool(self.connector.has_pending_push_work())
         return bool(super().has_requests()) or pushes
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests."""
+        """Return the numbers of running and waiting requests."""
         running = self._num_running
         return running, max(0, len(self.requests) - running)
 
@@ -624,11 +630,11 @@ class Scheduler(WithoutExtras):
         return self._num_running + (0 if self._connected is None else self._connected.num_holding)
 
     def get_kv_cache_usage(self) -> float:
-        """Part of the KV blocks that requests hold."""
+        """Return the fraction of KV blocks that requests hold (0 to 1)."""
         return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:
-        """Counts for vLLM's log and metrics."""
+        """Return counts for vLLM's log and metrics; None if they are disabled."""
         if not self.log_stats:
             return None
         running, waiting = self.get_request_counts()
@@ -649,11 +655,11 @@ class Scheduler(WithoutExtras):
 
     @property
     def pause_state(self) -> PauseState:
-        """State that decides which steps are formed."""
+        """State that determines which requests new steps may contain."""
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Form no steps, or none with requests that hold no KV blocks yet, or resume."""
+        """Pause all requests, pause only those without KV blocks, or resume."""
         if pause_state is self._pause:
             return
         self._pause = pause_state
@@ -663,9 +669,9 @@ class Scheduler(WithoutExtras):
         self._settle()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
+        """Drop all cached blocks. Returns False and changes nothing if requests hold blocks that they may not lose."""
         is_refused = self._num_running and not reset_running_requests
-        if self._connected is not None:  # what is loaded or sent may not lose its blocks
+        if self._connected is not None:  # blocks that are being loaded or sent must be kept
             is_refused = is_refused or self._connected.num_holding > 0 or self._connected.keeps
         if not is_refused:
             self._forgets = True
@@ -676,24 +682,24 @@ class Scheduler(WithoutExtras):
 
     @property
     def connector(self) -> Any:
-        """KV connector of this vLLM; None: there is none."""
+        """KV connector of this vLLM; None without one."""
         return None if self._connected is None else self._connected.vllms
 
     def get_kv_connector(self) -> Any:
-        """Return vLLM's connector of KV; None: there is none."""
+        """Return vLLM's KV connector; None without one."""
         return self.connector
 
     def get_kv_event_publisher_config(self) -> Any:
-        """Configuration by which KV events are published; None: they are not."""
+        """Return the configuration for publishing KV events; None if they are not published."""
         return None if self._events is None else self._events.publisher.get_publisher_config()
 
     def shutdown(self) -> None:
-        """Give back what the scheduler holds."""
+        """Release the scheduler's resources, and finish the recording."""
         if self._events is not None:
             self._events.publisher.shutdown()
         if self.connector is not None:
             self.connector.shutdown()
-        if self._recording is not None:  # records the inputs, and that no step follows
+        if self._recording is not None:  # so that the recording contains pending inputs, and that no step follows
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()
         self._watchdog.close()

@@ -1,8 +1,8 @@
-"""The system that schedules a vLLM: an experiment file, completed by the sizes that vLLM has found.
+"""Settings for scheduling a vLLM: an experiment file, completed with the sizes that vLLM determines.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
-`VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
-own algorithm schedules (preset `vllm-v1`). A folder for the record of the session is named likewise (`save_run`,
+`VAJRA_VLLM_EXPERIMENT`; both reach vLLM's scheduling process. Without a file, vLLM's own options apply to its own
+algorithm (preset `vllm-v1`). A folder for recording the session is set in the same way (`save_run`,
 `VAJRA_VLLM_SAVE_RUN`).
 """
 
@@ -33,16 +33,16 @@ _MANAGED = (
 )
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
-"""Keys that `--additional-config` takes under `vajra`, and the variables with the same meaning."""
+"""Keys under `vajra` of `--additional-config`, and the environment variables with the same meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class VajraOptions:
-    """This scheduler's own options, besides vLLM's.
+    """This scheduler's own options, in addition to vLLM's.
 
     Attributes:
-        experiment: the experiment file; None: vLLM's own algorithm.
-        save_run: folder that gets the session as a run; None: it is not recorded.
+        experiment: path of the experiment file; None selects vLLM's own algorithm.
+        save_run: folder in which the session is recorded as a run; None records nothing.
     """
 
     experiment: Path | None = None
@@ -67,12 +67,12 @@ def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.enviro
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that vLLM has room for.
+    """Sizes of a vLLM.
 
     Attributes:
-        num_blocks: without vLLM's null block, which is never used.
-        max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
-        max_loras: LoRA adapters that the requests of a step may have; 0: there are none.
+        num_blocks: number of KV blocks, without vLLM's unused null block.
+        max_input_tokens: capacity of its buffers in tokens, if it differs from `max_step_tokens`.
+        max_loras: largest number of LoRA adapters in a step; 0 if adapters are disabled.
         drafts: sizes of drafts (speculative decoding).
     """
 
@@ -90,7 +90,7 @@ class Sizes:
 
 
 def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
-    """Return the sizes that vLLM has room for, by its options; the blocks are its cache's, without the null block."""
+    """Return the sizes that follow from vLLM's options; `num_blocks` excludes the null block."""
     scheduler = vllm_config.scheduler_config
     return Sizes(
         model=str(vllm_config.model_config.model),
@@ -108,7 +108,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
 
 
 def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """Return the policies of the preset that `backend.vllm.fallback` names; None: there is no fallback. Raises `ConfigError`."""
+    """Return the policies of the preset `backend.vllm.fallback`; None without a fallback. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
         return None
@@ -124,13 +124,13 @@ def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyC
 
 
 def orders_by_priority(config: SystemConfig) -> bool:
-    """Return whether requests go by their priorities, so that arrival times count as stated by their frontends."""
+    """Return whether requests are ordered by priority, so that the arrival times stated by front ends are kept."""
     scheduling = only_replicaset(config).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
 def described(config: SystemConfig, options: VajraOptions, *, is_async: bool, is_managed: bool = False) -> str:
-    """Return one line: the policies by which a vLLM is scheduled, and where they were set."""
+    """Return a line for the log: the policies that schedule a vLLM, and the file that selects them."""
     scheduling = only_replicaset(config).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
     source = (
@@ -198,7 +198,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's own algorithm under the options that it was given."""
+    """Return the system for vLLM's own algorithm, with these options that differ from vLLM's defaults."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,
@@ -211,7 +211,7 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     by_priority = options.get("policy") == "priority"
     params["continues_after_own_preemption"] = sizes.version >= (0, 33)
-    # A victim goes to the front of vLLM's queue, unless that is ordered by priority, arrival and the text of the id.
+    # vLLM puts a victim at the front of its queue, unless the queue is ordered by priority, arrival and request id.
     order = ("priority", {"ties": "request_id"}) if by_priority else ("fcfs", {"preempted": "first"})
     params["victim"] = "lowest_priority" if by_priority else "latest_admitted"
     return {

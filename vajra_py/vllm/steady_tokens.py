@@ -1,7 +1,7 @@
-"""Take in the tokens of a step whose requests are those of the step before, all at once.
+"""Process the tokens of a step in bulk if its requests are those of the step before.
 
-Most steps of decodes give every request some tokens that end none of them. Then outputs grow and clients get ids, and no
-request has to be looked at: which tokens would end any of them is known for all together.
+Most decode steps end no request. Then outputs grow, and clients receive token ids, without checks of single requests:
+the tokens that would end any of them are known for the whole batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vajra_py.vllm.records import Record
 
 
 class TakenTokens(NamedTuple):
-    """Tokens that became output.
+    """Tokens of a step that became output.
 
     Attributes:
-        outputs: messages of each client, by its index.
-        accepted: requests that got more than one token, and how many more.
+        outputs: messages for each client, by its index.
+        accepted: number of accepted drafts of each request with any.
     """
 
     outputs: dict[int, list[EngineCoreOutput]]
@@ -34,8 +34,8 @@ class _Batch:
     """Requests of a step, in the order of the workers.
 
     Attributes:
-        stops: tokens that end any of them.
-        num_left: number of tokens that each can take at least before one of them needs a look.
+        stops: token ids that end any of them.
+        num_left: lower bound on the tokens that each can still take before one of them must be checked individually.
     """
 
     records: list[Record]
@@ -46,34 +46,37 @@ class _Batch:
     num_left: int = 0
 
     def count_left(self) -> int:
-        """Compute `num_left` anew; between calls it is a lower bound."""
+        """Recompute `num_left`, which is only a lower bound between calls."""
         self.num_left = min(record.plain_until - len(record.output) for record in self.records)
         return self.num_left
 
 
 class SteadyTokens:
-    """Tokens of steps as long as these compute the same requests."""
+    """Bulk processing of tokens, as long as steps compute the same requests."""
 
     def __init__(self, records: Mapping[str, Record]) -> None:
-        """`records`: requests whose end no client has got yet, by name."""
+        """Create it; `records` holds the unfinished requests by name, and is updated by the caller."""
         self._records = records
         self._names: list[str] = []
         self._is_new = True
-        """True if these requests were not looked up yet."""
+        """True if the requests of the next step must be looked up."""
         self._batch: _Batch | None = None
-        """Requests that were looked up; None: none yet, or one of them needs a look in every step."""
+        """Requests looked up; None if there are none yet, or one of them must be checked individually in every step."""
 
     def forget(self) -> None:
-        """Look requests up again, since one of them has ended or was handed in again."""
+        """Drop the batch, because one of its requests has ended or was resubmitted."""
         self._names, self._batch = [], None
 
     def count_again(self) -> None:
-        """Count what is left of each request again, since tokens are taken in one by one."""
+        """Recompute `num_left` before the next bulk step, because tokens were added individually."""
         if self._batch is not None:
             self._batch.num_left = 0
 
     def take(self, names: list[str], sampled: Sequence[list[int]]) -> TakenTokens | None:
-        """Take in a step's tokens, of which clients get the ids alone; None, and nothing changed, if a request needs a look."""
+        """Append a step's tokens to the outputs; messages contain token ids only.
+
+        Returns None and changes nothing if a request must be checked individually.
+        """
         if names != self._names:
             self._names, self._batch, self._is_new = list(names), None, True
             return None
@@ -104,14 +107,17 @@ class SteadyTokens:
         return TakenTokens(outputs, accepted)
 
     def proposals(self, names: list[str], drafts: Sequence[list[int]]) -> dict[Request, list[int]] | None:
-        """Return the drafts of each request that decodes and has any; None if these are not the requests, or one needs a look."""
+        """Return the drafts of each decode with any.
+
+        None if the batch consists of other requests, or if one must be checked individually.
+        """
         if self._batch is None or names != self._names:
             return None
         owners = zip(self._batch.requests, drafts, strict=True)
         return {request: tokens for request, tokens in owners if tokens and request.is_decode}
 
     def _look_up(self) -> None:
-        """Look the requests up, unless one is unknown, has ended in the mechanism, or has no token yet."""
+        """Build the batch, unless a request is unknown, has ended in the mechanism, or has no token yet."""
         records = [one for one in map(self._records.get, self._names) if one is not None and one.output]
         requests = [own for record in records if (own := record.own) is not None]
         if not requests or len(requests) < len(self._names):

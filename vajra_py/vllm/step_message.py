@@ -1,8 +1,7 @@
-"""Assemble each `SchedulerOutput`, in which vLLM's workers read what a step computes and what has changed since the last.
+"""Assemble each `SchedulerOutput`: vLLM's message to its workers about a step and the changes since the last one.
 
-vLLM's workers get only such messages, of plans (`vajra_py.vllm.messages`) and of the engine's steps
-(`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
-block 0 is unused.
+It is used for plans (`vajra_py.vllm.messages`) and for the engine's steps (`vajra_py.vllm.runner`). Blocks are given by
+their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Scheduled(NamedTuple):
 
     Attributes:
         name: the request's name at the workers.
-        num_computed: tokens in KV memory before.
-        blocks: entries of the block table, or tables, that the workers do not have, or all where they have none that counts.
+        num_computed: number of tokens in KV memory before the step.
+        blocks: unsent entries of the block table (or tables); all entries for a new or resumed request.
     """
 
     name: str
@@ -40,12 +39,12 @@ class Scheduled(NamedTuple):
 
 
 class StepMessage:
-    """Puts the message of the next step together, from the step before on.
+    """Message of the next step under construction; changes are added from the end of the step before.
 
     Attributes:
-        finished: requests that ended, and that workers may forget.
-        preempted: requests that lost their KV blocks.
-        num_drafts: tokens that the workers are to propose for each request after the step.
+        finished: names of ended requests, which the workers drop.
+        preempted: names of requests that lost their KV blocks.
+        num_drafts: number of draft tokens that the workers propose for each request after the step.
     """
 
     __slots__ = (
@@ -90,7 +89,10 @@ class StepMessage:
         all_tokens: list[int] | None = None,
         lora: LoRARequest | None = None,
     ) -> None:
-        """Compute tokens of a request that the workers do not know, with its adapter; `all_tokens` (prompt and output) are for vLLM's second runner."""
+        """Add tokens of a request that is new to the workers.
+
+        `all_tokens` (prompt and output) are needed for vLLM's second model runner; `lora` is the request's adapter.
+        """
         self._schedule(scheduled)
         self._new.append(
             NewRequestData(
@@ -114,10 +116,10 @@ class StepMessage:
         is_resumed: bool = False,
         all_tokens: list[int] | None = None,
     ) -> None:
-        """Compute tokens of a request that the workers know.
+        """Add tokens of a request that was sent to the workers before.
 
-        Its blocks are added to its block table, or replace it where it is resumed. `all_tokens` are prompt and output of one that
-        was not part of the step before.
+        Its blocks are appended to its block table, or replace it if the request is resumed. `all_tokens` (prompt and
+        output) are needed if it was not part of the step before.
         """
         name, num_tokens, num_computed, blocks = scheduled
         self.go_on(name, num_tokens, num_computed, num_outputs, blocks)
@@ -129,7 +131,7 @@ class StepMessage:
     def go_on(
         self, name: str, num_tokens: int, num_computed: int, num_outputs: int, blocks: Sequence[int] | Tables
     ) -> None:
-        """Compute tokens of a request that was part of the step before; `blocks` are new ones."""
+        """Add tokens of a request that was part of the step before; `blocks` are its new blocks."""
         self._num_scheduled[name] = num_tokens
         self._num_tokens += num_tokens
         known = self._known
@@ -146,7 +148,10 @@ class StepMessage:
         num_outputs: Sequence[int],
         num_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Compute tokens of these requests, one each if not said otherwise, all part of the step before; `blocks` are new ones, by place in `names`."""
+        """Add tokens of requests that were all part of the step before, by default one each.
+
+        `blocks` are new blocks by index into `names`.
+        """
         added: list[tuple[list[int], ...] | None] = [None] * len(names)
         for place, table in blocks.items():
             added[place] = _tables(table)
@@ -163,19 +168,19 @@ class StepMessage:
             self._num_tokens += sum(num_tokens)
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Verify these drafts, which are the last computed tokens of each request; -1 for a place without a draft."""
+        """Set the drafts to verify, the last scheduled tokens of each request; -1 stands for a place without a draft."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Clear blocks before the step reads any."""
+        """Have the workers zero these blocks before the step."""
         self._cleared += _in_vllm(blocks)
 
     def clear_numbered(self, blocks: Sequence[int]) -> None:
-        """Clear blocks of these numbers, which are vLLM's."""
+        """Have the workers zero these blocks, given by vLLM's numbers, before the step."""
         self._cleared += blocks
 
     def take(self) -> SchedulerOutput:
-        """Return the message, and begin the next one."""
+        """Return the message, and start the next one."""
         message = SchedulerOutput(
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=self._known,

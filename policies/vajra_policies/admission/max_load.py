@@ -1,4 +1,4 @@
-"""A bound on what is in the system at once: further requests wait at the gate, or are turned away."""
+"""A bound on the load in the system: further requests are deferred or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mooncake's early rejection: turn away at once what would miss its promises."""
+"""Mooncake's early rejection: refuse requests on arrival that would miss their SLOs."""
 
 from __future__ import annotations
 

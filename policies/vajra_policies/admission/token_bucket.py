@@ -100,7 +100,7 @@ class TokenBucket:
         return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Give back what deferred requests took that have left."""
+        """Return the tokens of deferred requests that have left."""
         for request in requests:
             bucket = self._bucket_of(request, now)
             if bucket.due.pop(request.request_id, None) is not None:

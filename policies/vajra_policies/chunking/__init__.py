@@ -1,1 +1,1 @@
-"""Prompts beside decodes: how many prompt tokens a step takes while others decode."""
+"""Limit the prompt tokens of steps that also contain decodes."""

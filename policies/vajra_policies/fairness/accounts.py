@@ -17,7 +17,7 @@ _QUANTA_IN_MEMORY = 20
 
 
 class TokenCostConfig(PolicyConfig):
-    """Parameters of what a tenant is charged."""
+    """Parameters of the service charged to a tenant."""
 
     prompt_weight: float = Field(
         1.0, ge=0, description="Charge for a prompt token (w_p), when its request is admitted."
@@ -38,7 +38,7 @@ class QuantumConfig(TokenCostConfig):
     )
 
     def quantum_for(self, num_kv_tokens: int) -> float:
-        """The quantum of replicas with room for so many tokens."""
+        """Return the quantum for replicas with room for this many tokens."""
         return self.quantum if self.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
 
 
@@ -121,13 +121,13 @@ class Accounts:
         return stopped
 
     def collect(self, tenant: str) -> None:
-        """Charge for what the tenant's requests have generated since this was last done."""
+        """Charge the tenant for tokens that its requests have generated since the last charge."""
         admitted = self._admitted.get(tenant)
         if admitted:
             self._collect(tenant, admitted)
 
     def collect_all(self) -> None:
-        """Charge every tenant for what its requests have generated since this was last done."""
+        """Charge every tenant for tokens that its requests have generated since the last charge."""
         for tenant, admitted in self._admitted.items():
             self._collect(tenant, admitted)
 

@@ -75,7 +75,7 @@ class Dlpm:
         self._refill()
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Charge for what is to be computed of the prompt."""
+        """Charge for the prompt tokens that remain to be computed."""
         self._accounts.admit(request)
         self._refill()
 

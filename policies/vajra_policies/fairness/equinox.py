@@ -83,7 +83,7 @@ class Equinox:
             self._alive.setdefault(tenant, {})[request] = None
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Charge what is expected, once."""
+        """Charge the predicted cost, once per request."""
         if request not in self._charged:
             discount = 1.0 / (1.0 + (now - request.arrived_at) / self._config.patience_s)
             charge = self._charge(request, self._lengths.total(request), discount)

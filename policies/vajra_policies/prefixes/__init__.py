@@ -1,1 +1,1 @@
-"""Order by cached prefixes: who has the most in the cache, or the least left to compute."""
+"""Order by cached prefixes: the request with the longest prefix hit first, or with the least left to compute."""

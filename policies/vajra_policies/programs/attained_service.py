@@ -87,7 +87,7 @@ class Plas:
         return float(sum(service_s > bound for bound in self._bounds))
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Calls inherit what their programs have attained."""
+        """Initialise new calls with the attained service of their programs."""
         for request in requests:
             self._call(request)
 

@@ -11,7 +11,7 @@ from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
 
 _MOST = 1e18
-"""Cost above which what a client states is not believed."""
+"""Cost above which a client's statement is ignored."""
 
 
 class JustitiaConfig(LengthConfig):

@@ -57,7 +57,7 @@ class LeastAttainedService:
         self._services: dict[str, tuple[float, float]] = {}
         """Service of each program and when it was that, the latest one last."""
         self._scores: dict[str, float] | None = {}
-        """Scores of the programs that wait; None: they are to be made anew."""
+        """Scores of waiting programs; None if they must be recomputed."""
         self._changed_at = 0.0
         self.fallen_groups = FallenGroups()
 
@@ -130,7 +130,7 @@ class LeastAttainedService:
             self._waiting.pop(program, None)
 
     def _change(self, now: float) -> None:
-        """Make scores anew; any of them may have risen."""
+        """Discard the scores, since any of them may have risen."""
         self._scores, self._changed_at = None, now
         for program in self._waiting:
             self.fallen_groups.add(program)

@@ -1,4 +1,4 @@
-"""Time that programs' tools take, learned from what comes between the end of a call and the program's next one."""
+"""Learn the durations of programs' tools from the gaps between the end of a call and the program's next call."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class AdaptiveReplacement:
         self.again: dict[CachedBlock, None] = {}
         """Content used again."""
         self.gone: tuple[OrderedDict[Hashable, None], OrderedDict[Hashable, None]] = (OrderedDict(), OrderedDict())
-        """Content that each list has given up, the latest last, as much as the cache holds."""
+        """Evicted content of each list, the latest last, at most as much as the cache holds."""
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Time of the last use."""
@@ -63,7 +63,7 @@ class AdaptiveReplacement:
             self.again[block] = None
 
     def on_evicted(self, block: CachedBlock, now: float) -> None:
-        """Remember what a list gives up."""
+        """Record the content that a list evicts."""
         is_again = block in self.again
         self.on_withdrawn(block, now)
         gone = self.gone[AGAIN if is_again else ONCE]

@@ -1,4 +1,4 @@
-"""Retention by the number of uses: the least used content goes first (`lfu`), or what was not used again (`slru`)."""
+"""Retention by the number of uses: evict the least used content first (`lfu`), or content used only once (`slru`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention by the priority of requests: what only less urgent requests use goes first."""
+"""Retention by the priority of requests: evict content first that only less urgent requests use."""
 
 from __future__ import annotations
 

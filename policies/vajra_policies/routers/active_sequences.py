@@ -1,4 +1,4 @@
-"""Bookkeeping of a router that counts blocks: what each replica computes and holds for requests that this router sent there.
+"""Block counts of a router: the blocks that each replica computes and holds for requests that this router sent there.
 
 Source: Dynamo, `lib/kv-router`, active sequences.
 """
@@ -104,7 +104,7 @@ class ActiveSequences:
                 self.add_output_block(request)
 
     def free(self, request: RequestView) -> None:
-        """Remove the request, which has ended or is booked anew."""
+        """Remove a request that has ended, or is about to be counted again."""
         self.prefill_complete(request)
         booking = self._bookings.pop(request, None)
         if booking is None:

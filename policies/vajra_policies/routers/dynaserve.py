@@ -129,7 +129,7 @@ class Dynaserve(BindsOnArrival):
         return request.num_known_tokens + max(round(self._lengths.remaining(request)), 1)
 
     def _work(self, request: RequestView, num_tokens: int) -> float:
-        """Work of so many leading tokens."""
+        """Return the work of a number of leading tokens."""
         prompt = request.num_prompt_tokens
         return min(num_tokens, prompt) + self._weight * max(num_tokens - prompt, 0)
 

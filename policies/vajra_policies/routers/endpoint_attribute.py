@@ -36,7 +36,7 @@ Attribute: TypeAlias = Literal[
 
 
 class FixedRange(PolicyConfig):
-    """Values that score 0 and 1; what is beyond them is cut."""
+    """Values that score 0 and 1; values beyond them are clamped."""
 
     min: float
     max: float

@@ -1,4 +1,4 @@
-"""Producer of loads in flight: what this router has sent and what has not come back.
+"""Producer of loads in flight: requests that this router has sent and that are not complete.
 
 Source: llm-d-router, `requestcontrol/dataproducer/inflightload`.
 """

@@ -38,7 +38,7 @@ def _values(pool: str, role: str, label: str) -> frozenset[str]:
 
 
 class _ByPool(ABC):
-    """Keeps replicas by what they have in common with all others of their pool."""
+    """Filters replicas by attributes that all replicas of a pool have in common."""
 
     @abstractmethod
     def may_take(self, pool: str, role: str) -> bool:

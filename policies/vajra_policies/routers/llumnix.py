@@ -101,7 +101,7 @@ class Llumnix(BindsOnArrival):
     # Freeness
 
     def _freeness(self, replica: ReplicaLoadView, counted: Counted, moved_blocks: int = 0, num_moved: int = 0) -> float:
-        """Freeness, as it would be if running requests with so many blocks came (negative: left)."""
+        """Return the freeness after adding running requests with this many blocks (negative: after removing them)."""
         if replica.state is ReplicaState.DRAINING:
             return -math.inf
         waiting = self._places.waiting[replica.replica_id]

@@ -1,4 +1,4 @@
-"""Scorers of load: queues, running requests, KV memory, and what is in flight.
+"""Scorers of load: queues, running requests, KV memory, and requests in flight.
 
 Source: llm-d-router, `scheduling/scorer`: queuedepth, runningrequests, kvcacheutilization, activerequest, loadaware, tokenload.
 """

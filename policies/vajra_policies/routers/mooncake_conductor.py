@@ -71,7 +71,7 @@ class MooncakeConductor(BindsOnArrival):
             self._queues[replica_id].pop(request, None)
 
     def _queued(self, replica_id: ReplicaId) -> tuple[float, int]:
-        """Prefill times of what a replica has to compute, seconds, and the number of requests."""
+        """Return the total prefill time in seconds of a replica's uncomputed prompts, and the number of requests."""
         queue = self._queues.get(replica_id)
         if not queue:
             return 0.0, 0

@@ -1,4 +1,4 @@
-"""Scorers by prefix: who has the prompt's prefix, and who may take a prompt that no replica has.
+"""Scorers by prefix: prefer replicas that cache the prompt's prefix, and spread prompts that no replica has cached.
 
 Source: llm-d-router, `scheduling/scorer`: prefix, nohitlru.
 """
@@ -101,7 +101,7 @@ class NoHitLruScorer:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget the request that was asked for last, if it has left."""
+        """Drop the cached result of the last request if that has left."""
         if self._asked is not None and self._asked[0] in requests:
             self._asked = None
 

@@ -32,7 +32,7 @@ LISTENING = (
 
 
 class Parts:
-    """Builds the parts of one router; producers are made when they are asked for, once each."""
+    """Builds the parts of one router; each producer is built once, on first use."""
 
     def __init__(self, producers: Sequence[ProducerChoice], context: PolicyContext) -> None:
         self._choices = {one.name: one for one in producers}

@@ -14,7 +14,7 @@ from vajra_py.contract import ReplicaId, RequestView
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Replicas of a request's prompt and of its decodes, and what it counts there."""
+    """Replicas of a request's prompt and of its decodes, and its counted load there."""
 
     prompt_at: ReplicaId
     token_at: ReplicaId
@@ -69,7 +69,7 @@ class ScheduledTokens:
         return placed
 
     def _count(self, placed: Placement, sign: int) -> None:
-        """Add what a request counts at its replicas, or take it away (-1)."""
+        """Add a request's load at its replicas, or remove it (-1)."""
         at_prompt, at_tokens = self.at[placed.prompt_at], self.at[placed.token_at]
         at_tokens.pending += sign
         at_tokens.memory += sign * placed.most_tokens

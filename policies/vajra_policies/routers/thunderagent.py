@@ -47,7 +47,7 @@ class ThunderAgent:
         self._emit = emit
         self._table = ThunderTable(config, {})
         self._calls: dict[str, dict[RequestView, None]] = {}
-        """Living calls of each program that were let go on."""
+        """Number of alive calls by program that were allowed to run."""
         self._held: dict[str, dict[RequestView, None]] = {}
         """Calls of each paused program."""
         self._ready: dict[ReplicaId, dict[RequestView, float]] = {}

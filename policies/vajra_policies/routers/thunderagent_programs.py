@@ -1,4 +1,4 @@
-"""Programs of ThunderAgent's router: where they are, what their contexts hold, and their pauses."""
+"""Programs of ThunderAgent's router: their replicas, the sizes of their contexts, and their pauses."""
 
 from __future__ import annotations
 

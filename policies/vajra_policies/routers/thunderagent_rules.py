@@ -27,7 +27,7 @@ class Passage:
 
 
 class ThunderTable(ProgramTable):
-    """The table, with what happens to its programs."""
+    """Table of programs, with the operations on them."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
         """Place a call of a program; None: it is held until its program is resumed. `prompt_tokens` 0: unknown."""
@@ -51,7 +51,7 @@ class ThunderTable(ProgramTable):
         return self._passage(program, now, was_paused=False)
 
     def after_call(self, program_id: str, num_tokens: int, now: float) -> None:
-        """Count a call of a program that has ended with so many tokens, prompt and output."""
+        """Record the end of a program's call, with its total of prompt and output tokens."""
         program = self.programs.get(program_id)
         if program is None:
             return
@@ -67,11 +67,11 @@ class ThunderTable(ProgramTable):
         self.programs.pop(program_id, None)
 
     def lose_replica(self, replica: ReplicaKey) -> None:
-        """Forget a replica that is gone; its programs are placed anew at their next calls, and counted nowhere until then."""
+        """Remove a lost replica; its programs are placed again at their next calls, and count nowhere until then."""
         self.capacity.pop(replica, None)
 
     def tick(self, now: float) -> list[Passage]:
-        """Demote, resume and pause; returns the calls that may go on."""
+        """Demote, resume and pause programs; return the calls that may run now."""
         used = self.used()
         self._demote(used, now)
         resumed = self._resume(used)

@@ -1,4 +1,4 @@
-"""Rules of Dynamo's planner and what it observes: pools, the load of engines, thresholds, promises, traffic that is expected.
+"""Data of Dynamo's planner: pools, loads of engines, thresholds, SLOs, predicted traffic.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """

@@ -1,4 +1,4 @@
-"""Rules of Dynamo's planner for one pool: how many replicas the load of its engines asks for, by steps of one.
+"""Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
 One more replica as soon as one engine is over a threshold of load; with promised latencies, when every engine is predicted to miss its own.
 One less where all engines are below the lower threshold and those that remain would not be over the upper one with the load shared out.
@@ -32,7 +32,7 @@ INSUFFICIENT = "insufficient_data"
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """Replicas that the load asks for."""
+    """Return the number of replicas by load."""
 
     wanted: int | None
     """None: no opinion, for `reason`."""
@@ -56,7 +56,7 @@ class Consolidation(Enum):
 
 
 def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opinion:
-    """Return the replicas that the load of a pool asks for, by the rules of its role and target."""
+    """Return the number of replicas by the load of a pool, with the rules of its role and target."""
     own, promises = pool.rules, rules.promises
     counts = pool.ready, own.least
     if rules.target != "sla":
@@ -72,7 +72,7 @@ def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opin
 
 
 def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
-    """Opinion of a pool that does both: up if either asks for it, down if both agree."""
+    """Combine the decisions for a mixed pool: up if either role needs it, down if both agree."""
     estimates = prompts.ttft_s, decodes.itl_s
     p_wanted, d_wanted = prompts.wanted, decodes.wanted
     for wanted in (p_wanted, d_wanted):

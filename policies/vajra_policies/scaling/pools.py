@@ -13,7 +13,7 @@ def replicas_in(pool: PoolView, state: ReplicaState) -> Sequence[ReplicaLoadView
 
 
 def num_active(pool: PoolView) -> int:
-    """Return the number of replicas that are starting or up: what a scaler sets."""
+    """Return the number of replicas that are starting or up, which is the number that a scaler sets."""
     return sum(one.state in (ReplicaState.STARTING, ReplicaState.UP) for one in pool.replicas)
 
 

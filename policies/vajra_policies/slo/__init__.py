@@ -1,1 +1,1 @@
-"""Promised times: who is served so that they are kept, and how much work a step may take."""
+"""Helpers for SLOs: requests that can still meet theirs, and the work that a step may contain."""

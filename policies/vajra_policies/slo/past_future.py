@@ -119,7 +119,7 @@ class PastFuture(FixedChunk):
         return True
 
     def _entry(self, request: RequestView) -> tuple[float, float]:
-        """(a, b); a with what the last block may leave empty."""
+        """Return (a, b); a includes the possibly empty part of the last block."""
         return (request.num_known_tokens + self._slack_tokens, self._to_come(request))
 
     def _to_come(self, request: RequestView) -> float:

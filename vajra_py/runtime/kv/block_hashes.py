@@ -25,7 +25,7 @@ UNBOUNDED_TOKENS = sys.maxsize
 """Length of a run of tokens that is named before it is generated."""
 
 FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
-"""Hashes that a lookup asks for at first, and the factor by which it asks for more: most misses come early."""
+"""Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
 """Most segments that a prompt may add to a known prompt and still be found to continue it."""
@@ -67,8 +67,8 @@ def output_segment(request_id: str) -> SegmentId:
 class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
-    Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
-    They are appended here, or to `output`, a list of the caller's.
+    Each block is hashed once, when its hash is first needed. Generated tokens are not salted further: clients may send
+    them. They are appended here, or to `output`, a list of the caller's.
     """
 
     __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")

@@ -142,11 +142,11 @@ class BlockPool:
         self._kept: dict[int, None] = {}
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
-        """Record of what can be found and what no longer can; None: there is no reader."""
+        """Events about content that becomes available or is removed; None if they have no reader."""
         self.hits: HitIndex | None = None
         """Waiting requests whose hits change with what can be found; None: they are not followed."""
         self.lower: KvTiers | None = None
-        """Tiers that get what is stored or given up here; None: there are none."""
+        """Memory tiers that receive stored or evicted content; None without tiers."""
 
     # Handing out and giving back
 

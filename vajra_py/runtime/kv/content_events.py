@@ -50,7 +50,7 @@ class ContentEvents:
         self.stored([one for one in hashes if one not in known])
 
     def copy_left(self, block_hash: Hashable) -> None:
-        """Report a block that is given up while another one still holds its content."""
+        """Report an evicted block whose content another block still holds."""
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
         """Report content that can be found and could not before."""

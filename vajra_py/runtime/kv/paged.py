@@ -130,7 +130,7 @@ class PagedKvMemory:
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
         self._swaps: SwapsUnderWay | None = None
-        """Blocks that copies read beside steps; None: swapped blocks are copied between two steps."""
+        """Blocks that copies read while steps run; None if swapped blocks are copied between steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -659,11 +659,11 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """Keep what a swap reads from now on, until `end_swap`."""
+        """Keep the blocks that a swap reads, until `end_swap`."""
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:
-        """Give back what a copy of this request was reading."""
+        """Release the blocks that a copy of this request was reading."""
         assert self._swaps is not None
         left = self._swaps.leaving.pop(request, None)
         if left is not None:

@@ -6,7 +6,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class PrefixLookup:
-    """Result of a request's last prefix-cache lookup, with what is needed to check whether it still holds."""
+    """Result of a request's last prefix lookup, with the state needed to check whether it is still valid."""
 
     __slots__ = (
         "blocks",
@@ -30,7 +30,7 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Return True if a lookup would still return all its blocks; takes time for what was removed since, not for its length."""
+        """Return whether a lookup would still return all its blocks; the cost grows with removals since then only."""
         if self.removed_epoch != pool.removed_epoch:
             return False
         removed = pool.removed

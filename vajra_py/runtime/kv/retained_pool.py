@@ -1,4 +1,4 @@
-"""Pool of KV blocks whose idle content is given up in the order of a retention policy.
+"""Pool of KV blocks whose idle content is evicted in the order of a retention policy.
 
 Content is kept once: a block in use whose content is cached already is a copy, and takes over when the first block loses its last user.
 So an idle block has no user anywhere behind it in its chain, and every free block with content can be given up, the end of a chain first.
@@ -97,7 +97,7 @@ class RetainedBlockPool(BlockPool):
             self._remove(entry, now)
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Give back one table's references; what has no user is free, unless it is pinned."""
+        """Release one table's references; blocks without users become free, unless they are pinned."""
         now, extra = self._clock(), self._extra_references
         plain: list[int] = []
         num_idle = 0
@@ -305,7 +305,7 @@ class RetainedBlockPool(BlockPool):
                 del self._copies[block_hash]
 
     def _remove(self, entry: CachedEntry, now: float) -> None:
-        """Forget content; what it continued may now be given up."""
+        """Remove content; the block that it continued may now be evicted."""
         del self._entry_of[entry.block]
         self._forget(entry.block)
         parent = entry.parent

@@ -1,4 +1,4 @@
-"""Order in which a retention policy gives up idle content: chains of blocks, the end of a chain first.
+"""Order in which a retention policy evicts idle content: chains of blocks, the end of a chain first.
 
 A block is a candidate when it is idle and nothing cached continues it. Candidates wait in the queues that requests wait in, one for
 each segment, so that every key motion is exact and a victim costs O(log n).

@@ -1,4 +1,4 @@
-"""Content of one tier of KV memory below the device: blocks by hash, given up in the order of a retention policy.
+"""Content of one tier of KV memory below the device: blocks by hash, evicted in the order of a retention policy.
 
 A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may lie here without what
 comes before it in its chain, which another tier holds; as soon as that comes, the chain is whole again.
@@ -48,7 +48,7 @@ class TierStore:
         self.num_blocks = num_blocks
         self.order: RetentionOrder[TierBlock] = RetentionOrder(retention.policy, f"{retention.name} of tier {name}")
         self.num_evicted = 0
-        """Blocks given up for others so far."""
+        """Number of blocks evicted so far."""
         self._policy: Any = retention.policy
         self._blocks: dict[Hashable, TierBlock] = {}
         self._without_parent: dict[Hashable, dict[TierBlock, None]] = {}
@@ -95,7 +95,7 @@ class TierStore:
     # Coming and going
 
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
-        """Take a block for content that is to be written; returns the blocks that were given up for it.
+        """Allocate a block for content to be written; return the blocks that were evicted for it.
 
         None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that the tier has.
         """

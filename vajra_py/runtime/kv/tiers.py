@@ -95,11 +95,11 @@ class KvTiers:
         self.on_forget: Callable[[Any], None] | None = None
         """Listener to requests that leave the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
-        """Listener to requests that give up what they have loaded, so that others can run."""
+        """Called for requests that drop their loaded content so that others can run."""
         self.on_clear: Callable[[], None] | None = None
         """Listener to a clearance, before everything is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
-        """Records of what each tier holds; None: there is no reader."""
+        """Events about the content of each tier; None if they have no reader."""
         self._replica_id = replica_id
         self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
@@ -187,7 +187,7 @@ class KvTiers:
         return bool((depth + 1) * self.block_size <= request.num_prompt_tokens)
 
     def _write_below(self, level: int, one: TierBlock) -> None:
-        """Write a block that a tier has got, or used again, to the tier below, if its rules say so."""
+        """Write a block that a tier has received or reused to the tier below, if that tier's rules require it."""
         below = level + 1
         if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
             self._write(below, one.block_hash, one)
@@ -284,7 +284,7 @@ class KvTiers:
         self._leave_exclusive(level + 1, one.block_hash)
 
     def _leave_exclusive(self, level: int, block_hash: Hashable) -> None:
-        """Let a tier that is exclusive give up what is now above it."""
+        """Remove content from an exclusive tier that is now held above it."""
         if level < len(self.stores) and self.rules[level].is_exclusive:
             below = self.stores[level].get(block_hash)
             if below is not None and not below.num_locks:
@@ -350,7 +350,7 @@ class KvTiers:
             self._leave_exclusive(0, one.block_hash)
 
     def call_off_load(self, load: TierLoad) -> None:
-        """Cancel a load whose content is not needed; what was given away comes back, if there is room."""
+        """Cancel an unneeded load; content that an exclusive tier had handed over returns to it if there is room."""
         store, now = self.stores[0], self._clock()
         for one in load.blocks:
             store.unlock(one, now)
@@ -409,12 +409,12 @@ class KvTiers:
             self.on_forget(request)
 
     def give_up(self, request: Any) -> None:
-        """Drop what a request has loaded; it will compute it."""
+        """Drop the content that a request has loaded; the request will compute it."""
         if self.on_give_up is not None:
             self.on_give_up(request)
 
     def clear(self) -> None:
-        """Forget everything that the replica has lost; what it shares with others stays."""
+        """Drop all content of the lost replica's own tiers; shared tiers are kept."""
         if self.on_clear is not None:
             self.on_clear()
         self._device.clear()
@@ -429,7 +429,7 @@ class KvTiers:
                     events.cleared()
 
     def clear_shared(self) -> None:
-        """Forget what is shared with other replicas too: it is void."""
+        """Also drop the content of shared tiers, which has become void."""
         for store, rules, events in zip(self.stores, self.rules, self.events, strict=True):
             if rules.is_shared:
                 store.clear(self._clock())

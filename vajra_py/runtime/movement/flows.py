@@ -65,7 +65,7 @@ class Release:
         return self.start - (-self.ticks * (self.num_done + 1) // self.num_parts)
 
     def take(self) -> int:
-        """Return the work of the next part, and go on to the one after it."""
+        """Return the work of the next part, and advance to the part after it."""
         before = self.work * self.num_done // self.num_parts
         self.num_done += 1
         return self.work * self.num_done // self.num_parts - before

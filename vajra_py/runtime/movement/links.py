@@ -1,4 +1,4 @@
-"""Transfers over the links of a network: who gets which bandwidth, and when each ends.
+"""Transfers over the links of a network: the bandwidth of each, and the time of its end.
 
 A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only when a
 transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
@@ -97,7 +97,7 @@ class Network:
         """Grains per second of a transfer that has its links for itself; None: no limit."""
         self._transfers: dict[Hashable, Flow] = {}
         self._events: list[tuple[int, int, int, int, Any]] = []
-        """(tick, kind, number, version, transfer or feed) of ends and of what becomes available: ends come first in a tick."""
+        """Events (tick, kind, number, version, transfer or feed): ends of transfers, then work becoming available."""
         self._starting: deque[tuple[int, int, int, int, Any]] = deque()
         """The same of transfers whose latency is not over, in order."""
         self._ended: list[Flow] = []
@@ -339,7 +339,7 @@ class Network:
         self._ended.append(one)
 
     def _leave(self, one: Flow) -> None:
-        """Take a transfer off its links; what was to happen to it does not."""
+        """Remove a transfer from its links, and discard its pending events."""
         one.version += 1
         for link in one.links:
             users = link.transfers

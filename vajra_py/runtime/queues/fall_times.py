@@ -8,7 +8,7 @@ from vajra_py.contract import FallsWithTime, RequestView
 from vajra_py.runtime.queues.keys import FallReader
 
 _SPARE = 64
-"""Times of requests that have left are deleted once there are so many more of them than waiting requests."""
+"""Times of requests that have left are deleted once they outnumber the waiting requests by this many."""
 
 
 class FallTimes:

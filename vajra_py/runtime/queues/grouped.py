@@ -50,7 +50,7 @@ class _Cursor:
     __slots__ = ("group", "next", "walk")
 
     def __init__(self, group: _Group, last: Rank | None = None) -> None:
-        """`last`: the rank after which to go on."""
+        """Create an iterator that continues after the rank `last`."""
         self.group = group
         self.walk = group.ranks.walk(last)
         self.next: Rank | None = None

@@ -22,7 +22,7 @@ DRAFTS_FILE = "drafts.jsonl.gz"
 
 
 class DraftLog(Observer):
-    """Writes `drafts.jsonl.gz` while a run goes on."""
+    """Writes `drafts.jsonl.gz` during a run."""
 
     wants_step_ends = False
 

@@ -69,8 +69,8 @@ class EmittedFigures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDiary:
-    """Results that the policies of a run produced beside their decisions."""
+    """Results of a run's policies in addition to their decisions."""
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)
     asked_for_lengths: set[str] = field(default_factory=set)
-    """Names of policies that asked for output lengths where the predictor knows none."""
+    """Names of policies that read output lengths although the predictor has none."""

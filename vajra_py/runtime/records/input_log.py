@@ -174,7 +174,7 @@ class PolicyViolation:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A change of what the executing side lets a replica do.
+    """A change of the work that the executing side allows a replica.
 
     Attributes:
         admits: whether waiting requests may get KV blocks.
@@ -320,11 +320,11 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Change of what a server's prefix cache holds, by its KV events.
+    """Change of the content of a server's prefix cache, according to its KV events.
 
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
-        begins: what was known before is void.
+        begins: True if it replaces all content known before.
         ends: no more reports come; `stored` and `removed` are empty.
     """
 

@@ -20,7 +20,7 @@ RETENTION_FILE = "retention.jsonl.gz"
 
 
 class RetentionLog(Observer):
-    """Writes `retention.jsonl.gz` while a run goes on."""
+    """Writes `retention.jsonl.gz` during a run."""
 
     wants_step_ends = False
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of one replica: which of them its slots hold, and who uses them.
+"""LoRA adapters of one replica: the contents of its slots, and the requests that use them.
 
 A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter is not here: into
 a free slot, else into that of the least recently used idle adapter. Until the request is admitted or leaves, its adapter

@@ -13,7 +13,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class AnyAdapters(Adapters):
-    """Adapters of one replica of which none has to be loaded; a slot is taken while a request runs with its adapter."""
+    """Adapters of one replica without loads; an adapter occupies a slot while running requests use it."""
 
     def __init__(self, replica_id: int, max_loras: int) -> None:
         super().__init__(replica_id, max_loras, {})

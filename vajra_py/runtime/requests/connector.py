@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
     num_tokens: int
     is_async: bool = False
-    """True if they are loaded beside steps."""
+    """True if the tokens are loaded asynchronously, while steps run."""
 
 
 NOTHING = Match(0)
@@ -42,13 +42,13 @@ class KvConnector(Protocol):
     """Source and sink of KV outside a replica; its answers are inputs of a run."""
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
-        """Return what can be loaded behind the cached tokens, whole blocks; None: it is not known yet, ask again."""
+        """Return the tokens (whole blocks) that can be loaded after the cached ones; None: unknown yet, call again."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Note that a request is about to get the blocks of a load beside steps, behind what is cached."""
+        """Announce that a request is about to get the blocks of an asynchronous load, after its cached tokens."""
 
     def allocated(self, request: Request, num_tokens: int) -> None:
-        """Note that a request has got blocks, and begin to load so many tokens (0: none) to them."""
+        """Begin to load `num_tokens` (0: none) to the blocks that a request has been allocated."""
 
     def ended(self, request: Request, num_blocks: int) -> bool:
         """Return True if a request that ends keeps its blocks until the connector has sent those with computed tokens."""
@@ -84,7 +84,7 @@ class ConnectorRules:
     holding_order: Literal["begin", "urgency"] = "begin"
     """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
-    """Treatment of requests whose load failed: they end, or compute what is missing."""
+    """Treatment of requests whose load failed: they end, or compute the missing tokens."""
     calls_off: bool = False
     """True if a load ends with its request; else the request's blocks are kept until it is over."""
     reports_with_steps: bool = True
@@ -145,7 +145,7 @@ class ConnectedKv:
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, with the reasons."""
         self._computes: set[Request] = set()
-        """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
+        """Requests that dropped loaded tokens because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
         """Requests admitted in this step without a load before, all of whose known tokens it computes."""
         self._ahead: deque[FormedStep] = deque()
@@ -239,7 +239,7 @@ class ConnectedKv:
     # Admission
 
     def loads_beside_steps(self, request: Request) -> bool:
-        """Return True if a waiting request is to get KV by a load beside steps, and computes nothing until it is over."""
+        """Return whether a waiting request has an asynchronous load, until whose end it computes nothing."""
         found = self._matches.get(request)
         return found is not None and found[1].is_async and found[1].num_tokens > 0
 
@@ -273,7 +273,7 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin to load a request's KV beside steps; None: there is nothing to load beside steps; False: it does not fit."""
+        """Begin an asynchronous load of a request's KV; None if it has none; False if blocks are lacking."""
         found = self._match(request)
         if found is None:
             self._lifecycle.bind(request, now)
@@ -301,7 +301,7 @@ class ConnectedKv:
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """Drop what was loaded for a request, or came with it from another replica, because no request can run."""
+        """Drop the KV that was loaded for a request, or came from another replica, because no request can run."""
         self._loads.pop(request, None)
         self._computes.add(request)
 
@@ -374,7 +374,7 @@ class ConnectedKv:
             self._lifecycle.release_kept(request)
 
     def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
-        """Return the requests whose loads failed, and limit loads under way to what has come.
+        """Return the requests whose loads failed, and limit pending loads to the tokens that arrived.
 
         A bad block that several running requests share is computed again by the first; the others wait for nothing, as if they had it.
         """

@@ -1,4 +1,4 @@
-"""Inputs of a run that a connector of KV gives: its answers, and what its workers report. Requests are named by their index."""
+"""Inputs of a run from a KV connector: its answers, and reports of its workers. Requests are identified by index."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class KvAnswer:
     """An answer of the connector about a waiting request.
 
     Attributes:
-        num_tokens: what it can load behind the tokens that the prefix cache has; None: it does not know yet.
-        is_async: True if it loads beside steps.
+        num_tokens: tokens that it can load after the prefix hit; None: unknown yet.
+        is_async: True if it loads while steps run.
     """
 
     tick: int

@@ -41,7 +41,7 @@ class KeepsEnded(Protocol):
         """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept`."""
 
     def give_up(self, request: Request) -> None:
-        """Drop what was loaded for a waiting request, because no request can run."""
+        """Drop the KV that was loaded for a waiting request, because no request can run."""
 
     def clear(self) -> None:
         """Forget everything: the replica's memory has lost it."""
@@ -297,7 +297,7 @@ class Lifecycle:
         return min(hit, num_tokens)
 
     def unreserve(self, request: Request) -> None:
-        """Give back what was set aside for a request that does not come."""
+        """Release the blocks reserved for a request that will not arrive."""
         self._running_set.memory.free(request, 0, for_good=True)
         self._running_set.memory.forget(request)
 
@@ -323,7 +323,7 @@ class Lifecycle:
         self._running_set.queue.add(request, now)
 
     def expect_no_more(self, request: Request) -> None:
-        """Undo `expect`; what was set aside for the request is free."""
+        """Undo `expect`, and free the blocks reserved for the request."""
         self._running_set.queue.remove(request)
         if request in self._running_set.loading:
             del self._running_set.loading[request]

@@ -17,7 +17,7 @@ _WITH_RESULT = (EndReason.STOP, EndReason.LENGTH)
 
 
 class Program:
-    """One program as the mechanism keeps it; what policies see of it is `vajra_py.contract.ProgramView`."""
+    """State of one program; policies see it as `vajra_py.contract.ProgramView`."""
 
     __slots__ = (
         "_arrived",
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def due_end(self) -> ProgramEnd | None:
-        """Reason that it has ended now, by what its client has declared; None: it goes on."""
+        """Reason for which it has ended by its client's declarations; None if it continues."""
         if self.num_alive:
             return None
         if self._has_last:

@@ -31,7 +31,7 @@ class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Waiting again, its KV given up."""
+    """Waiting again after a preemption, without KV."""
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
     HELD = "held"
@@ -101,7 +101,7 @@ class Admission:
 
     Attributes:
         outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
-        degraded: what it was let in with instead of what it asked for, such as `max_tokens=64, slo_class=batch`.
+        degraded: values that the admission policy replaced, such as `max_tokens=64, slo_class=batch`.
         refusal: why it was refused.
         retry_after_s: when its client may try again.
         num_deferrals: how often it was put off.
@@ -159,7 +159,7 @@ class LooksUpPrefixes(Protocol):
 
 
 class Request(_Stated):
-    """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
+    """State of one request; policies see it as `vajra_py.contract.RequestView`.
 
     The true output length is not here: the executor has it, so that no policy can read it.
     """

@@ -211,7 +211,7 @@ class RunningSet:
             del self.partial[request]
 
     def compute_again(self, request: Request, num_valid_tokens: int) -> None:
-        """Let a running request compute again what comes after its valid tokens, as a prompt."""
+        """Make a running request recompute the tokens after its valid ones, like a prompt."""
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:
@@ -231,7 +231,7 @@ class RunningSet:
 
 
 class StateView:
-    """`LocalReplicaView` over the running_set: what a replica scheduler reads while it forms a step."""
+    """`LocalReplicaView` over the running set, for a replica scheduler that forms a step."""
 
     __slots__ = ("_running_set", "limits", "now", "replica_id", "slack")
 

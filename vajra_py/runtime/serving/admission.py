@@ -113,7 +113,7 @@ class AdmissionGate:
                     bind_all(one, one.policies, None)
 
     def renew(self) -> None:
-        """Make the policy anew; it listens to requests once the replicasets' policies are bound again."""
+        """Rebuild the policy; it listens to requests once the replicasets' policies are bound again."""
         before, self.policy = getattr(self, "policy", None), self._make_policy()
         self.error = None
         self.own: Listeners = listeners_among(((self.policy, self.name),))
@@ -225,7 +225,7 @@ class AdmissionGate:
         return None
 
     def wake(self, key: str, now: float) -> None:
-        """Wake the policy at a time that it asked for. Raises `PolicyError`, which is kept as `error`."""
+        """Call the policy's wake-up. Raises `PolicyError`, which is also stored as `error`."""
         on_wake = getattr(self.policy, "on_wake", None)
         if on_wake is None:
             return

@@ -12,7 +12,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped, since it may go on without end."""
+"""Limit on calls of one policy at one tick, or at consecutive ticks, above which it counts as an endless loop."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class Repeats:
     num_calls: int = 0
 
     def are_without_end(self, now: int) -> bool:
-        """Count a call; return True if there are so many that the policy may never stop."""
+        """Count a call; return True if the limit is exceeded."""
         if now > self.last_tick + 1:
             self.num_calls = 0
         self.last_tick = now
@@ -33,7 +33,7 @@ class Repeats:
 
 @dataclass(eq=False, slots=True)
 class Sleeper:
-    """A policy that may ask to be woken."""
+    """A policy that may set wake-ups."""
 
     replicaset: str
     """Empty for policies of the whole system."""
@@ -67,7 +67,7 @@ class Alarm:
 
 @dataclass(eq=False, slots=True)
 class AlarmClock:
-    """The wake-ups of a run. A driver connects itself with `connect`; what was asked for before is handed to it then."""
+    """The wake-ups of a run; `connect` passes them, including those set before, to a driver."""
 
     _pending: dict[tuple[Sleeper, str | None], Alarm] = field(default_factory=dict)
     _push: Callable[[Alarm], None] | None = None
@@ -119,7 +119,7 @@ class PolicyWakeUps:
 
 
 def wake_tick(time_s: float) -> int:
-    """The tick of a time that a policy names; the end of the clock for what is later. Raises `ValueError` unless it is finite."""
+    """Convert a policy's time to a tick, at most the end of the clock. Raises `ValueError` unless it is finite."""
     if not math.isfinite(time_s):
         raise ValueError(f"a time to be woken at must be finite (got {time_s!r})")
     return min(to_ticks(time_s), NEVER - 1)

@@ -152,7 +152,7 @@ class FastForward(Protocol[S]):
     """Decode fast-forward of a backend: launches several equal decode steps at once and applies their results on demand."""
 
     def sync_all(self, replicaset: str) -> None:
-        """Apply every step of a replicaset that has ended; launched steps go on."""
+        """Apply every ended step of a replicaset; steps in flight continue."""
 
     def sync_before(self, replica: S) -> None:
         """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; equal ends in order of rank."""
@@ -167,7 +167,7 @@ class FastForward(Protocol[S]):
         """
 
     def catch_up(self, replica: S, *, up_to_now: bool = True) -> None:
-        """Apply a replica's ended steps; the run goes on. `up_to_now`: see `interrupt`."""
+        """Apply a replica's ended steps; its run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
         """End the run with the last step that is sure to be a repetition, since blocks were taken after `catch_up`."""

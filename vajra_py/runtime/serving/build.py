@@ -108,9 +108,9 @@ class Services:
     served_models: Mapping[str, object] | None = None
     """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """Figures that the policies emit, and the names of policies that asked for unknown lengths."""
+    """Figures that the policies emit, and the names of policies that read unknown output lengths."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
-    """Wake-ups that the policies ask for."""
+    """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that drafting adds to a step with drafts, and to it for each draft."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
@@ -332,7 +332,7 @@ def _context_of(
     prefill_time: ReplicasetPrefillTime,
     shared: SharedState,
 ) -> PolicyContext:
-    """Return what all policies of a replicaset get when they are built."""
+    """Return the services and facts with which all policies of a replicaset are built."""
     return PolicyContext(
         limits=largest_limits([plan.limits for plan in plans]),
         num_replicas=len(plans),

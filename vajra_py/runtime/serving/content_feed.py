@@ -28,7 +28,7 @@ class ContentFeed:
         self._listeners = Listeners()
         self._is_bound = False
         self._expiring = [one.memory for one in replicas if one.memory.expires_content]
-        """Memories in which content expires, for which expiry has to be checked."""
+        """Memories with expiring content, whose expiry must be checked."""
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:

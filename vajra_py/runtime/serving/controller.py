@@ -56,7 +56,7 @@ class Controller:
         self.gate: AdmissionGate | None = None
         """Admission policy and the requests that it has deferred; None: everything is accepted."""
         self.alarms = AlarmClock() if alarms is None else alarms
-        """Wake-ups that policies ask for."""
+        """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
         """Function that gives a request its index; None: a counter. For a controller that sees a part of a run."""

@@ -85,7 +85,7 @@ class DriverOptions:
     """Rules of one run.
 
     Attributes:
-        check_every_steps: check conservation every so many steps; 0: never.
+        check_every_steps: number of steps between checks of conservation; 0: no checks.
         expires: whether requests expire, and deferred ones come to the admission policy again, by the clock; False: only by inputs.
         times_transfers: whether transfers of KV take the time of a model of the links, and loads of adapters that of the settings;
             False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an `AdapterEnd`.
@@ -199,7 +199,7 @@ class Driver(Generic[R]):
             replicaset.sync = partial(fast_forward.sync_all, name)
 
     def form_through(self, form_step: FormStep) -> None:
-        """Form steps by this function from now on, to measure them for instance; it returns what `Replica.next_plan` returns."""
+        """Form steps with this function from now on (to measure them, for instance), in place of `Replica.next_plan`."""
         self.form_step = form_step
 
     # Time

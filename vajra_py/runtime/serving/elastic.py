@@ -1,4 +1,4 @@
-"""Start and stop the replicas of replicasets as their scalers ask.
+"""Start and stop replicas by the targets of their replicasets' scalers.
 
 A change of a replica's state is an input of the run: a scaler decides it, or in a replay the record of one that did.
 """
@@ -22,7 +22,7 @@ class Elasticity(Generic[R]):
     """Replicas that start, drain and go down."""
 
     def __init__(self, movements: Mapping[str, Movement[R]], driver: DriverServices[R], *, asks: bool) -> None:
-        """`asks`: scalers are called; otherwise only recorded changes are made."""
+        """Create it; `asks` is false in a replay, which makes recorded changes without calling scalers."""
         self._movements = movements
         self._driver = driver
         self._asks = asks
@@ -82,7 +82,7 @@ class Elasticity(Generic[R]):
             self._change(change)
 
     def _change(self, change: ReplicaChange) -> None:
-        """Set the state of a replica, and what follows from it."""
+        """Set the state of a replica, with all consequences."""
         driver, name, state = self._driver, change.replicaset, ReplicaState(change.state)
         driver.record(change)
         one, scaling = driver.replica(name, change.replica_id), driver.controller.replicasets[name].scaling

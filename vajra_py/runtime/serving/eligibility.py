@@ -19,7 +19,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits on what may wait in a replicaset; None: no limit."""
+    """Limits on the waiting requests of a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -65,7 +65,7 @@ class Serving:
 
 
 def have_both_roles(replicas: Iterable[Replica]) -> bool:
-    """Return True if some of these replicas compute prompts, and some go on with them."""
+    """Return whether these replicas include some that compute prompts and some that decode."""
     roles = {one.parts.role for one in replicas}
     return PoolRole.MIXED in roles or len(roles) > 1
 

@@ -33,7 +33,7 @@ class Phase(IntEnum):
     POLICY = 10
     """A policy takes another's place."""
     WAKE = 11
-    """A policy is woken at a time that it asked for."""
+    """A policy is woken at a time that it set."""
     SCALING = 12
     """A scaler is called, or a replica that it has started comes up."""
     FORM = 13

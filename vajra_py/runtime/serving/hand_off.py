@@ -1,4 +1,4 @@
-"""Hand-off: requests whose prompt is computed leave their replica with their KV and go on at another.
+"""Hand-off: after their prompt is computed, requests leave their replica with their KV and continue at another one.
 
 A request is held at its source from the end of its prompt until its KV is at the target; the source's blocks are free when the target
 has them. When the target's blocks are taken, what a full target means, and whether replicas take part at any time or only between two
@@ -44,7 +44,7 @@ class Stage(Enum):
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
     STAYING = "staying"
-    """The request goes on at its source, once that is between two of its steps."""
+    """The request continues at its source, as soon as that is between two steps."""
     RETRYING = "retrying"
     """Its target had no room, and is looked at again after a while."""
     QUEUED = "queued"
@@ -391,7 +391,7 @@ class HandOffs(Generic[R]):
         self._driver.wake(source)
 
     def step_ended(self, one: R) -> None:
-        """Carry out what waits for a replica to be between two steps, as it is now."""
+        """Execute the actions that were waiting until a replica is between two steps."""
         if self._one_at_a_time:
             self._reserve(one)
         if self._transfers.waiting:
@@ -493,7 +493,7 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def gone(self, request: Request) -> None:
-        """Give back what is set aside for a request that has ended by itself: while its prompt was computed, or in its target's queue."""
+        """Release the blocks reserved for a request that ended while its prompt was computed, or in its target's queue."""
         one = self._of.pop(request, None)
         self._stayed.pop(request, None)
         if one is None:
@@ -530,13 +530,13 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def recall(self) -> None:
-        """Drop the plans for prompts that are not computed; their replicas are chosen anew."""
+        """Drop the plans for prompts that have not been computed; their targets will be chosen again."""
         for one in list(self._of.values()):
             if one.is_early:
                 self._forget(one, _PLACED_ANEW)
 
     def _forget(self, one: HandOff[R], why: str) -> None:
-        """Give up what a target has set aside; the source still holds the KV."""
+        """Release the blocks reserved at a target; the source still holds the KV."""
         self._of.pop(one.request, None)
         self._call_off(one, why)
 
@@ -558,7 +558,7 @@ class HandOffs(Generic[R]):
             one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING
 
     def lose(self, lost: R) -> None:
-        """Call off what a lost replica takes part in.
+        """Cancel all hand-offs from and to a lost replica.
 
         Call before its memory is cleared, and `place_again` afterwards for requests that were on their way to it.
         """

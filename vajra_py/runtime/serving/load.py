@@ -255,7 +255,7 @@ class ReplicaViews:
         return cast(Sequence[ReplicaLoadView], self._live)
 
     def seen(self, loads: LiveLoads, now: float) -> Sequence[ReplicaLoadView]:
-        """Return what policies see of some live loads: these themselves, or their snapshots."""
+        """Return the views of loads for policies: the live loads themselves, or their snapshots."""
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in loads]

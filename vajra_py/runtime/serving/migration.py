@@ -30,7 +30,7 @@ _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
 @dataclass(eq=False, slots=True)
 class Migration(Generic[R]):
-    """One running request whose KV is copied while it goes on computing."""
+    """One running request whose KV is copied while it continues to compute."""
 
     request: Request
     source: R
@@ -73,7 +73,7 @@ class Migrations(Generic[R]):
     # Moves
 
     def move(self, move: Move) -> None:
-        """Carry out what the replicaset scheduler asks for. Raises `PolicyError` for a move that makes no sense."""
+        """Execute the moves of the replicaset scheduler. Raises `PolicyError` for an invalid move."""
         request = move.request
         if not isinstance(request, Request) or request.replicaset != self._replicaset.name:
             raise PolicyError(
@@ -130,7 +130,7 @@ class Migrations(Generic[R]):
         self._driver.announce(request, replicaset.bind(request, target, now))
 
     def is_moving(self, request: Request) -> bool:
-        """Return True while a request is copied, and goes on computing."""
+        """Return whether a request is being copied while it continues to compute."""
         return request in self._of
 
     def has_slot(self, replica_id: int) -> bool:
@@ -181,7 +181,7 @@ class Migrations(Generic[R]):
         self._transfers.start(one, ends, lacking, one.num_copied - start, self._next_stage)
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> str | None:
-        """Set blocks aside at the target for so many leading tokens; return the reason if that cannot be."""
+        """Reserve blocks at the target for `num_tokens` leading tokens; return the reason if that is impossible."""
         self._driver.touch(one.target)
         replica = one.target.replica
         if one.has_reserved:
@@ -221,7 +221,7 @@ class Migrations(Generic[R]):
             self.on_slot_free()
 
     def _call_off(self, one: Migration[R], why: str) -> None:
-        """Give back what the target has set aside; the source goes on as if nothing had been."""
+        """Release the blocks reserved at the target; the source continues unchanged."""
         self._forget(one)
         self._transfers.cancel(one, why)
         if one.has_reserved:
@@ -244,7 +244,7 @@ class Migrations(Generic[R]):
             self._end(request, _HANDED_OFF)
 
     def drains(self, target: R) -> None:
-        """Call off what is copied to a replica that takes no more requests."""
+        """Cancel copies to a replica that accepts no more requests."""
         for one in list(self._of.values()):
             if one.target is target:
                 self._call_off(one, _TARGET_DRAINS)
@@ -255,7 +255,7 @@ class Migrations(Generic[R]):
             self._call_off(one, why)
 
     def lose(self, lost: R) -> None:
-        """Call off what a replica takes part in; before its memory is cleared."""
+        """Cancel all migrations from and to a replica; call this before its memory is cleared."""
         for one in list(self._of.values()):
             if one.source is lost or one.target is lost:
                 self._call_off(one, KV_LOST)

@@ -1,4 +1,4 @@
-"""Movement of requests between the replicas of one replicaset: hand-offs after a prompt, and moves that its scheduler asks for."""
+"""Movement of requests between replicas of one replicaset: hand-offs after a prompt, and moves by its scheduler."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Movement(Generic[R]):
         self.hand_offs.begin(request, source)
 
     def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:
-        """Give back what is set aside for requests that have ended by themselves."""
+        """Release the blocks reserved for requests that have ended."""
         for request, _ in ended:
             self._migrations.gone(request)
             self.hand_offs.gone(request)
@@ -124,7 +124,7 @@ class Movement(Generic[R]):
             self._drains.begin(one)
 
     def lose(self, one: R) -> None:
-        """Call off what a lost replica takes part in; before its memory is cleared, and `place_again` follows."""
+        """Cancel all movements from and to a lost replica; call this before its memory is cleared and `place_again`."""
         self._transfers.forget_waiting(one)
         self._migrations.lose(one)
         self.hand_offs.lose(one)

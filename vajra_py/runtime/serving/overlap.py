@@ -74,7 +74,7 @@ class Overlap(Generic[R]):
         self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))
 
     def preempted(self, request: Request) -> None:
-        """Call off the transfer of a prompt whose KV is given up; the KV is sent when it has been computed again."""
+        """Cancel the transfer of a preempted prompt; its KV is sent after it has been recomputed."""
         one = self._hand_offs.get(request)
         if one is not None and one.num_sent is not None:
             one.num_sent = None

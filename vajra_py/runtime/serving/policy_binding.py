@@ -41,7 +41,7 @@ Predict = Callable[[Sequence[PolicyChoice], Sequence[ReplicaScheduler]], Sequenc
 
 @dataclass(frozen=True, slots=True)
 class LayerPolicies:
-    """The policies of a layer with what they were built from: one for each replica in the last layer, else one."""
+    """The policies of a layer (one per replica for replica schedulers, otherwise one) and the choice behind them."""
 
     choices: Sequence[PolicyChoice]
     made: Sequence[Any]
@@ -86,7 +86,7 @@ class Policies:
         self.shared = SharedState()
         """State that these policies share; policies that are made later get the same one."""
         self.beside: Sequence[tuple[Any, str]] = ()
-        """Policies beside the layers that are notified of requests too, with their names."""
+        """Policies that belong to no layer but listen to requests too, with their names."""
         self.retention: Sequence[Retention | None] = (None,) * self._num_replicas
         """Retention policy of each replica; None where there is none."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
@@ -124,7 +124,7 @@ class Policies:
         self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
 
     def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
-        """Raise `ConfigError` where a policy needs what another does not offer; `replacing` counts as in force."""
+        """Raise `ConfigError` if a policy requires something that another one lacks, with `replacing` in force."""
         layers = {**self._layers, **(replacing or {})}
         prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
         named = zip((choice.policy for choice in schedulers.choices), schedulers.made, strict=True)

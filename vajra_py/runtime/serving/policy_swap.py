@@ -1,8 +1,9 @@
 """Replace a replicaset's policies while it serves, between steps, all or nothing.
 
-- A request prioritizer: all that waits is queued anew under its keys; what runs goes on.
-- A replicaset scheduler: what waits and has computed nothing is placed anew, in order of arrival; the rest stays where it is.
-- A replica scheduler: every replica gets a new one. Predictions of prefill times follow its chunks, so queues are made anew.
+- A request prioritizer: waiting requests are queued again under its keys; running ones continue.
+- A replicaset scheduler: waiting requests without computed tokens are placed again, in order of arrival; others stay.
+- A replica scheduler: every replica gets a new one. Predicted prefill times depend on its chunks, so queues are
+rebuilt.
 
 What can be wrong is found before anything is changed, or undone.
 """
@@ -33,7 +34,7 @@ class Swapped:
 
     swap: PolicySwap
     moved: Sequence[tuple[Request, Replica | None]] = ()
-    """Requests that were placed anew, and the replica that each is bound to now (None: the shared queue)."""
+    """Requests that were placed again, each with its new replica (None: the shared queue)."""
 
 
 def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Request], now: int) -> Swapped:

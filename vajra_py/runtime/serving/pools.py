@@ -21,7 +21,7 @@ class PoolLoad:
     __slots__ = ("_ids", "_replicaset", "max_replicas", "min_replicas", "name", "role")
 
     def __init__(self, replicaset: Replicaset, name: str, ids: Sequence[int], bounds: tuple[int, int]) -> None:
-        """`ids`: its replicas; `bounds`: the fewest and the most that a scaler may ask for."""
+        """Create the pool; `ids` are its replicas, `bounds` the smallest and largest number that a scaler may set."""
         self._replicaset = replicaset
         self._ids = ids
         self.name = name

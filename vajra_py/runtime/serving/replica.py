@@ -190,7 +190,7 @@ class Replica:
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests that an earlier policy admitted, by admission; the present one may be unable to go on."""
+        """Running requests admitted under an earlier policy, by admission; the present one may be unable to run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -272,7 +272,7 @@ class Replica:
         self.lifecycle.release_held(request)
 
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
-        """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
+        """Make a held request continue here after all; return it with the reason if its first token was its last."""
         self.lifecycle.resume_held(request)
         result = StepResult()
         if not request.num_remaining_tokens:
@@ -320,7 +320,7 @@ class Replica:
         return [(request, reason) for request in (*held, *queued, *leaving)]
 
     def set_gate(self, gate: Gate) -> None:
-        """Apply the executing side's limit on what the replica may do."""
+        """Apply the executing side's limit on the replica's work."""
         self.forms_steps = gate.forms
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
@@ -370,7 +370,7 @@ class Replica:
         return not request.adapter or (self.adapters is not None and self.adapters.serves(request.adapter))
 
     def has_room_for(self, request: Request) -> bool:
-        """Return whether there is a free place in the batch, and free blocks for what is known of a request."""
+        """Return whether there are a free batch slot and free blocks for a request's known tokens."""
         is_free = self.running_set.num_running < self.limits.max_batch_size
         return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
 
@@ -842,7 +842,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Let a request whose prompt is computed decode from now on, for so many more tokens."""
+        """Make a request with computed prompt a decode for `num_tokens` more tokens."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:

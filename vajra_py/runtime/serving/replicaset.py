@@ -113,7 +113,7 @@ class Replicaset:
         """Observers that take note of hand-offs."""
         self.listeners = NOBODY
         self.kv_event_lag_s = 0.0
-        """Age that an event of a cache must have before policies know of it, seconds."""
+        """Seconds after which policies are notified of an event of a cache."""
         self.feed: ContentFeed | None = None
         """Events of the caches; None: they are not needed."""
         self._live = LiveLoads()
@@ -136,7 +136,7 @@ class Replicaset:
         self.away: set[int] = set()
         """Replicas that a scaler keeps from taking requests: they start, drain, or are down."""
         self.scaling: ReplicasetScaling | None = None
-        """Scaler and the numbers that it asks for; None: there is none."""
+        """Scaler with its present targets; None without a scaler."""
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Policies in force; None: the replicaset was put together by hand, and its policies stay."""
@@ -145,9 +145,9 @@ class Replicaset:
         self.tiers: TierMovesRules | None = None
         """Links and rules of the memory tiers below its replicas' devices; None: there are none."""
         self.swaps: Sequence[SwapRules | None] = ()
-        """Rules of each replica's swaps beside steps (None: they are between its steps); empty: of all."""
+        """Rules by replica for swaps while steps run (None: swaps are between steps); empty if no replica has any."""
         self.held_back: dict[Request, None] = {}
-        """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
+        """Requests bound to a prefill replica that wait for blocks at their decode replica, in order."""
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target was looked for yet."""
         self.out_of_service = ""
@@ -293,7 +293,7 @@ class Replicaset:
         return self._live[replica_id].state
 
     def computes(self, replica_id: int) -> bool:
-        """Return True if a replica forms steps: it takes requests, or goes on with those that it has."""
+        """Return whether a replica forms steps: it is up, or drains its remaining requests."""
         return self._live[replica_id].state in (ReplicaState.UP, ReplicaState.DRAINING)
 
     def is_up(self, replica_id: int) -> bool:
@@ -368,7 +368,7 @@ class Replicaset:
         return len(self.replicas) - len(self.lost) - len(self.away)
 
     def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
-        """Return True if some of these replicas compute prompts, and some go on with them."""
+        """Return whether these replicas include some that compute prompts and some that decode."""
         return have_both_roles(self.replicas[one] for one in replica_ids)
 
     @property
@@ -513,7 +513,7 @@ class Replicaset:
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
-        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now.
+        """Return the replica to continue a request after its prompt; None if it stays, or if there is none now.
 
         A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
         """
@@ -542,7 +542,7 @@ class Replicaset:
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
-        """Return that of these replicas, which are up, where a running request is to go on; None: it stays.
+        """Choose one of these replicas, which are up, to continue a running request; None if it stays.
 
         A scheduler that binds late leaves the choice to the mechanism: the replica with the most free blocks.
         """
@@ -579,7 +579,7 @@ class Replicaset:
         return int(chosen)
 
     def asked_moves(self, now: float) -> Sequence[Move]:
-        """Moves that the scheduler asks for now. Raises `PolicyError`."""
+        """Return the scheduler's present moves. Raises `PolicyError`."""
         scheduler = self.scheduler
         if not isinstance(scheduler, MovesRequests):
             return ()

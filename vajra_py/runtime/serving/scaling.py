@@ -1,4 +1,4 @@
-"""Scaling of a replicaset: how many replicas of each pool its scaler asks for, which of them start and which stop.
+"""Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
 Replicas are built up to the largest number that a pool may have; those in excess are down. A replica that starts takes requests after
 `startup_s`. A replica that stops drains: its waiting requests that have not begun are placed anew, the others are finished or move to other
@@ -42,7 +42,7 @@ class ElasticPool:
     startup_spread_s: float = 0.0
     """Each start takes up to so much longer."""
     drains_by_migration: bool = False
-    """True if what runs on a draining replica moves to others; False: it is waited for."""
+    """True if running requests of a draining replica move to others; False if the replica finishes them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class Start:
 
 @dataclass(eq=False, slots=True)
 class ReplicasetScaling:
-    """Scaler of one replicaset, with the numbers that it asked for last.
+    """Scaler of one replicaset, with its last targets.
 
     Attributes:
         random: for starts that take unequally long.
@@ -177,7 +177,7 @@ class ReplicasetScaling:
         return ReplicaChange(now, self.replicaset.name, replica_id, state.value)
 
     def drains_by_migration(self, replica_id: int) -> bool:
-        """Return True if what runs on a replica moves to others while it drains."""
+        """Return whether running requests of a replica move to others while it drains."""
         return self._pool_of(replica_id).drains_by_migration
 
     def _pool_of(self, replica_id: int) -> ElasticPool:
@@ -202,7 +202,7 @@ class ReplicasetScaling:
 
 
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica like arrivals, except those that have begun and go on there.
+    """Place the waiting requests of a draining replica like arrivals, except those that have begun and continue there.
 
     Requests that had begun before they were preempted stay like those that run, unless these move away. Return the requests with the
     replica that each is bound to now (None: the shared queue). Raises `PolicyError`.

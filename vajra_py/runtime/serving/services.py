@@ -62,7 +62,7 @@ class DriverServices(Protocol[R]):
         """Do as `touch` for every replica of a replicaset."""
 
     def sync(self, replicaset: str) -> None:
-        """Apply the steps of a replicaset that have ended; runs go on."""
+        """Apply the ended steps of a replicaset; runs of steps continue."""
 
     # Requests
 
@@ -70,7 +70,7 @@ class DriverServices(Protocol[R]):
         """Announce a request that was queued at a replica, or in the shared queue (None)."""
 
     def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
-        """Announce requests that were placed anew, and wake the replicas that may run them."""
+        """Report requests that were placed again, and wake the replicas that may run them."""
 
     def arrived(self, request: Request, one: R) -> None:
         """Notify the backend of a request that waits on a replica with its KV, or is to get it there."""

@@ -21,7 +21,7 @@ class PullsRequests(Protocol):
 
 
 class SharedQueueAccess:
-    """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
+    """One replica's access to the shared queue: the requests that the replicaset scheduler lets it pull."""
 
     __slots__ = ("_replicaset", "queue", "view")
 

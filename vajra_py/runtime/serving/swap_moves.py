@@ -1,4 +1,4 @@
-"""Swapped requests on their way between device and host memory of one replica, beside its steps.
+"""Copies of swapped requests between device and host memory of one replica, while its steps run.
 
 A request that is swapped out waits until its copy has left before it may come back. One that comes back holds its device blocks from
 when the scheduler admits it, waits for the copy, and is then a request that has its KV, like one whose prefix came from a lower tier.
@@ -35,7 +35,7 @@ def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Seque
 
 
 def use_swap_links(driver: DriverServices[R]) -> None:
-    """Have swapped requests copied beside steps on each replica whose rules have it so."""
+    """Copy swapped requests while steps run, on each replica whose rules require it."""
     for name, replicaset in driver.controller.replicasets.items():
         for replica_id, rules in enumerate(replicaset.swaps):
             if rules is not None:

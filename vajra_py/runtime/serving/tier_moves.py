@@ -1,4 +1,4 @@
-"""Content on its way between the memory tiers of a replicaset's replicas, beside their steps.
+"""Transfers of content between the memory tiers of a replicaset's replicas, while steps run.
 
 A waiting request whose prefix lies in a lower tier goes two ways. Blocks of tiers beyond the first are prefetched into the first one,
 from the request's arrival or from the first look at it; blocks of the first tier are loaded to the device when the request is
@@ -107,7 +107,7 @@ class TierMoves(Generic[R]):
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
         """Loads under way, with their transfer (-1: it has not begun)."""
         self._computes: set[Request] = set()
-        """Requests that have given up what they had loaded: they compute, lest they take each other's blocks for ever."""
+        """Requests that dropped loaded content; they recompute it, so that they cannot deadlock on each other's blocks."""
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:
@@ -136,7 +136,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def before_step(self, one: R) -> None:
-        """Copy down what the last step has computed, before the next one is formed."""
+        """Start copies of the blocks that the last step computed, before the next step is formed."""
         tiers = one.replica.memory.tiers
         if tiers is None or not (computed := tiers.take_computed()):
             return
@@ -158,7 +158,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def due(self) -> None:
-        """Let what has arrived by now be there, and end prefetches whose time is over."""
+        """Make content available that has arrived by now, and end prefetches whose time is over."""
         now = self._driver.now
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
@@ -228,7 +228,7 @@ class TierMoves(Generic[R]):
     # Prefetches
 
     def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
-        """Begin to bring what tiers beyond the first hold of a request's prefix; None: that is too little."""
+        """Begin to prefetch a request's prefix from tiers beyond the first; None if these hold too little of it."""
         memory, hashes = one.replica.memory, request.hashes
         tiers = memory.tiers
         if tiers is None or hashes is None or not reads_cache(hashes) or request in self._prefetches:

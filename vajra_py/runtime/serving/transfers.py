@@ -58,7 +58,7 @@ class Transfers(Generic[R]):
         self._ended: dict[Hashable, None] = {}
         """Transfers that have ended now and were not called back yet."""
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
-        """(tick, number, action) of what happens at a time."""
+        """Scheduled actions as (tick, number, action)."""
         self._num_timers = 0
         self._scheduled_at: int | None = None
         self.waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
@@ -192,7 +192,7 @@ class Transfers(Generic[R]):
             heappop(self._timers)[2]()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Call `action` after so many seconds, when transfers that end then have ended."""
+        """Call `action` after this many seconds, and after all transfers that end at that time."""
         tick = self._driver.now + to_ticks(delay_s)
         heappush(self._timers, (tick, self._num_timers, action))
         self._num_timers += 1

@@ -1,4 +1,4 @@
-"""Wake policies at the times that they asked for, or in a replay when they were woken."""
+"""Wake policies at the times that they set, or in a replay at the recorded times."""
 
 from __future__ import annotations
 

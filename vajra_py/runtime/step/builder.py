@@ -37,17 +37,17 @@ _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
 class FindsInTiers(Protocol):
-    """Lookup of what the lower tiers of one replica's memory hold for its waiting requests."""
+    """Prefix lookup in the tiers of one replica's memory, for its waiting requests."""
 
     def num_to_load(self, request: Request, num_on_device: int) -> int | None:
         """Tokens to load after those that the device holds, whole blocks; None: the request waits for a prefetch."""
 
     def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
-        """Begin to load so many tokens to blocks that the request is about to get."""
+        """Begin to load `num_tokens` to the blocks that the request is about to be allocated."""
 
 
 class SwapsBesideSteps(Protocol):
-    """Copies of swapped requests that take their time beside steps."""
+    """Copies of swapped requests that run while steps run."""
 
     def is_leaving(self, request: Request) -> bool:
         """Return True if a request is still being copied to the host."""
@@ -117,7 +117,7 @@ class Builder(PlanDraft):
         self._tiers: FindsInTiers | None = None
         """Lookup in lower tiers of memory for waiting requests; None: there are none."""
         self._swaps: SwapsBesideSteps | None = None
-        """Copies of swapped requests beside steps; None: they are made before the step."""
+        """Copies of swapped requests while steps run; None if they are made before the step."""
         self._returned: set[Request] = set()
         """Requests of this step that came back from the host: they run, lest requests swap each other out for ever."""
         self.refusals: dict[Request, Refusal] = {}
@@ -143,7 +143,7 @@ class Builder(PlanDraft):
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
-        """Drafts that the policy asks for in this step."""
+        """Numbers of drafts that the policy set for this step."""
 
     def use_drafts(self, executor: Executor) -> None:
         """Let decodes have the drafts of the executing side, by the rules of the options."""
@@ -154,7 +154,7 @@ class Builder(PlanDraft):
         self.policy_name = name
 
     def reset(self) -> None:
-        """Forget what earlier steps left to be counted or copied, since the replica is empty."""
+        """Drop pending copies and counts of earlier steps, because the replica is empty."""
         self._drop_dues()
         self.dropped, self.loads, self.handed_off = [], [], []
 
@@ -177,7 +177,7 @@ class Builder(PlanDraft):
         self._cached_tokens = connected.cached_tokens
 
     def swap_beside_steps(self, swaps: SwapsBesideSteps) -> None:
-        """Have swapped requests copied beside steps."""
+        """Copy swapped requests while steps run from now on."""
         self._swaps = swaps
 
     def take_handed_off(self) -> list[Request]:
@@ -289,7 +289,7 @@ class Builder(PlanDraft):
     ) -> tuple[int, Refusal | None]:
         """Add the decodes from a position of the order on with their drafts, up to one that does not fit, or is none.
 
-        Returns its position, and why it lacks room. One loop for all, since it is most of what a step with drafts costs.
+        Returns its position and the reason. A single loop, since it dominates the cost of a step with drafts.
         One that has its greatest length if the drafts of its last step are accepted is passed over until that is known.
         """
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
@@ -340,7 +340,7 @@ class Builder(PlanDraft):
         return position, refusal
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
-        """Return the number of drafts that a decode with so many known tokens has in what is left of the budget."""
+        """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""
         rules, executor, asked = self._draft_rules, self._executor, self._asked_drafts
         assert rules is not None
         assert executor is not None
@@ -354,7 +354,7 @@ class Builder(PlanDraft):
         return executor.num_drafts(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
-        """Return the number of tokens for which a request needs blocks if it computes up to so many."""
+        """Return the number of tokens for which a request needs blocks if it computes up to `num_tokens` of them."""
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
@@ -463,7 +463,7 @@ class Builder(PlanDraft):
         return max(reserve_tokens, self._with_lookahead(end))
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
-        """Return why a request cannot run for want of its adapter, which is loaded if it can be; None if it can."""
+        """Return the refusal of a request whose adapter is not loaded (a load starts if possible); None if it is."""
         if not request.adapter:
             return None
         refusal = adapters.admit(request, self.now)
@@ -725,7 +725,7 @@ class Builder(PlanDraft):
         return None
 
     def _unschedule(self, request: Request) -> bool:
-        """Take a request out of the batch; False, and nothing changed, if another entry builds on what it computes."""
+        """Remove a request from the batch; return False and change nothing if another entry depends on its tokens."""
         chunk = self.chunks.get(request)
         done = request.num_computed_tokens if chunk is None else chunk.num_computed_before
         if not self._memory.uncache_blocks(request, done):

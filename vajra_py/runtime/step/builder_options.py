@@ -23,7 +23,7 @@ class DraftRules:
     num_tokens: int
     """Drafts of a decode in a step, where the policy gives no number."""
     max_tokens: int
-    """Most drafts that a policy may ask for."""
+    """Largest number of drafts that a policy may set."""
     lookahead_tokens: int = 0
     """Tokens behind the drafts for which blocks are taken too."""
     keeps_blocks: bool = False

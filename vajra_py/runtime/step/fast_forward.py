@@ -62,7 +62,7 @@ class Repeats:
         return num_steps
 
     def surely_fit(self, plan: StepPlan, num_steps: int) -> bool:
-        """Return True if enough blocks are free for so many repetitions, whichever decodes need one."""
+        """Return whether the free blocks suffice for this many repetitions, whichever decodes need one."""
         running_set, memory = self._running_set, self._running_set.memory
         most = -(-num_steps // memory.block_size) * plan.num_requests
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
@@ -81,7 +81,7 @@ class Repeats:
         return self._repeats_alone and not running_set.num_waiting
 
     def ignores_arrivals(self, plan: StepPlan | None) -> bool:
-        """Return True if repetitions of this plan go on when a request joins the replica's own queue."""
+        """Return whether repetitions of this plan continue when a request joins the replica's own queue."""
         return self._repeats_full and plan is not None and plan.num_requests >= self._running_set.limits.max_batch_size
 
 

@@ -47,7 +47,7 @@ class GroupFeatures:
         self._one_group = memory.num_groups == 1
 
     def of(self, chunks: Collection[PlannedChunk], decodes: Iterable[Request], swap_bytes: int) -> list[BatchFeatures]:
-        """Return the features of each group for these chunks and decodes; every group waits for what is swapped."""
+        """Return the features of each group for these chunks and decodes; swapped bytes count for every group."""
         by_group = [BatchFeatures(swap_bytes=swap_bytes)] * self._memory.num_groups
         for request, num_tokens, context_tokens, _ in chunks:
             by_group = self.with_chunk(by_group, request, num_tokens, context_tokens)

@@ -1,4 +1,4 @@
-"""Reduction of garbage collection during a run by leaving out what existed before it."""
+"""Reduce garbage collection during a run by excluding objects that existed before it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SeedTree:
 
 
 class NotedSeeds(SeedTree):
-    """Seeds that note which streams were asked for."""
+    """Seeds that record the streams that were used."""
 
     def __init__(self, seeds: SeedTree, path: tuple[str, ...] = (), asked: list[str] | None = None) -> None:
         self._seeds = seeds
@@ -49,5 +49,5 @@ class NotedSeeds(SeedTree):
         return self._seeds.stream(name)
 
     def draws(self) -> list[str]:
-        """Return the kinds of the streams asked for so far, sorted: a policy's stream by its name, and step times."""
+        """Return the sorted kinds of the streams used so far: policies' streams by name, and step times."""
         return sorted({STEP_TIMES if one.startswith("steps/") else one.rpartition("/")[2] for one in self.asked})
