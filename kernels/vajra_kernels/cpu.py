@@ -174,7 +174,7 @@ def paged_attention_cpu(
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
     shape = (num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads)
     token_bytes = k_tokens.shape[1] * k_tokens.element_size()
-    plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype)
+    plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.element_size())
     if plan.is_one_group:
         result, result_lse = attention.decode_group(plan.groups[0])
         if out is not None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ GROUP_WASTE = 96 << 10
 them, so half precision is not cheaper."""
 PIECE_ROWS = 64
 """Number of query tokens in one piece of a chunk."""
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class DecodeGroup:
         rows: int64 rows of the flattened query, or None if they are consecutive from ``first_row`` on.
         first_row: first row, if ``rows`` is None.
         keys: KV slots of the queries.
-        mask: additive [num_rows, 1, 1, length] of 0 and -inf, or None if all lengths are equal.
+        mask: additive float32 [num_rows, 1, 1, length] of 0 and -inf, or None if all lengths are equal.
     """
 
     rows: torch.Tensor | None
@@ -103,7 +107,7 @@ class CpuPlan:
 
 @dataclass(slots=True)
 class CpuPlans:
-    """Plans of a step by (window, bytes of one token's K, mask dtype), created on first use.
+    """Plans of a step by (window, bytes of one token's K, bytes of one element), created on first use.
 
     Attributes:
         query_lens: query lengths of the batch if known on the host, else None (read from the tensors).
@@ -112,29 +116,32 @@ class CpuPlans:
 
     query_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
-    _plans: dict[tuple[int | None, int, torch.dtype], CpuPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int | None, int, int], CpuPlan] = field(default_factory=dict)
 
-    def get(self, metadata: AttentionMetadata, window: int | None, token_bytes: int, dtype: torch.dtype) -> CpuPlan:
-        """Return the plan for layers with this window, KV row size and computing dtype."""
+    def get(self, metadata: AttentionMetadata, window: int | None, token_bytes: int, itemsize: int) -> CpuPlan:
+        """Return the plan for layers with this window, KV row size and element size."""
         longest = metadata.max_kv_len
-        key = (window if window is not None and window < longest else None, token_bytes, dtype)
+        key = (window if window is not None and window < longest else None, token_bytes, itemsize)
         plan = self._plans.get(key)
         if plan is None:
             if self.query_lens is None or self.kv_lens is None:
                 self.query_lens = tuple(metadata.query_start.diff().tolist())
                 self.kv_lens = tuple(metadata.kv_lens.tolist())
-            plan = self._plans[key] = _Planner(metadata, self.query_lens, self.kv_lens, *key).plan()
+            plan = self._plans[key] = _Planner(
+                metadata, metadata.block_table.numpy(), self.query_lens, self.kv_lens, *key
+            ).plan()
         return plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
     metadata: AttentionMetadata
+    table: Ints
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
     window: int | None
     token_bytes: int
-    dtype: torch.dtype
+    itemsize: int
 
     def plan(self) -> CpuPlan:
         decodes: list[tuple[int, int, int]] = []  # (keys attended, row, sequence)
@@ -158,10 +165,10 @@ class _Planner:
         return CpuPlan(groups, tuple(self._chunk(seq, row, mask) for seq, row in chunks), covers_all)
 
     def _groups(self, decodes: list[tuple[int, int, int]]) -> tuple[DecodeGroup, ...]:
-        lane = torch.arange(max(decodes)[0], dtype=torch.int32)
-        return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.dtype.itemsize))
+        lane = np.arange(max(decodes)[0], dtype=np.int32)
+        return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.itemsize))
 
-    def _group(self, members: list[tuple[int, int, int]], lane: torch.Tensor) -> DecodeGroup:
+    def _group(self, members: list[tuple[int, int, int]], lane: Ints) -> DecodeGroup:
         """Return the group of ``members`` (longest first); ``lane`` counts from 0 to at least their length."""
         length = members[0][0]
         even = members[-1][0] == length
@@ -173,46 +180,39 @@ class _Planner:
             seq = members[0][2]
             keys = self._keys(seq, self.kv_lens[seq] - length, self.kv_lens[seq])
         else:
-            counts = torch.tensor([keys for keys, _, _ in members], dtype=torch.int32)[:, None]
-            seqs = [seq for _, _, seq in members]
-            slots = self._slots(seqs, counts, lane[:length])
+            counts = np.array([keys for keys, _, _ in members], np.int32)[:, None]
+            slots = self._slots([seq for _, _, seq in members], counts, lane[:length])
             if not even:
                 owned = lane[:length] < counts
-                slots = torch.where(owned, slots, slots[:, :1])
-                zero = torch.zeros((), dtype=self.dtype)
-                mask = torch.where(owned, zero, float("-inf"))[:, None, None, :]
-            keys = KeyRange(slots.reshape(-1), 0, len(members), length)
+                slots = np.where(owned, slots, slots[:, :1])
+                mask = torch.from_numpy(np.where(owned, np.float32(0.0), np.float32("-inf")))[:, None, None, :]
+            keys = KeyRange(torch.from_numpy(slots.reshape(-1)), 0, len(members), length)
         return DecodeGroup(None if consecutive else torch.tensor(rows), rows[0], keys, mask)
 
-    def _slots(self, seqs: list[int], counts: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+    def _slots(self, seqs: list[int], counts: Ints, lane: Ints) -> Ints:
         """Return each sequence's last ``counts`` slots in order, int32 [n, length of lane].
 
         Other entries are arbitrary.
         """
         block_size = self.metadata.block_size
-        table = self.metadata.block_table
-        is_run = seqs[-1] - seqs[0] == len(seqs) - 1
-        table = table[seqs[0] : seqs[-1] + 1] if is_run else table[torch.tensor(seqs)]
-        length = lane.shape[0]
+        table = self.table[seqs]
         if self.window is None:
-            starts = table[:, : -(-length // block_size), None] * block_size
-            return (starts + _lane(block_size)).view(len(seqs), -1)[:, :length]
-        begin = torch.tensor([self.kv_lens[seq] for seq in seqs], dtype=torch.int32)[:, None] - counts
-        positions = begin + torch.minimum(lane, counts - 1)
-        blocks = torch.div(positions, block_size, rounding_mode="floor")
-        return table.gather(1, blocks.long()) * block_size + positions % block_size
+            starts = table[:, : -(-len(lane) // block_size), None] * block_size
+            return (starts + _lane(block_size)).reshape(len(seqs), -1)[:, : len(lane)]
+        begin = np.array([self.kv_lens[seq] for seq in seqs], np.int32)[:, None] - counts
+        positions = begin + np.minimum(lane, counts - 1)
+        return np.take_along_axis(table, positions // block_size, 1) * block_size + positions % block_size
 
     def _keys(self, seq: int, begin: int, end: int) -> KeyRange:
         """Return the slots of positions [begin, end) of one sequence."""
         block_size = self.metadata.block_size
         first_block = begin // block_size
-        blocks = self.metadata.block_table[seq, first_block : -(-end // block_size)]
+        blocks = self.table[seq, first_block : -(-end // block_size)]
         offset = begin - first_block * block_size
-        ids = blocks.tolist()
-        if ids == list(range(ids[0], ids[0] + len(ids))):
-            return KeyRange(None, ids[0] * block_size + offset, 1, end - begin)
-        slots = (blocks * block_size).unsqueeze(-1) + _lane(block_size)
-        return KeyRange(slots.reshape(-1)[offset : offset + end - begin], 0, 1, end - begin)
+        if (blocks[1:] - blocks[:-1] == 1).all():
+            return KeyRange(None, int(blocks[0]) * block_size + offset, 1, end - begin)
+        slots = (blocks[:, None] * block_size + _lane(block_size)).reshape(-1)
+        return KeyRange(torch.from_numpy(slots[offset : offset + end - begin]), 0, 1, end - begin)
 
     def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
         """Return an additive float32 mask [R, max_kv_len + R]; every piece's mask is a slice of it.
@@ -255,9 +255,9 @@ class _Planner:
 
 
 @cache
-def _lane(block_size: int) -> torch.Tensor:
+def _lane(block_size: int) -> Ints:
     """Return int32 0, 1, ... block_size - 1."""
-    return torch.arange(block_size, dtype=torch.int32)
+    return np.arange(block_size, dtype=np.int32)
 
 
 def _row_of(member: tuple[int, int, int]) -> int:
