@@ -140,27 +140,22 @@ class StepMessage:
 
     def add_decodes(
         self,
-        names: Sequence[str],
+        num_tokens: Mapping[str, int],
         blocks: Mapping[int, Sequence[int] | Tables],
         num_computed: Sequence[int],
         num_outputs: Sequence[int],
-        num_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Compute tokens of these requests, one each if not said otherwise, all part of the step before; `blocks` are new ones, by place in `names`."""
-        added: list[tuple[list[int], ...] | None] = [None] * len(names)
+        """Compute so many tokens of each of these requests, all part of the step before; `blocks` are new ones, by place among them."""
+        added: list[tuple[list[int], ...] | None] = [None] * len(num_tokens)
         for place, table in blocks.items():
             added[place] = _tables(table)
         known = self._known
-        known.req_ids += names
+        known.req_ids += num_tokens
         known.new_block_ids += added
         known.num_computed_tokens += num_computed
         known.num_output_tokens += num_outputs
-        if num_tokens is None:
-            self._num_scheduled.update(dict.fromkeys(names, 1))
-            self._num_tokens += len(names)
-        else:
-            self._num_scheduled.update(zip(names, num_tokens, strict=True))
-            self._num_tokens += sum(num_tokens)
+        self._num_scheduled.update(num_tokens)
+        self._num_tokens += sum(num_tokens.values())
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
         """Verify these drafts, which are the last computed tokens of each request; -1 for a place without a draft."""
