@@ -298,7 +298,7 @@ class Request(_Stated):
     @property
     def draft_log(self) -> Sequence[tuple[int, int, int]]:
         """(output tokens before, drafts, those that became output) of each step that verified any."""
-        log = self._draft_log or ()
+        log: Sequence[int] = self._draft_log or ()
         return list(zip(log[::3], log[1::3], log[2::3], strict=True))
 
     @property
