@@ -1,9 +1,12 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0 | --connector] [--ahead]
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts N] [--adapters N] [--windows]
+    [--connector] [--ahead]
 
 In an environment that has vLLM; no model is computed. With `--drafts` every decode has so many, of which half are right. With
-`--connector` both have vLLM's `ExampleConnector`, which has nothing to load. With `--ahead` scheduling is asynchronous.
+`--adapters` requests have so many LoRA adapters in turn, all of which a step may have. With `--windows` the model has two groups of KV
+blocks: layers of full attention, and of a window of 64 tokens. With `--connector` both have vLLM's `ExampleConnector`, which has
+nothing to load. With `--ahead` scheduling is asynchronous.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm.config import KVTransferConfig
+from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, kv_cache, make_scheduler, vllm_config
 from vajra_py.vllm import Scheduler
 
 
@@ -53,34 +57,35 @@ class Drafting(Core):
             self.scheduler.update_draft_token_ids(self.proposals)
 
 
-def steady(
-    cls: type[Any],
-    model: str,
-    num_requests: tuple[int, int],
-    num_drafts: int,
-    transfer: Any = None,
-    *,
-    is_async: bool = False,
-) -> Drafting:
-    """A scheduler so many of whose requests decode, and so many wait behind them; `transfer`: configuration of a connector."""
-    num_running, num_waiting = num_requests
+def steady(cls: type[Any], given: argparse.Namespace, num_running: int, num_waiting: int) -> Drafting:
+    """A scheduler so many of whose requests decode, and so many wait behind them, of the kind that is `given`."""
+    num_drafts, num_adapters = given.drafts, given.adapters
     speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 3}
     config = vllm_config(
-        model,
-        is_async=is_async,
+        given.model,
+        is_async=given.ahead,
         max_model_len=2048,
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
         enable_prefix_caching=True,
         speculative_config=speculative if num_drafts else None,
     )
-    config.kv_transfer_config = transfer
-    config.scheduler_config.disable_hybrid_kv_cache_manager = transfer is not None
-    scheduler = make_scheduler(cls, config, num_running * 40 * (1 + num_drafts) + 1, 16)
-    core = Drafting(scheduler, is_async, num_drafts=num_drafts)
+    if num_adapters:
+        config.lora_config = LoRAConfig(max_loras=num_adapters)
+    if given.connector:
+        place = {"shared_storage_path": tempfile.mkdtemp()}
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=place
+        )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = given.connector
+    windows = (None, 64) if given.windows else (None,)
+    num_blocks = num_running * 40 * (1 + num_drafts) * len(windows) + 1
+    scheduler = make_scheduler(cls, config, num_blocks, 16, cache=kv_cache(num_blocks, 16, windows))
+    core = Drafting(scheduler, given.ahead, num_drafts=num_drafts)
     for index in range(num_running + num_waiting):
         tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
-        core.add(RequestScript(f"r-{index}", tokens, 600 * (1 + num_drafts // 2), 0), 16, True)
+        adapter = f"lora-{index % num_adapters + 1}" if num_adapters else None
+        core.add(RequestScript(f"r-{index}", tokens, 600 * (1 + num_drafts // 2), 0, adapter=adapter), 16, True)
     while len(core.tokens) < num_running:
         core.step()
         core.hand_over()
@@ -112,19 +117,17 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=(32, 256, 1024))
     parser.add_argument("--waiting", type=int, nargs="+", default=(0, 10_000))
     parser.add_argument("--drafts", type=int, default=0, help="tokens that are proposed for each decode")
-    parser.add_argument("--ahead", action="store_true", help="with asynchronous scheduling")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that the requests have in turn")
+    parser.add_argument(
+        "--windows", action="store_true", help="with a second group of KV blocks, of windows of 64 tokens"
+    )
     parser.add_argument("--connector", action="store_true", help="with a KV connector; nobody waits then")
+    parser.add_argument("--ahead", action="store_true", help="with asynchronous scheduling")
     given = parser.parse_args()
-    transfer = None
-    if given.connector:
-        place = {"shared_storage_path": tempfile.mkdtemp()}
-        transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=place)
     for num_running in given.running:
-        for num_waiting in given.waiting if transfer is None else (0,):  # waiting requests are queried
-            cores = [
-                steady(cls, given.model, (num_running, num_waiting), given.drafts, transfer, is_async=given.ahead)
-                for cls in (AsyncScheduler if given.ahead else VllmsOwn, Scheduler)
-            ]
+        for num_waiting in (0,) if given.connector else given.waiting:  # waiting requests are queried
+            classes = AsyncScheduler if given.ahead else VllmsOwn, Scheduler
+            cores = [steady(cls, given, num_running, num_waiting) for cls in classes]
             times: list[list[float]] = [[], []]
             for _ in range(given.steps):
                 for core, each in zip(cores, times, strict=True):

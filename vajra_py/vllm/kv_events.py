@@ -68,8 +68,7 @@ class VllmBlockHashes(TokenBlockHashes):
         self.session_id = request.session_id
 
     def _hash_up_to(self, num_blocks: int) -> None:
-        if num_blocks * self._block_size > self._num_known():
-            super()._hash_up_to(num_blocks)  # raises the error
+        self._copy_up_to(num_blocks)
         digests, size = self._digests, self._block_size
         for index in range(len(digests), num_blocks):
             tokens = self._tokens[index * size : (index + 1) * size]

@@ -389,11 +389,11 @@ class Mechanism(Backend[_VllmReplica]):
             self._note(Verification(self.now, *place, plan.step_index, counts))
             self._driver.verify(one, num_drafts)
 
-    def propose(self, proposals: Mapping[Request, list[int]]) -> None:
-        """Store the tokens proposed after the newest ones of these requests; no step may be in flight."""
+    def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
+        """Store the tokens proposed after the newest ones of those requests that decode; no step may be in flight."""
         known, is_recorded = self._executor.proposals, self.note is not None
-        for request, tokens in proposals.items():
-            if tokens:
+        for request, tokens in zip(requests, proposals, strict=True):
+            if tokens and request.is_skipped:
                 known[request] = request.num_output_tokens, tokens
                 if is_recorded:
                     request.note_proposal(len(tokens))
@@ -404,13 +404,14 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
-        """Return the draft tokens that a plan verifies for each of these requests; -1 for a place without a draft."""
+        """Return the draft tokens that a plan verifies for each of these requests, not to be changed; -1 for a place without a draft."""
+        places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
         if self._executor.is_unseen:
-            return [[-1] * one.num_tokens for one in drafts.values()]
+            return [places[one.num_tokens] for one in drafts.values()]
         known, found = self._executor.proposals, list[list[int]]()
         for request, (num_tokens, _, is_padding, _) in drafts.items():
-            tokens = [] if is_padding or not num_tokens else known[request][1]
-            found.append([-1] * num_tokens if is_padding else tokens[:num_tokens])
+            tokens = places[num_tokens] if is_padding or not num_tokens else known[request][1]
+            found.append(tokens if len(tokens) == num_tokens else tokens[:num_tokens])
         return found
 
     def land(self, report: KvReport | None = None) -> None:

@@ -46,7 +46,8 @@ class Messages:
         self._order: Sequence[Request] | None = None
         """The decodes that the arrays below describe; its identity changes when a request joins or leaves."""
         self._decodes: list[Record] = []
-        self._ids: list[str] = []
+        self._counts: dict[str, int] = {}
+        """Tokens of each in a step, by its id."""
         self._computed: Ints = np.empty(0, dtype=np.int64)
         self._output: Ints = np.empty(0, dtype=np.int64)
         self._at_step = -1
@@ -57,7 +58,7 @@ class Messages:
         self._drafted: tuple[Request, ...] = ()
         """Requests of the last step if it had drafts.
 
-        The attributes below describe them, and so do `_decodes` and `_ids` unless this is empty.
+        The attributes below describe them, and so do `_decodes` and `_counts` unless this is empty.
         """
         self._room: list[int] = []
         """Tokens by request for which the workers have blocks, without a drafter's lookahead."""
@@ -165,13 +166,13 @@ class Messages:
             return
         computed = self._computed
         new: dict[int, Sequence[int] | Tables] = {}
-        for index in np.flatnonzero(computed % self._block_size == 0).tolist():
+        for index in (computed % self._block_size == 0).nonzero()[0].tolist():
             blocks = self._new_blocks(self._decodes[index], order[index])
             if blocks:
                 new[index] = blocks
                 if self._zeroes and not isinstance(blocks, Tables):
                     self.next.clear(blocks)
-        self.next.add_decodes(self._ids, new, computed.tolist(), self._output.tolist())
+        self.next.add_decodes(self._counts, new, computed.tolist(), self._output.tolist())
         self._last = self._step
         computed += 1
         self._output += 1
@@ -200,10 +201,10 @@ class Messages:
                     new[index] = blocks
                     if self._zeroes and not isinstance(blocks, Tables):
                         self.next.clear(blocks)
-        message = self.next
-        message.add_decodes(self._ids, new, computed, list(map(add, computed, self._outputs_ahead)), counts)
+        self._counts = dict(zip(self._counts, counts, strict=True))
+        self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
         tokens = self._mechanism.planned_drafts(drafts)
-        message.verify({name: each for name, each in zip(self._ids, tokens, strict=True) if each})
+        self.next.verify({name: each for name, each in zip(self._counts, tokens, strict=True) if each})
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
@@ -215,13 +216,13 @@ class Messages:
         find, size = self._records.get, self._block_size
         found = [find(request.request_id) for request in requests]
         self._decodes = decodes = [one for one in found if one is not None]
-        self._ids = [one.request_id for one in decodes]
+        self._counts = {one.request_id: 1 for one in decodes}
         self._room = [one.num_sent * size - self._lookahead for one in decodes]
         self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
 
     def _are_all_known(self) -> bool:
         """Return whether no request with drafts has ended for its client."""
-        return len(self._ids) == len(self._drafted) and all(map(self._records.__contains__, self._ids))
+        return len(self._counts) == len(self._drafted) and self._counts.keys() <= self._records.keys()
 
     def _look_at(self, order: Sequence[Request]) -> None:
         records = self._records
@@ -229,7 +230,7 @@ class Messages:
         self._order = order
         found = [records.get(request.request_id) for request in order]
         self._decodes = [one for one in found if one is not None]
-        self._ids = [one.request_id for one in self._decodes]
+        self._counts = {one.request_id: 1 for one in self._decodes}
         self._computed = np.array([one.num_computed_tokens - 1 for one in order], dtype=np.int64)
         kept = [0 if one is None else one.num_kept for one in found]
         self._output = np.array([one.num_output_tokens for one in order], dtype=np.int64) + np.array(

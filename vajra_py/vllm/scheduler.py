@@ -565,15 +565,18 @@ class Scheduler(WithoutExtras):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Store the draft tokens that the workers propose after the last step."""
         names, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
-        proposals = self._steady.proposals(names, drafts)
-        if proposals is None:
-            proposals = {}
-            for name, tokens in zip(names, drafts, strict=True):
-                record = self._records.get(name)
-                if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                    is_plain = record.is_plain  # True only without a grammar
-                    proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
-        self.mechanism.propose(proposals)
+        owners = self._steady.owners(names)
+        if owners is not None:
+            self.mechanism.propose(owners, drafts)
+            return
+        requests, allowed = list[Request](), list[list[int]]()
+        for name, tokens in zip(names, drafts, strict=True):
+            record = self._records.get(name)
+            if record is not None and tokens and (own := record.own) is not None and own.is_decode:
+                is_plain = record.is_plain  # True only without a grammar
+                requests.append(own)
+                allowed.append(tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens))
+        self.mechanism.propose(requests, allowed)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput

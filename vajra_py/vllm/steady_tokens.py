@@ -85,12 +85,12 @@ class SteadyTokens:
         batch = self._batch
         if batch is None:
             return None
-        counts = list(map(len, sampled))
+        counts = set(map(len, sampled))
         most = max(counts)
         if most >= batch.num_left and most >= batch.count_left():
             self._batch = None
             return None
-        if not min(counts) or not batch.stops.isdisjoint(chain.from_iterable(sampled)):
+        if 0 in counts or not batch.stops.isdisjoint(chain.from_iterable(sampled)):
             return None
         batch.num_left -= most
         for output, tokens in zip(batch.outputs, sampled, strict=True):
@@ -103,18 +103,13 @@ class SteadyTokens:
                 outputs.setdefault(client, []).append(one)
         accepted = {}
         if most > 1:
-            accepted = {one: count - 1 for one, count in zip(batch.requests, counts, strict=True) if count > 1}
+            owners = zip(batch.requests, sampled, strict=True)
+            accepted = {request: len(tokens) - 1 for request, tokens in owners if len(tokens) > 1}
         return TakenTokens(outputs, accepted)
 
-    def proposals(self, names: list[str], drafts: Sequence[list[int]]) -> dict[Request, list[int]] | None:
-        """Return the drafts of each decode with any.
-
-        None if the batch consists of other requests, or if one must be checked individually.
-        """
-        if self._batch is None or names != self._names:
-            return None
-        owners = zip(self._batch.requests, drafts, strict=True)
-        return {request: tokens for request, tokens in owners if tokens and request.is_decode}
+    def owners(self, names: list[str]) -> Sequence[Request] | None:
+        """Return the requests of these names, or None if the last step had others or one must be checked individually."""
+        return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:
         """Build the batch, unless a request is unknown, has ended in the mechanism, or has no token yet."""

@@ -142,30 +142,25 @@ class StepMessage:
 
     def add_decodes(
         self,
-        names: Sequence[str],
+        num_tokens: Mapping[str, int],
         blocks: Mapping[int, Sequence[int] | Tables],
         num_computed: Sequence[int],
         num_outputs: Sequence[int],
-        num_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Add tokens of requests that were all part of the step before, by default one each.
+        """Add tokens of requests that were all part of the step before; `num_tokens`: how many, by name.
 
-        `blocks` are new blocks by index into `names`.
+        `blocks` are new blocks by index into `num_tokens`.
         """
-        added: list[tuple[list[int], ...] | None] = [None] * len(names)
+        added: list[tuple[list[int], ...] | None] = [None] * len(num_tokens)
         for place, table in blocks.items():
             added[place] = _tables(table)
         known = self._known
-        known.req_ids += names
+        known.req_ids += num_tokens
         known.new_block_ids += added
         known.num_computed_tokens += num_computed
         known.num_output_tokens += num_outputs
-        if num_tokens is None:
-            self._num_scheduled.update(dict.fromkeys(names, 1))
-            self._num_tokens += len(names)
-        else:
-            self._num_scheduled.update(zip(names, num_tokens, strict=True))
-            self._num_tokens += sum(num_tokens)
+        self._num_scheduled.update(num_tokens)
+        self._num_tokens += sum(num_tokens.values())
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
         """Set the drafts to verify, the last scheduled tokens of each request; -1 stands for a place without a draft."""

@@ -99,12 +99,13 @@ class TokenBlockHashes:
     @property
     def num_hashed_tokens(self) -> int:
         """Tokens of the prompt and of what was appended."""
-        return self._num_known()
+        num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
+        return num_known if num_known > num_copied else num_copied
 
     @property
     def num_public_tokens(self) -> int:
         """Number of known tokens; all of them are public."""
-        return self._num_known()
+        return self.num_hashed_tokens
 
     def append(self, token: int) -> None:
         """Add one generated token."""
@@ -129,19 +130,23 @@ class TokenBlockHashes:
         """The hashes of the prompt's full blocks."""
         return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
-    def _num_known(self) -> int:
-        num_missing = self._num_before + len(self._output) - len(self._tokens)
+    def _copy_up_to(self, num_blocks: int) -> None:
+        """Copy the output to the tokens if blocks need it. IndexError if one of them is not full."""
+        size, tokens = self._block_size, self._tokens
+        if num_blocks * size <= len(tokens):
+            return
+        num_missing = self._num_before + len(self._output) - len(tokens)
         if num_missing > 0:
-            self._tokens.extend(self._output[-num_missing:])
-        return len(self._tokens)
-
-    def _hash_up_to(self, num_blocks: int) -> None:
-        size = self._block_size
-        if num_blocks * size > len(self._tokens) and num_blocks * size > self._num_known():
+            tokens.fromlist(list(self._output[-num_missing:]))  # takes half the time of `extend`
+        if num_blocks * size > len(tokens):
             raise IndexError(
-                f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
+                f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(tokens)} tokens, {size} a block). "
                 "Only full blocks have hashes."
             )
+
+    def _hash_up_to(self, num_blocks: int) -> None:
+        self._copy_up_to(num_blocks)
+        size = self._block_size
         digests = self._digests
         digest = digests[-1] if digests else self._root
         digests += token_digests(digest, self._tokens[len(digests) * size : num_blocks * size], size)

@@ -276,12 +276,12 @@ class BlockPool:
 
         `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed); `request` holds them.
         """
-        self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_cached += len(blocks)
-        entries = self._entries
+        entries, hash_of = self._entries, self._hash_of
         if self.events is not None:
             self.events.entered(hashes, entries, request)
         for block, block_hash in zip(blocks, hashes, strict=True):
+            hash_of[block] = block_hash
             present = entries.setdefault(block_hash, block)
             if present == block:
                 continue

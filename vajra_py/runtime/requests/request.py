@@ -166,6 +166,7 @@ class Request(_Stated):
 
     __slots__ = (
         "_computed",
+        "_draft_log",
         "_offset",
         "_output",
         "_pool",
@@ -176,7 +177,6 @@ class Request(_Stated):
         "caches",
         "deadline_at",
         "detail",
-        "draft_log",
         "end_epoch",
         "end_reason",
         "ended_at",
@@ -226,8 +226,8 @@ class Request(_Stated):
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         """Drafts that steps verified so far, and those of them that became output."""
-        self.draft_log: Sequence[tuple[int, int, int]] = ()
-        """(output tokens before, drafts, those that became output) of each step that verified any."""
+        self._draft_log: list[int] | None = None
+        """The entries of `draft_log`, one after the other."""
         self.proposals: Sequence[tuple[int, int]] = ()
         """(output tokens before, drafts that there were for those behind them), where drafts are made of tokens."""
         self.num_preemptions = 0
@@ -296,9 +296,15 @@ class Request(_Stated):
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
 
     @property
+    def draft_log(self) -> Sequence[tuple[int, int, int]]:
+        """(output tokens before, drafts, those that became output) of each step that verified any."""
+        log: Sequence[int] = self._draft_log or ()
+        return list(zip(log[::3], log[1::3], log[2::3], strict=True))
+
+    @property
     def num_drafts(self) -> int:
         """Steps that verified drafts of it."""
-        return len(self.draft_log)
+        return len(self._draft_log or ()) // 3
 
     @property
     def is_resident(self) -> bool:
@@ -368,32 +374,33 @@ class Request(_Stated):
         self.token_log.append(tick)
         return self._output
 
-    def add_outputs(self, num_tokens: int, tick: int) -> None:
-        """Count tokens that came together at this tick, whose predecessors are computed by now."""
+    def add_outputs(self, num_drafts: int, num_accepted: int, tick: int) -> None:
+        """Count the tokens of a step with drafts that came at this tick, one and the accepted drafts, whose predecessors are computed by now."""
         assert self._pool is None
-        self._output = num_outputs = self._output + num_tokens
+        if num_drafts:
+            self._count_drafts(self._output, num_drafts, num_accepted)
+        self._output = num_outputs = self._output + 1 + num_accepted
         self._computed = self.num_prompt_tokens + num_outputs - 1
-        self.token_log += [tick] * num_tokens
+        self.token_log += [tick] * (1 + num_accepted)
 
-    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count drafts that a step has verified, before its tokens are counted."""
+    def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts that a step has verified, which had so many output tokens before."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        entry, log = (self._output, num_drafts, num_accepted), self.draft_log
-        if isinstance(log, list):
-            log.append(entry)
-        else:
-            self.draft_log = [entry]
+        log = self._draft_log
+        if log is None:
+            log = self._draft_log = []
+        log += (num_before, num_drafts, num_accepted)
 
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
         """Count drafts of the step that gave the newest token, and those of them that became output behind it."""
         assert self._pool is None
         if num_drafts:
-            self._output -= 1
-            self.count_drafts(num_drafts, num_accepted)
-            self._output += 1
+            self._count_drafts(self._output - 1, num_drafts, num_accepted)
+        if not num_accepted:
+            return
         self._output += num_accepted
-        self.token_log.extend([tick] * num_accepted)
+        self.token_log += [tick] * num_accepted
         if self.state is RequestState.RUNNING:  # otherwise it has given up its KV meanwhile
             self._computed += num_accepted
 

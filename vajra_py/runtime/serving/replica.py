@@ -853,13 +853,13 @@ class Replica:
         """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
-        accepted, publishes = result.accepted, not self._publishes_late
+        accepted, publishes, size = result.accepted, not self._publishes_late, self.memory.block_size
         is_ahead, unverified = result.is_ahead, self.running_set.unverified
         keeps = keeps or is_ahead  # the next step's tokens come after all drafts
         done: list[Request] = []
         without, open_one = {*result.failed, *self._over, *void}, Unverified(-1)
         for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
-            if request in without:
+            if without and request in without:
                 continue
             if is_padding:
                 if not keeps:
@@ -870,9 +870,7 @@ class Replica:
             if num_accepted > num_left:
                 num_accepted = num_left
             is_open = is_ahead and (num_left > 0 or request in result.stopped)
-            if num_drafts and not is_open:
-                request.count_drafts(num_drafts, num_accepted)
-            request.add_outputs(1 + num_accepted, now)
+            request.add_outputs(0 if is_open else num_drafts, num_accepted, now)
             request.end_epoch = num_left = num_left - num_accepted
             if is_open:
                 if open_one.num_drafts != num_drafts:
@@ -883,7 +881,9 @@ class Replica:
                 num_blocks = self.memory.blocks_for(request.num_computed_tokens)
                 self.memory.shrink(request, max(num_kept_blocks, num_blocks))
             if publishes and request.hashes is not None:
-                self.memory.cache_blocks(request, request.num_computed_tokens)
+                num_computed = request.num_computed_tokens
+                if num_computed % size <= num_accepted:  # a block may be full now
+                    self.memory.cache_blocks(request, num_computed)
             if num_left <= 0:
                 done.append(request)
         return done

@@ -68,6 +68,7 @@ class Builder(PlanDraft):
         "_caches_decodes",
         "_connected",
         "_draft_rules",
+        "_ends_with_length",
         "_executor",
         "_growing",
         "_keeps",
@@ -75,10 +76,12 @@ class Builder(PlanDraft):
         "_lifecycle",
         "_looked_at",
         "_most_advance",
+        "_most_drafts",
         "_most_held",
         "_order",
         "_order_of_decodes",
         "_order_position",
+        "_propose",
         "_recycles",
         "_returned",
         "_swaps",
@@ -142,12 +145,18 @@ class Builder(PlanDraft):
         """Most tokens by which a decode with drafts advances between two of its steps; farther into a block, all earlier ones are cached."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
+        self._propose: Callable[[Request, int], int] = _no_drafts
+        """The executor's number of drafts."""
+        self._most_drafts = 0 if rules is None else rules.num_tokens
+        """Most drafts of a decode, if the policy does not say otherwise."""
+        self._ends_with_length = rules is not None and not rules.past_max_tokens
+        """True if there are no drafts for tokens beyond a request's `max_tokens`."""
         self._asked_drafts: dict[Request, int] = {}
         """Numbers of drafts that the policy set for this step."""
 
     def use_drafts(self, executor: Executor) -> None:
         """Let decodes have the drafts of the executing side, by the rules of the options."""
-        self._executor = executor
+        self._executor, self._propose = executor, executor.num_drafts
 
     def bind_policy(self, name: str) -> None:
         """Drop requests in the name of this policy from now on."""
@@ -301,7 +310,7 @@ class Builder(PlanDraft):
         start, others, drafts = position, chunks.copy(), _NO_DRAFTS
         while position < end:
             request = order[position]
-            if not request.is_skipped or tokens_left <= 0 or request in others:
+            if not request.is_skipped or tokens_left <= 0 or (others and request in others):
                 break
             computed = request.num_computed_tokens
             if unverified:
@@ -341,17 +350,16 @@ class Builder(PlanDraft):
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""
-        rules, executor, asked = self._draft_rules, self._executor, self._asked_drafts
-        assert rules is not None
-        assert executor is not None
-        most = asked.get(request, rules.num_tokens) if asked else rules.num_tokens
+        most, asked = self._most_drafts, self._asked_drafts
+        if asked:
+            most = asked.get(request, most)
         if most >= tokens_left:
             most = tokens_left - 1
         if most > self._most_held - known:
             most = self._most_held - known
-        if not rules.past_max_tokens:
+        if self._ends_with_length:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
-        return executor.num_drafts(request, most) if most > 0 else 0
+        return self._propose(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
         """Return the number of tokens for which a request needs blocks if it computes up to `num_tokens` of them."""
@@ -653,11 +661,12 @@ class Builder(PlanDraft):
 
     def _cache_decodes(self, before: int | None = None) -> None:
         """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
-        waiting = self._to_cache
+        waiting, memory = self._to_cache, self._memory
         while waiting and (before is None or waiting[-1].admitted_index < before):
             request = waiting.pop()
-            self._materialize(request)
-            self._memory.cache_blocks(request, request.num_computed_tokens + 1)
+            if memory.has_reserved:
+                self._materialize(request)
+            memory.cache_blocks(request, request.num_computed_tokens + 1)
 
     def _grow_decode(self, request: Request, reserve_tokens: int | None) -> bool:
         """Give the request room for one more token, or for more if given; False (nothing changed) when too few blocks are free."""
@@ -842,6 +851,10 @@ class Builder(PlanDraft):
             if request.replica_id == -1:
                 self._memory.forget(request)
         self._looked_at.clear()
+
+
+def _no_drafts(request: Request, at_most: int) -> int:
+    return 0
 
 
 def _capped(num_tokens: int, cap: int | None) -> int:
