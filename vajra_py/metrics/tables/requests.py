@@ -435,7 +435,7 @@ def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
     columns = [
         table.column(name)
         if name in table.column_names
-        else pa.array([_in_column(defaults[name])] * table.num_rows, schema.field(name).type)
+        else pa.repeat(arrow_array([_in_column(defaults[name])], schema.field(name).type)[0], table.num_rows)
         for name in names
     ]
     return pa.table(columns, names=list(names))

@@ -5,8 +5,8 @@ The rank of what replicas do is their place in the run, so that their order does
 
 from __future__ import annotations
 
-import heapq
 from enum import IntEnum
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 
@@ -54,13 +54,13 @@ class EventQueue:
     def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
         """Schedule an event; of one tick and phase the lower rank goes first."""
         self._sequence += 1
-        heapq.heappush(self.heap, (tick, phase, rank, self._sequence, payload))
+        heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
     def bring_forward(self, now: int) -> None:
         """Move every event that is due by `now` to `now`; within a phase, events keep their order."""
         due = []
         while self.heap and self.heap[0][0] <= now:
-            due.append(heapq.heappop(self.heap))
+            due.append(heappop(self.heap))
         for _, phase, rank, _, payload in due:
             self.push(now, phase, payload, rank)
 
@@ -68,5 +68,5 @@ class EventQueue:
         """Remove every event of a phase; returns their payloads, in order."""
         removed = sorted(event for event in self.heap if event[1] is phase)
         self.heap[:] = [event for event in self.heap if event[1] is not phase]
-        heapq.heapify(self.heap)
+        heapify(self.heap)
         return [payload for _, _, _, _, payload in removed]
