@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import EndedRun, EndedStep
+from vajra_py.contract import EndedRun, EndedStep, RequestView
 from vajra_py.errors import PolicyError
 from vajra_py.latency import ConstantModel
 from vajra_py.sim.simulator import SimulationOptions
@@ -64,6 +64,32 @@ def test_runs_tell_of_the_same_steps_as_single_calls(layer: int) -> None:
     assert runs.num_runs > 0
     assert runs.heard == single.heard
     assert set(runs.heard) == {0, 1}
+
+
+@pytest.mark.parametrize(("layer", "method"), [(0, "key"), (1, "assign")])
+def test_policies_have_been_told_of_all_steps_when_a_request_arrives(layer: int, method: str) -> None:
+    """A key that is fixed then may follow what was learned of steps, and so may the choice of a replica."""
+
+    def known(kind: type[Steps]) -> list[Any]:
+        base = (ByArrival, InTurn)[layer]
+        seen: list[Any] = []
+
+        class Asked(kind, base):  # type: ignore[valid-type, misc]
+            def __init__(self) -> None:
+                kind.__init__(self)
+                base.__init__(self)
+
+        def answer(policy: Any, request: RequestView, *facts: Any) -> Any:
+            seen.append((request.request_id, {one: len(steps) for one, steps in policy.heard.items()}))
+            return getattr(base, method)(policy, request, *facts)
+
+        setattr(Asked, method, answer)
+        policies: list[Any] = [ByArrival(), InTurn(), PlainChunks()]
+        policies[layer] = Asked()
+        _run(*policies)
+        return seen
+
+    assert known(Runs) == known(Steps)
 
 
 def test_a_policy_that_fails_in_a_run_is_named_with_its_replica() -> None:

@@ -165,7 +165,9 @@ class StepsBuilder:
             *("num_waiting", "num_waiting_after", "num_blocks", "num_preempted", "num_finished"),
             *("formed_at", "duration_s", "used_fraction", "bends.list.element", "growth.list.element"),
         ],
-        "column_encoding": dict.fromkeys(("step_index", "gap", "duration", "drift"), "DELTA_BINARY_PACKED"),
+        "column_encoding": dict.fromkeys(
+            ("step_index", "decode_context_tokens", "gap", "duration", "drift"), "DELTA_BINARY_PACKED"
+        ),
     }
     """Parquet encoding of the records."""
 
@@ -193,12 +195,12 @@ class StepsBuilder:
 
         if self._made is not None and self._made[0] == len(self._records):
             return self._made[1]
-        records = self._records.rows(slice(None))
-        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name: independent of completion order
-        order = np.lexsort((records["step_index"], records["replica_id"], ranks))
-        ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
-        growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
-        records = records[order]
+        column = self._records.column
+        ranks = self._replicasets.ranks()[column("replicaset")]  # by name: independent of completion order
+        order = np.lexsort((column("step_index"), column("replica_id"), ranks))
+        ends = reordered(np.array(self._ends, dtype=np.int64), column("num_steps"), order)
+        growth = reordered(np.array(self._growth, dtype=np.int32), column("num_growths"), order)
+        records = self._records.rows(order)
         num_steps, num_growths = records["num_steps"].astype(np.int64), records["num_growths"].astype(np.int64)
         times = PackedTimes.pack(records["formed"].astype(np.int64), num_steps, ends)
         columns: dict[str, Any] = {name: np.ascontiguousarray(records[name]) for name, _ in _FIELDS}

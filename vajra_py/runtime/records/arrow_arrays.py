@@ -38,11 +38,17 @@ def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None
 
 def list_array(values: Any, counts: NDArray[Any]) -> Any:
     """Return an Arrow array of lists; `counts` has the number of values of each record."""
+    return list_arrays([values], counts)[0]
+
+
+def list_arrays(columns: Sequence[Any], counts: NDArray[Any]) -> list[Any]:
+    """Return Arrow arrays of lists of the same lengths, one for each of `columns`; see `list_array`."""
     import pyarrow as pa
 
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=offsets[1:])
-    return pa.ListArray.from_arrays(arrow_array(offsets), arrow_array(values))
+    starts = arrow_array(offsets)
+    return [pa.ListArray.from_arrays(starts, arrow_array(values)) for values in columns]
 
 
 def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
@@ -64,9 +70,10 @@ def _texts(texts: Sequence[str | None]) -> Any:
         is_null = np.array([text is None for text in texts], dtype=np.bool_)
         known, given = pa.py_buffer(np.packbits(~is_null, bitorder="little")), [text or "" for text in texts]
     joined = "".join(given)
-    lengths = map(len, given if joined.isascii() else [text.encode() for text in given])
     offsets = np.zeros(len(given) + 1, dtype=np.int64)
-    np.cumsum(np.fromiter(lengths, dtype=np.int64, count=len(given)), out=offsets[1:])
+    if joined:
+        lengths = map(len, given if joined.isascii() else [text.encode() for text in given])
+        np.cumsum(np.fromiter(lengths, dtype=np.int64, count=len(given)), out=offsets[1:])
     data = pa.py_buffer(joined.encode())
     if len(data) < 1 << 31:
         return pa.Array.from_buffers(pa.string(), len(given), [known, pa.py_buffer(offsets.astype(np.int32)), data])

@@ -63,7 +63,7 @@ class DecisionFile:
 
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
-        deltas = ("step", "gap", "duration", "drift")
+        deltas = ("step", "free_blocks", "gap", "duration", "drift")
         lists = ("bends", "arrived", *chain.from_iterable(LISTS.values()))
         self._file = _Counted(open_file(self._partial))
         self._writer = pq.ParquetWriter(
@@ -151,7 +151,7 @@ class DecisionLog(StepLog):
         is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_pool_decodes and not plan.chunks:
-            self._take(replicaset, plan, ONLY_PREEMPTED, plan.formed_at, ())
+            self._end(replicaset, plan, ONLY_PREEMPTED)
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
@@ -165,9 +165,15 @@ class DecisionLog(StepLog):
         self.hand_on()
         self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):
-            self._take(replicaset, plan, NEVER_CAME_BACK, plan.formed_at, ())
+            self._end(replicaset, plan, NEVER_CAME_BACK)
         self.hand_on()
         self._finish()
+
+    def _end(self, replicaset: str, plan: StepPlan, status: int) -> None:
+        """Record a plan from which nothing comes back."""
+        self._tick = max(self._tick, plan.formed_at)
+        self._ends.append(plan.formed_at)
+        self._record(replicaset, plan, status, (), plan.num_waiting)
 
     def _count_lists(
         self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency.models.packed_times import PackedTimes
-from vajra_py.runtime.records.arrow_arrays import arrow_array, call, list_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call, list_array, list_arrays
 from vajra_py.runtime.records.record_lists import reordered
 from vajra_py.runtime.records.step_log import FIELDS, LISTS, ONLY_PREEMPTED, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -113,7 +113,7 @@ class Records:
         """Return these records in this order, and these arrivals."""
         return Records(
             self.replicasets,
-            self.rows[order],
+            np.asfortranarray(self.rows.take(order, axis=0)),  # whose columns are read
             reordered(self.ends, self.field("num_steps"), order),
             {name: reordered(values, self.field(f"num_{name}"), order) for name, values in self.lists.items()},
             self.notes[order],
@@ -158,23 +158,24 @@ class Records:
         records = self.take(order, np.argsort(self.arrivals.indices, kind="stable"))
         columns: dict[str, Any] = {name: records.field(name) for name in SCALARS}
         columns["replicaset"] = call("take", arrow_array(names), arrow_array(ranks[order]))
-        columns["notes"] = arrow_array(records.notes)
+        columns["notes"] = arrow_array(records.notes.tolist())
         num_steps = records.field("num_steps")
         times = PackedTimes.pack(records.field("formed"), num_steps, records.ends)
         columns |= {"gap": times.gap, "duration": times.duration, "drift": times.drift}
         columns["bends"] = list_array(times.bends, np.maximum(num_steps - 2, 0))
         for name, members in LISTS.items():
             values, counts = records.lists[name], records.field(f"num_{name}")
-            for position, member in enumerate(members):
-                numbers = values[:, position].astype(NUMBER_TYPE.get(member, np.int64))
-                columns[member] = list_array(numbers, counts)
+            numbers = [
+                values[:, position].astype(NUMBER_TYPE.get(member, np.int64)) for position, member in enumerate(members)
+            ]
+            columns |= zip(members, list_arrays(numbers, counts), strict=True)
         counts = np.zeros(len(records), dtype=np.int64)
         counts[:1] = len(records.arrivals.indices)
         columns["arrived"] = list_array(records.arrivals.indices, counts)
         texts = arrow_array(records.arrivals.ids)
         columns["arrived_ids"] = pa.ListArray.from_arrays(columns["arrived"].offsets, texts)
-        arrays = [arrow_array(columns[one.name], one.type) for one in schema()]
-        return pa.Table.from_arrays(arrays, schema=schema())
+        kinds = schema()
+        return pa.Table.from_arrays([arrow_array(columns[one.name], one.type) for one in kinds], schema=kinds)
 
 
 def schema() -> Any:

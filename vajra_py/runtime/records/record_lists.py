@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
     """Return values (rows, if two-dimensional), of which each record has so many, with the records in this order."""
+    if not len(values):
+        return values
     stops = np.cumsum(counts, dtype=np.int64)
     starts, counts = (stops - counts)[order], counts[order]
     new_starts = np.cumsum(counts, dtype=np.int64) - counts

@@ -149,7 +149,10 @@ class StepLog(Observer):
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
     ) -> None:
         """Record a plan whose step came back."""
-        self._take(replicaset, plan, CAME_BACK, now, finished)
+        if now > self._tick:
+            self._tick = now
+        self._ends.append(now)
+        self._record(replicaset, plan, CAME_BACK, finished, plan.num_waiting)
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
@@ -160,13 +163,10 @@ class StepLog(Observer):
         """
         if now > self._tick:
             self._tick = now
-        self._record(replicaset, plan, CAME_BACK, (), num_waiting, repeats)
-
-    def _take(self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: _Finished) -> None:
-        if ended > self._tick:
-            self._tick = ended
-        self._ends.append(ended)
-        self._record(replicaset, plan, status, finished, plan.num_waiting)
+        ended_at, growth = repeats
+        self._ends += ended_at
+        self._growth += growth
+        self._record(replicaset, plan, CAME_BACK, (), num_waiting, (len(ended_at), len(growth)))
 
     def _record(
         self,
@@ -175,21 +175,16 @@ class StepLog(Observer):
         status: int,
         finished: _Finished,
         num_waiting: int,
-        repeats: PlanRepeats | None = None,
+        counts: tuple[int, int] = (1, 0),
     ) -> None:
-        """Pack a record; without `repeats` it is of one step, whose end has been noted."""
+        """Pack a record. `counts`: numbers of steps, whose ends have been noted, and of entries in `growth`."""
         code = self._replicasets.get(replicaset)
         if code is None:
             code = self._replicasets[replicaset] = len(self._replicasets)
         if plan.notes:
             self._notes[len(self._rows)] = json.dumps(plan.notes, separators=(",", ":"))
-        num_steps, num_growths = 1, 0
-        if repeats is not None:
-            ended_at, growth = repeats
-            num_steps, num_growths = len(ended_at), len(growth)
-            self._ends += ended_at
-            self._growth += growth
-        features = plan.features
+        features, rows = plan.features, self._rows
+        num_decodes, (num_steps, num_growths) = features.num_decodes, counts
         num_joined, num_left, num_chunks, num_preempted, num_finished = self._count_lists(plan, finished, self._lists)
         row = _pack(
             code,
@@ -203,8 +198,8 @@ class StepLog(Observer):
             plan.num_waiting,
             plan.num_running,
             plan.num_preempted_before,
-            features.num_decodes,
-            features.num_decodes + features.num_draft_tokens,
+            num_decodes,
+            num_decodes + features.num_draft_tokens,
             features.decode_context_tokens,
             features.num_prefills,
             features.prefill_tokens,
@@ -218,8 +213,8 @@ class StepLog(Observer):
             num_preempted,
             num_finished,
         )
-        self._rows.append(row)
-        if len(self._rows) >= self._batch_size:
+        rows.append(row)
+        if len(rows) >= self._batch_size:
             self.hand_on()
 
     def _keep(self, batch: Batch) -> None:

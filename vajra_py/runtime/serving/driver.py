@@ -945,24 +945,32 @@ class Driver(Generic[R]):
             for name, one in replicasets
             if one.listeners.across_replicas or (name in self._movements and one.listeners != NOBODY)
         )
-        self._syncs_forming = frozenset() if self.fast_forward is None else listening
-        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets of `_syncs_forming` whose listening policies are not called while a step is formed and nothing waits."""
+        """Replicasets with listening policies that are not called while a step is formed and nothing waits."""
+        forming = frozenset(name for name in listening if not self._looks_never(name))
+        self._syncs_forming = frozenset() if self.fast_forward is None else forming
+        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]
         listeners, policies = replicaset.listeners, replicaset.policies
         if policies is None or name in self._movements or replicaset.feed is not None:
             return True
-        if listeners.preemptions or listeners.moves or listeners.step_ends or listeners.listen_to_content:
+        if listeners.preemptions or listeners.moves or listeners.listen_to_each_step or listeners.listen_to_content:
             return True
         return policies.asks_listeners_each_step
+
+    def _looks_never(self, name: str) -> bool:
+        """Return True if no listening policy is called while a step is formed; of waiting requests, some may be dropped."""
+        listeners = self.controller.replicasets[name].listeners
+        return name in self._looks_if_waiting and not (listeners.admissions or listeners.departures)
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
-    hears = bool(replicaset.listeners.arrivals) or replicaset.feed is not None
+    listeners = replicaset.listeners
+    hears = bool(listeners.arrivals or (listeners.step_runs and listeners.across_replicas))
+    hears = hears or replicaset.feed is not None
     return traits_of(replicaset.scheduler).reads_load or hears
 
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
+    GroupsRequests,
+    KeyMotion,
     Layer,
     PinsContent,
     PlacesAfterPrompt,
@@ -204,8 +206,16 @@ class Policies:
 
     @property
     def asks_listeners_each_step(self) -> bool:
-        """True if a listening policy is called for every step, whether anything waits or not."""
-        asked = (Layer.REQUEST_PRIORITIZER, Layer.REPLICA_SCHEDULER)
+        """True if a listening policy may be called for every step, whether anything waits or not.
+
+        A prioritizer is not where the key of each request follows from the request and the time.
+        """
+        asked = [Layer.REPLICA_SCHEDULER]
+        prioritizer: Any = self.prioritizer
+        if prioritizer.key_motion not in (KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.TIME_LINEAR) or isinstance(
+            prioritizer, GroupsRequests | PredictsSlack
+        ):
+            asked.append(Layer.REQUEST_PRIORITIZER)
         layers = [(one, self._layers[layer].name) for layer in asked for one in self._layers[layer].made]
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         return listeners_among([*layers, *retained]) != NOBODY
