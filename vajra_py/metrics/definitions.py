@@ -101,7 +101,7 @@ class SloDefaults:
 
 
 class SloStatus(IntEnum):
-    """Whether a request met its SLO."""
+    """Compliance of a request with its SLO."""
 
     NONE = 0
     """No SLO."""
