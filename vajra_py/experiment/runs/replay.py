@@ -72,9 +72,7 @@ from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
 _RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | KvAnswer | KvEnd
-"""Recorded inputs that are not injected: the replay produces them itself, or the replayed connector or router provides
-them (as the connector provides `KvNews` of steps).
-"""
+"""Recorded inputs that are not injected: the replay, its connector or its router produces them again."""
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
@@ -127,9 +125,7 @@ class ReplayReport:
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """Return a run's recording. Raises `RunError` if the folder does not contain one, `ConfigError` if its settings are
-    invalid.
-    """
+    """Return a run's recording. Raises `RunError` if there is none, `ConfigError` if its settings are invalid."""
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_system(path / "config.yaml", registry=registry)
@@ -258,9 +254,7 @@ class _RecordedExecutor(SimulatedExecutor):
         """Connector of the single replica, once it is built; None if it has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the recorded output length of a completed request; one more for a failed request, as it fails no later
-        than that token; None for others.
-        """
+        """Return a completed request's recorded length, or one more for a failed request; None for others."""
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:
             return len(output.token_ids) + 1
@@ -294,9 +288,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number of drafts. It was not recorded if drafts stayed on the workers; then `at_most`
-        were made.
-        """
+        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers, unrecorded."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)
@@ -454,9 +446,7 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first difference between log lines (admission decisions, retained content or drafts); None if there
-    is none.
-    """
+    """Describe the first difference in admission decisions, retained content or drafts; None if there is none."""
     logs = (
         ("admission decision", ADMISSIONS_FILE, read_admissions),
         ("retention", RETENTION_FILE, read_retention),
