@@ -1,10 +1,10 @@
-"""Drive experiments from Python: build, run, sweep, compare and plot what YAML describes.
+"""Python interface to experiments: load, run, sweep, compare and plot experiments described in YAML.
 
 import vajra_py as vajra
 
 config = vajra.load("experiment.yaml", {"workload.rate": 8})
 run = vajra.run(config)                    # or straight from a file: vajra.run("experiment.yaml")
-run.requests_frame()                       # pandas, one row a request
+run.requests_frame()                       # pandas, one row per request
 vajra.plots.latency_cdfs([run])            # a matplotlib figure
 """
 
@@ -78,9 +78,9 @@ def load(
 ) -> ExperimentConfig:
     """Load an experiment from a YAML file or from a mapping of the same form; `overrides` maps dotted paths to values.
 
-    The experiment may name `policies` as well as installed ones; pass the same ones to `run` or `sweep`. Raises
-    `ConfigError` listing every mistake, as `vajra check` does: workload files are read, and replicas and policies are
-    built once.
+    The experiment may name policies in `policies` as well as installed ones; pass the same `policies` to `run` or
+    `sweep`. Raises `ConfigError` with all mistakes, like `vajra check`: workload files are read, and replicas and
+    policies are built once.
     """
     registry = _registry(policies)
     config = _read(source, overrides, registry)
@@ -117,8 +117,8 @@ def run(
     """Run one experiment (loaded, or anything that `load` accepts) and open its results; see
     `vajra_py.experiment.runs.run.run_experiment` for folders and errors.
 
-    `on`: place of execution, as for `vajra run --on`: a Ray cluster executes a whole simulation, or the replicas of an
-    engine.
+    `on` is the place of execution, as for `vajra run --on`: a Ray cluster executes a whole simulation, or the replicas
+    of an engine.
 
     `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of
     them is always rerun, because no version tracks changes of its code.
@@ -191,8 +191,8 @@ def capacity(
 
 
 def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
-    """Open the runs at one or several paths: run folders, or folders that contain some; each run once. Raises
-    `RunError`.
+    """Open the runs at one or several paths, which are run folders or folders that contain them; each run is opened
+    once. Raises `RunError` if there are none or a manifest cannot be read.
     """
     return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
@@ -201,7 +201,8 @@ def compare(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> Comparison:
     """Compare runs; `.frame()` and `.difference_frame()` return pandas frames, `.to_markdown()`, `.to_csv()` and
     `.to_json()` return text.
 
-    `metrics` names the primary ones, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO attainment. Raises `RunError` for an unknown name.
+    `metrics` names the primary metrics, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO
+    attainment. Raises `RunError` for an unknown name.
     """
     return compare_runs(runs, metrics=metrics)
 
@@ -217,7 +218,7 @@ def validate_measured(
     """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.table()`.
 
     Results of the simulation are written below `folder`; `engine` sets engine arguments that the measured file lacks,
-    by vLLM's names. Raises `ConfigError`.
+    by vLLM's names. Raises `ConfigError` if a file or setting is invalid.
     """
     from vajra_py.experiment.measured.accuracy import compare_with_measured
     from vajra_py.experiment.measured.files import read_measured
@@ -247,7 +248,7 @@ def figures(
     panels: Sequence[str] = (),
 ) -> list[Path]:
     """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), with their data as
-    CSV and the table as LaTeX, Markdown and CSV; return the paths.
+    CSV and the table as LaTeX, Markdown and CSV; return the paths. `width_in` is in inches.
     """
     from vajra_py.metrics.report.figure_files import write_figures
 
@@ -275,7 +276,7 @@ def _loaded(config: Experiment, policies: Iterable[AnyPolicySpec]) -> Experiment
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[AnyPolicySpec]
 ) -> Iterator[MakePool | None]:
-    """Yield the pool factory of this place; None for this machine. Raises like `ray_cluster`."""
+    """Yield the pool factory of this place; None for this machine. Raises the errors of `ray_cluster`."""
     from vajra_py.cluster.connect import LOCAL, ray_cluster
     from vajra_py.cluster.places import pool_on
 
@@ -306,7 +307,7 @@ def _in_process(policies: Sequence[AnyPolicySpec], workers: int | None) -> tuple
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> bool:
-    """Return True if the experiment selects one of these policies anywhere, or may use one of these parts."""
+    """Return whether the experiment selects one of these policies or may use one of these parts."""
     specs = list(policies)
     if any(isinstance(spec, RoutingPartSpec) for spec in specs):
         return True  # a router may use a producer that no file names

@@ -3,17 +3,17 @@
 The tree, with the exit code of the process in brackets:
 
     VajraError [1]
-    ├── ConfigError [2]             what the user wrote is wrong: all its problems at once
-    │   └── WorkloadError [2]       a trace or length file is broken: file and line
-    ├── PluginError [2]             an installed package fails to import, clashes with another, or breaks the hooks
+    ├── ConfigError [2]             the user's input is wrong: lists all problems
+    │   └── WorkloadError [2]       a trace or length file is malformed: file and line
+    ├── PluginError [2]             an installed package fails to import, clashes with another, or violates the hooks
     ├── UnknownNameError [2]        no installed package offers that name
     ├── PolicyError [3]             a policy broke the contract: policy, request and step
     ├── ExecutorError [4]           a step could not be executed or predicted
-    ├── RunError [1]                a run, or its files, cannot be used as asked
-    └── RunInterrupted [130]        the user stopped the run; what was written stays readable
+    ├── RunError [1]                a run, or its files, cannot be used as requested
+    └── RunInterrupted [130]        the user interrupted the run; its files stay readable
 
-Problems read `where: what is wrong (got). what is allowed.`, one line each. A refusal that a policy can meet in normal operation is a
-value of the contract, not one of these.
+A problem is printed on one line as `where: what is wrong (got). what is allowed.` Refusals that occur in normal
+operation of a policy are values of the contract, not exceptions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Problem:
 
 
 class VajraError(Exception):
-    """Base class of all errors raised on purpose by this package: the text is for the user, without a stack trace."""
+    """Base class of this package's errors; the text is shown to the user without a stack trace."""
 
     exit_code: ClassVar[int] = 1
 
@@ -151,7 +151,7 @@ class DidNotReturn(BaseException):
     message: ClassVar[str] = "did not return"
 
     def __str__(self) -> str:
-        """Return a description of the call's problem, to follow its subject."""
+        """Return the message as a predicate, to follow the name of the call."""
         return self.message
 
 
@@ -162,7 +162,9 @@ POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn, S
 
 
 def check_is_own_fault(error: BaseException) -> None:
-    """Re-raise the exception if a signal interrupted the policy: the process's starter handles it."""
+    """Re-raise the exception if it came from a signal and not from the policy, so that the process's main program
+    handles it.
+    """
     if _is_of_a_signal(error):
         raise error
 
@@ -209,7 +211,7 @@ class PolicyError(VajraError):
         """Return the error for an exception that escaped from a policy; raise it `from` that exception. `message`
         replaces the exception's own.
 
-        Re-raises the exception if a signal interrupted the policy: the process's starter handles it.
+        Re-raises the exception if it came from a signal (see `check_is_own_fault`).
         """
         check_is_own_fault(error)
         if isinstance(error, DidNotReturn):
@@ -246,9 +248,7 @@ class PolicyError(VajraError):
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return whether a signal handler raised the exception while a policy was running, and not a statement of the
-    policy.
-    """
+    """Return whether a signal handler, and not the policy's own code, raised the exception while a policy was running."""
     if not isinstance(error, SystemExit | KeyboardInterrupt) or error.__traceback__ is None:
         return False
     handlers = {getattr(signal.getsignal(one), "__code__", None) for one in (signal.SIGINT, signal.SIGTERM)} - {None}
@@ -266,10 +266,10 @@ _FRAMEWORK = "vajra_py"
 
 
 def _place_in_policy(traceback: TracebackType | None) -> str | None:
-    """Return the last line of the policy's own package through which an exception passed.
+    """Return the innermost source location in the policy's own package at which an exception passed; None if unknown.
 
-    A policy may call other packages (numpy, the shared fill loop), so the last line of the package that the mechanism
-    called counts.
+    A policy may call other packages (numpy, the shared fill loop), so the deepest frame of the package that the
+    mechanism called is used.
     """
     package: str | None = None
     found: TracebackType | None = None

@@ -1,1 +1,1 @@
-"""Runs and engine replicas on a Ray cluster (the extra `ray`)."""
+"""Execution of runs and engine replicas on a Ray cluster (requires the extra `ray`)."""

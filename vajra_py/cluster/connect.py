@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster, and checks that its nodes give the results of this machine.
+"""Connection to a Ray cluster, with checks that its nodes would give the same results as this machine.
 
 Ray is imported only when a cluster is used.
 """
@@ -27,16 +27,18 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A cluster whose nodes were found to have this machine's fingerprint."""
+    """Connected cluster whose nodes have this machine's fingerprint."""
 
     ray: Any
-    """The module `ray`, connected."""
+    """The module `ray`, after connecting."""
     fingerprint: Mapping[str, str]
-    """Fingerprint of this machine; every node's must be equal to it."""
+    """Fingerprint of this machine, to which every node's must be equal."""
 
     @property
     def is_there(self) -> bool:
-        """True while it is connected. Ray would start a local cluster if a lost one were queried."""
+        """True while the cluster is connected; check before queries, as Ray would start a local cluster if the
+        connection is lost.
+        """
         return bool(self.ray.is_initialized())
 
     @property
@@ -45,16 +47,17 @@ class RayCluster:
         return int(self.ray.cluster_resources().get("CPU", 0))
 
     def nodes(self) -> list[Any]:
-        """Return Ray's records of the nodes that can compute."""
+        """Return Ray's records of the live nodes that can compute."""
         return [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
 @contextmanager
 def ray_cluster(on: str) -> Iterator[RayCluster | None]:
-    """The cluster that `on` names; None for `local`, which is this machine without Ray.
+    """Connect to the cluster named by `on` for the duration of the context; yields None for `local`, this machine
+    without Ray.
 
-    Raises `ConfigError` for an invalid place, or without the package `ray`; `RunError` when the cluster cannot be reached, or a node
-    of it differs from this machine in a version that decides results.
+    Raises `ConfigError` for an invalid place or if the package `ray` is missing, and `RunError` if the cluster cannot
+    be reached or a node differs from this machine in a version that affects results.
     """
     if on == LOCAL:
         yield None
@@ -101,7 +104,7 @@ def _connect(ray: Any, on: str, *, again: bool = True) -> None:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no dedicated error for this
         message = " ".join(str(error).split())
-        if again and "Initialization failure" in message:  # the process that Ray began for this client ended at once
+        if again and "Initialization failure" in message:  # the process that Ray started for this client exited at once
             return _connect(ray, on, again=False)
         if "ersion mismatch" in message:
             raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({message}).") from None
@@ -124,7 +127,7 @@ def _check_nodes(cluster: RayCluster) -> None:
             found = ray.get(answer, timeout=_ANSWER_S)
         except Exception as error:  # any error makes the node unusable
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
-                continue  # it has just died
+                continue  # the node has died since it was listed
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RunError(f"{name}: does not answer ({lines[-1]}). Mend it, or take it out of the cluster.") from None
         differs = found if isinstance(found, str) else difference(cluster.fingerprint, found)
@@ -135,7 +138,7 @@ def _check_nodes(cluster: RayCluster) -> None:
 
 
 def _probe() -> Any:
-    """Return the function that probes a node; nested, so that Ray sends its code and not a module's name."""
+    """Return the function that probes a node. It is nested so that Ray sends its code instead of a module's name."""
 
     def probe() -> Any:
         try:

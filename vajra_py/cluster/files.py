@@ -1,8 +1,8 @@
-"""Files of an experiment on their way to the nodes of a cluster, and folders of results on their way back.
+"""Transfer of an experiment's input files to the nodes of a cluster, and of result folders back.
 
-A file travels once: its bytes are put into the cluster's object store under their digest, and each node writes them below a
-folder of this cluster's use, under the path that they have here. So relative paths mean the same there, and settings and results name them as they
-do here. A file named by an absolute path is put at that path, unless it is there.
+Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest, and each node writes
+them to a workspace folder, under their path on this machine. Relative paths therefore work on the nodes, and settings
+and results have the same paths as here. A file with an absolute path is written to that path unless it exists.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ShippedFile:
-    """A file that a run reads."""
+    """Input file of a run."""
 
     path: str
-    """Path in messages: as the settings name it; of a folder's files, with the folder's name before it."""
+    """Path as in the settings, for messages; files of a folder have the folder's name as prefix."""
     digest: str
     content: Any
-    """A reference to its bytes in the object store."""
+    """Reference to its bytes in the object store."""
 
 
 class Shipment:
-    """The files that runs read, each put into the object store once."""
+    """Input files of runs; each is put into the object store once."""
 
     def __init__(self, put: Callable[[bytes], Any]) -> None:
-        """`put` takes bytes and returns a reference to them."""
+        """`put` stores bytes in the object store and returns a reference to them."""
         self._put = put
         self._known: dict[tuple[str, int, int], ShippedFile] = {}
         self._contents: dict[str, Any] = {}
         self._num_bytes = 0
 
     def files_of(self, config: ExperimentConfig) -> list[ShippedFile]:
-        """The files that this experiment names. Raises `ConfigError` if their total size is too large."""
+        """Return the input files of this experiment. Raises `ConfigError` if their total size is too large."""
         found = []
         for name in named_paths(config):
             if os.path.isfile(name):  # pathlib raises on names that are too long
@@ -77,11 +77,11 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The folder of one use of a cluster on each of its nodes.
+    """Working folder on each node during one use of a cluster.
 
     Attributes:
-        name: of the folder, among the node's temporary ones.
-        folder: the submitting machine's current folder.
+        name: Name of the folder in the node's temporary directory.
+        folder: Current folder of the submitting machine.
     """
 
     name: str
@@ -93,7 +93,9 @@ class Workspace:
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:
-        """Write the files and make the submitter's folder the current one, both below `root`. Raises `RunError`."""
+        """Write the files below `root`, and change to the submitter's folder below it. Raises `RunError` if a file
+        cannot be written.
+        """
         here = self.root / self.folder.lstrip("/")
         here.mkdir(parents=True, exist_ok=True)
         os.chdir(here)
@@ -101,7 +103,7 @@ class Workspace:
             _place(one, fetch)
 
     def text_as_asked(self, text: str | None) -> str | None:
-        """Return the text with paths as on the submitting machine: without the root prefix."""
+        """Return the text with paths as on the submitting machine, without the prefix `root`."""
         return None if text is None else text.replace(str(self.root), "")
 
     def as_asked(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -110,7 +112,7 @@ class Workspace:
         return {name: one.replace(root, b"") if name.endswith(_TEXTS) else one for name, one in files.items()}
 
     def remove(self) -> None:
-        """Remove the file from this node."""
+        """Remove the workspace from this node."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
@@ -135,17 +137,17 @@ def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
 
 
 def packed(folder: Path) -> dict[str, bytes]:
-    """The files of a folder of results, by their names in it."""
+    """Return the contents of a result folder's files, by file name."""
     return {str(one.relative_to(folder)): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write these files as a folder of results, which replaces an existing one in one step."""
+    """Write these files as a result folder, atomically replacing an existing one."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name in sorted(
         files, key=lambda one: (one == MANIFEST, one)
-    ):  # the manifest is last: a folder that has one is a run
+    ):  # the manifest is written last, as it marks a folder as a run
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(files[name])

@@ -16,7 +16,9 @@ EVERY_NODE = "Every node needs what this machine has."
 
 
 def fingerprint() -> dict[str, str]:
-    """Digests by name: versions of Python, this package, libraries and plug-ins, and the code of the first and the last."""
+    """Return the properties by name: versions of Python, this package, libraries and plug-ins, and digests of the code
+    of this package and the plug-ins.
+    """
     found = versions()
     found["code of vajra_py"] = code_digest("vajra_py")
     modules = {entry.name: entry.module for entry in metadata.entry_points(group=GROUP)}
@@ -27,7 +29,9 @@ def fingerprint() -> dict[str, str]:
 
 
 def code_digest(module: str) -> str:
-    """Digest the Python source of a module's top-level package, so that two checkouts of one version differ."""
+    """Return a digest of the Python source of a module's top-level package, which distinguishes checkouts of the same
+    version.
+    """
     package = module.partition(".")[0]
     spec = find_spec(package)
     digest = hashlib.blake2b(digest_size=6)
@@ -44,7 +48,9 @@ def code_digest(module: str) -> str:
 
 
 def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """Return the first difference between a node and this machine, in words; empty if there is none."""
+    """Return a text on the first difference between this machine (`own`) and a node (`found`); empty if there
+    is none.
+    """
     for name in dict.fromkeys([*own, *found]):
         here, there = own.get(name, "absent"), found.get(name, "absent")
         if here != there:

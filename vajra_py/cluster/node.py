@@ -1,4 +1,4 @@
-"""Work on the nodes of a cluster: runs, and collection of their progress."""
+"""Code that runs on the nodes of a cluster: execution of runs, and collection of their progress."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _REPORT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """A run for a node: its settings as plain values, and its input files."""
+    """Run to execute on a node: its settings as plain values, and its input files."""
 
     number: int
     settings: dict[str, Any]
     files: list[ShippedFile]
     workspace: Workspace
     fingerprint: Mapping[str, str]
-    """Fingerprint of the submitting machine; a node may have joined after the comparison."""
+    """Fingerprint of the submitting machine, checked again because a node may have joined after the first check."""
     part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteResult:
-    """The files of a run's folder, and the reason that it failed, if any."""
+    """Files of a run's folder, and the error text if the run failed."""
 
     files: dict[str, bytes]
     error: str | None
 
 
 class ProgressCollector:
-    """Collects the progress of runs; an actor that nodes report to and the submitter polls."""
+    """Actor that collects the progress of runs: nodes report to it, and the submitting machine polls it."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, int, int, float]] = {}
 
     def report(self, number: int, done: int, total: int, now: float) -> None:
-        """Report a run's progress: requests done, requests in all, its time in seconds."""
+        """Record a run's progress: ended requests, total requests, and seconds on the run's clock."""
         self._latest[number] = number, done, total, now
 
     def take(self) -> list[tuple[int, int, int, float]]:
-        """Return the latest report of each run with a report since the last call."""
+        """Return the latest report of each run that has reported since the last call."""
         latest, self._latest = self._latest, {}
         return list(latest.values())
 
@@ -65,7 +65,9 @@ def _own_fingerprint() -> Mapping[str, str]:
 
 
 def execute_run(run: RemoteRun, collector: Any) -> RemoteResult:
-    """Execute a run in a folder of its own; `collector`: the `ProgressCollector` actor, None if progress is not needed."""
+    """Execute a run in a separate folder and return its files; `collector` is the `ProgressCollector` actor, or None to
+    report no progress.
+    """
     if differs := difference(run.fingerprint, _own_fingerprint()):
         return RemoteResult({}, f"node {ray.util.get_node_ip_address()}: {differs}. {EVERY_NODE}")
     reported_at = 0.0

@@ -1,4 +1,6 @@
-"""Pools for experiments on a cluster: simulations run entirely on its nodes; an engine's controller stays here and its replicas run there."""
+"""Pools for experiments on a cluster: simulations run on its nodes; for an engine, the controller stays in this process
+and the replicas run on the nodes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from vajra_py.plugins import load_registry
 
 
 def pool_on(cluster: RayCluster, config: ExperimentConfig, num_workers: int | None = None) -> MakePool:
-    """Return a factory of pools that execute this experiment's runs on the cluster, at most `num_workers` simulations at once."""
+    """Return a factory of pools that execute this experiment's runs on the cluster, with at most `num_workers`
+    concurrent simulations.
+    """
     if config.backend.kind == "simulator":
         from vajra_py.cluster.pool import RayPool
 

@@ -1,7 +1,7 @@
 """Pool of runs on a Ray cluster.
 
-Runs come back as the files of their folders, so that nodes need no disk in common, and each folder appears here whole when its run has
-ended. A run whose worker or node is lost is executed again elsewhere.
+Results are returned as the files of a run's folder, so nodes need no shared disk, and each folder is written atomically
+once its run has ended. A run whose worker or node is lost is executed again elsewhere.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from vajra_py.experiment.runs.pool import INTERRUPTED, End, RunTask, TaskProgres
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _EMPTY_POLLS = 300
-"""Polls in a row, about a minute, without a CPU in the cluster, after which it is given up."""
+"""Number of consecutive polls (about a minute) without any CPU in the cluster after which the pool fails."""
 MOST_LOSSES = 3
 """Number of times that a run's worker or node may be lost."""
 _REMOVE_S = 2.0
 
 
 class RayPool:
-    """Executes runs on a cluster, one per CPU."""
+    """Pool that executes runs on a cluster, one per CPU."""
 
     def __init__(
         self, cluster: RayCluster, num_workers: int | None = None, progress: TaskProgress | None = None
     ) -> None:
-        """`num_workers`: largest number of runs at once; None: the number of CPUs of the cluster."""
+        """`num_workers` is the maximum number of concurrent runs; None for the number of CPUs of the cluster."""
         self._cluster, self._ray = cluster, cluster.ray
         self._most = num_workers
         self._progress = progress
@@ -50,7 +50,7 @@ class RayPool:
         # Unique to this pool: nodes may still be removing the previous pool's workspace.
         self._workspace = Workspace(f"vajra-{uuid4().hex}", os.getcwd())
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
-        # Not on a compute node, where it would occupy a worker process that a run could use.
+        # The collector is placed beside this process: on a compute node it would occupy a worker process.
         beside_asker = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_asker)(ProgressCollector)
         self._collector: Any = None if progress is None else actor.remote()
@@ -107,7 +107,7 @@ class RayPool:
             if self._collector is not None:
                 self._ray.kill(self._collector)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
-        except Exception:  # a lost cluster needs no clean-up
+        except Exception:  # a lost cluster needs no cleanup
             _log.debug("files of runs stay on a node", exc_info=True)
 
     def _removals(self) -> list[Any]:
@@ -128,7 +128,7 @@ class RayPool:
             self._running[self._execute.remote(run, self._collector)] = number
 
     def _take(self, reference: Any) -> Iterator[End]:
-        """Yield the end of a run; nothing if it is executed again."""
+        """Yield the end of a run, or nothing if the run is repeated."""
         number = self._running.pop(reference)
         try:
             result: RemoteResult = self._ray.get(reference)
@@ -149,12 +149,14 @@ class RayPool:
         yield number, result.error
 
     def _completed(self, files: dict[str, bytes], task: RunTask) -> dict[str, bytes]:
-        """Complete the files with data of this machine: the state of the current folder, the contents of the files named."""
+        """Return the files with facts of this machine added: the state of the current folder, and digests of the input
+        files.
+        """
         facts = json.loads(files[MANIFEST]) | {"git": self._git, "files": files_digest(task.config)}
         return files | {MANIFEST: (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode()}
 
     def _report(self) -> None:
-        """Forward new progress reports, without waiting for them."""
+        """Forward new progress reports without blocking."""
         if self._collector is None or self._progress is None:
             return
         if self._asked is not None:
@@ -163,7 +165,7 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # the node that collected them is lost; another takes over
+            except self._ray.exceptions.RayError:  # the collector's node is lost; Ray restarts the collector on another
                 messages = []
             running = set(self._running.values())
             for message in messages:

@@ -1,4 +1,4 @@
-"""One rank of a replica on a node of the cluster: an actor around a model runner."""
+"""Actor for one rank of a replica on a node of the cluster, wrapping a model runner."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
 
 WATCH = "watch"
-"""Group of the calls that do not wait for those before them; declared here, as Ray Client cannot name it in a call."""
+"""Concurrency group of calls that do not wait for earlier calls; declared on the method because Ray Client cannot set
+it in a call.
+"""
 
 
 class Rank:
-    """Loads a runner and executes calls on it in order; errors are returned as results."""
+    """Actor that loads a model runner and executes calls on it in order; errors are returned as results."""
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
         set_passive_omp_wait()
@@ -38,7 +40,9 @@ class Rank:
             return f"tcp://{host}:{server.getsockname()[1]}"
 
     def load(self, rendezvous: str | None) -> ModelFacts | BaseException:
-        """Load the model; the device in its facts includes the node, since a device's memory is shared on its node alone."""
+        """Load the model and return its facts, or the error. The device name includes the node, because device names
+        are unique only within a node.
+        """
         try:
             self._runner = self._load(placed(replace(self._options, rendezvous=rendezvous), 0))
             return replace(self._runner.facts, device=self._place(self._runner.facts.device))
@@ -46,7 +50,7 @@ class Rank:
             return _sendable(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Return the result of this method of the runner, or the error that it raised."""
+        """Call a method of the runner and return its result, or the error that it raised."""
         try:
             return getattr(self._runner, name)(*arguments)
         except Exception as error:
@@ -54,7 +58,9 @@ class Rank:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def export_kv(self, number: int, block_ids: Sequence[int]) -> tuple[RankCopy | BaseException, Any]:
-        """Copy KV blocks into the cluster's memory; return the message that it is done, with a reference to them."""
+        """Copy KV blocks into the object store; return (completion message, the blocks' bytes, which the caller gets as
+        a reference).
+        """
         try:
             return RankCopy(number, part=True), exported(cast(KvRunner, self._runner), block_ids)
         except Exception as error:
@@ -63,9 +69,9 @@ class Rank:
     def import_kv(
         self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy], part: Sequence[Any]
     ) -> RankCopy | BaseException:
-        """Copy what another rank has exported (`part`: a reference to it) into KV blocks."""
+        """Copy KV that another rank has exported into KV blocks; `part` has the reference to it."""
         try:
-            buffer = np.array(ray.get(part[0]))  # a writable copy, as tensors want it
+            buffer = np.array(ray.get(part[0]))  # tensors need a writable copy
         except ray.exceptions.RayError:
             return RankCopy(number, is_lost=True)
         try:

@@ -1,7 +1,7 @@
-"""Engine replicas on a cluster: each rank an actor, placed by the replica's placement group.
+"""Engine replicas on a cluster: each rank is an actor, placed by the replica's placement group.
 
-The controller stays in this process. If a node dies, all replicas with ranks on it are lost; the treatment of their requests, and
-their restart elsewhere, follow the engine's `recovery`.
+The controller stays in this process. If a node dies, all replicas with ranks on it are lost; the engine's `recovery`
+settings determine how their requests are treated and whether they restart elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def engine_on(cluster: RayCluster) -> MakeBackend:
 
 
 def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
-    """Return a factory of workers of the experiment's replicas on the cluster. Raises `ConfigError` for replicas with a memory tier."""
+    """Return a factory of workers for the experiment's replicas on the cluster. Raises `ConfigError` for replicas with
+    a memory tier.
+    """
     settings: ModelBackendConfig = config.backend.settings
     if any(one.memory.tiers is not None for one in _replica_settings(config)):
         message = "content does not go to a host tier where replicas run on a cluster"
@@ -65,7 +67,7 @@ def _replica_settings(config: SystemConfig) -> Iterator[ReplicaConfig]:
 
 
 class RayWorker:
-    """The actors of one replica."""
+    """Worker of one replica, whose ranks are actors on the cluster."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class RayWorker:
         self._facts: list[ModelFacts] = []
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._exported: dict[tuple[int, int], Any] = {}
-        """References to KV that ranks export, by (rank, transfer)."""
+        """References to exported KV, by (rank, transfer number)."""
         self._receiver: threading.Thread | None = None
         self._closes = threading.Lock()
         resources, ranks = placement.resources(options.device), range(options.num_ranks)
@@ -108,7 +110,7 @@ class RayWorker:
         self._loading = [one.load.remote(rendezvous) for one in self._actors]
 
     def wait_loaded(self) -> None:
-        """See `Worker`: waits for placement on the cluster first. Raises `ExecutorError` on timeout."""
+        """See `Worker`: waits for placement on the cluster first. Raises `ExecutorError` after a timeout."""
         ready, _ = self._ray.wait([self._group.ready()], timeout=self._placement.timeout_s)
         if not ready:
             what = f"replica {self._replica[1]} of {self._replica[0]} needs {self._needs}"
@@ -155,11 +157,11 @@ class RayWorker:
             self._expect(rank, one.call.remote(name, step))
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """See `Worker`; adapters are refused before workers are made on a cluster."""
+        """See `Worker`; not reached, as adapters are rejected before workers are created on a cluster."""
         raise ExecutorError("a worker on a cluster has no slots for adapters")
 
     def copy_kv(self, copy: KvTask) -> None:
-        """See `Worker`: KV goes from rank to rank through the cluster's memory for objects, not by way of this process."""
+        """See `Worker`: KV is sent from rank to rank through the object store, not through this process."""
         for rank, one in enumerate(self._actors):
             if isinstance(copy, KvExport):
                 done, content = one.export_kv.remote(copy.number, copy.block_ids)
@@ -180,18 +182,20 @@ class RayWorker:
                 self._receiver.join()
             self._receiver = None
             if self._cluster.is_there:
-                with suppress(Exception):  # a cluster that is lost meanwhile needs no clean-up
+                with suppress(Exception):  # a cluster lost meanwhile needs no cleanup
                     for one in self._actors:
                         self._ray.kill(one)
                     remove_placement_group(self._group)
             self._actors = []
 
     def discard(self) -> None:
-        """See `Worker`: actors are killed either way."""
+        """See `Worker`: actors are killed, as by `close`."""
         self.close()
 
     def _all(self, references: Sequence[Any]) -> list[Any]:
-        """Return each rank's result; raise the first error at once, since ranks may wait forever for one that failed."""
+        """Return each rank's result; raise the first error at once, since other ranks may wait forever for a failed
+        one.
+        """
         waiting = list(references)
         while waiting:
             done, waiting = self._ray.wait(waiting)
@@ -210,7 +214,7 @@ class RayWorker:
         return answer
 
     def _expect(self, rank: int, reference: Any) -> None:
-        """Queue a rank's result for the receiver when it is ready."""
+        """Queue a rank's result for the receiver once it is ready."""
         reference.future().add_done_callback(lambda done: self._answers.put((rank, done)))
 
     def _receive(self, deliver: Deliver) -> None:
@@ -220,7 +224,7 @@ class RayWorker:
             rank, done = item
             try:
                 answer = done.result()
-            except Exception as error:  # the actor's end
+            except Exception as error:  # the actor is gone
                 answer = ExecutorError(_gone(error))
             if isinstance(answer, RankCopy) and answer.part is not None:
                 answer = replace(answer, part=self._exported.pop((rank, answer.number)))
@@ -232,6 +236,6 @@ class RayWorker:
 
 
 def _gone(error: Exception) -> str:
-    """Return one line that explains why an actor does not respond, out of Ray's many."""
+    """Return the one line of Ray's error that explains why an actor does not respond."""
     lines = [one.strip() for one in str(error).splitlines() if one.strip()]
     return f"a rank on the cluster is gone ({lines[0] if lines else type(error).__name__})"

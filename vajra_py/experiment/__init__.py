@@ -1,1 +1,1 @@
-"""Run, resume and compare one configuration or a grid of them."""
+"""Execution of experiments: single runs, sweeps, capacity searches, comparisons with measured runs, and profiles."""

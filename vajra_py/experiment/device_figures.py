@@ -21,9 +21,9 @@ from vajra_py.plugins import Registry, build_latency_model
 def latency_models(
     config: ExperimentConfig, registry: Registry, shared: LatencyModel | None = None
 ) -> dict[str, LatencyModel]:
-    """Build the latency model of each replicaset's steps, unless it is the `shared` one; none for a real engine.
+    """Build the latency models of the replicasets that do not use the `shared` one; empty for a real engine.
 
-    Under `model_key` those of pools with one of their own.
+    Keys are replicasets' names, or `model_key` for pools with their own model.
     """
     if config.backend.kind != "simulator":
         return {}
@@ -41,15 +41,16 @@ def latency_models(
 
 
 def model_key(replicaset: str, pool: str) -> str:
-    """Return the name of a pool among latency models by replicaset."""
+    """Return the key of a pool in a mapping of latency models by replicaset."""
     return f"{replicaset}/{pool}"
 
 
 def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
-    """Return the devices of each replicaset whose device is named, by its latency model or by `costs.device`.
+    """Return the devices of each replicaset whose device is named by its latency model or by `costs.device`.
 
-    Those of a replicaset with pools are by pool, under `model_key`. `models` are the latency models by replicaset; a real engine has none. Raises `ConfigError` where `costs.devices` has figures of a
-    device that is neither described nor used here.
+    A replicaset with pools has an entry per pool, under `model_key`. `models` are the latency models by replicaset;
+    empty for a real engine. Raises `ConfigError` if `costs.devices` has an entry for a device that is neither known nor
+    used by the experiment.
     """
     found: dict[str, ReplicasetDevices] = {}
     for name, replicaset in config.effective_replicasets.items():
@@ -68,7 +69,7 @@ def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> 
 
 
 def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolConfig, range | None]]:
-    """Yield a replicaset's name, or that of each of its pools, with its settings, and its replicas (None: all)."""
+    """Yield (name, settings, replica ids; None for all) of a replicaset, or of each of its pools."""
     if not replicaset.pools:
         (only,) = replicaset.effective_pools.values()
         yield name, only, None
@@ -78,7 +79,7 @@ def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolC
 
 
 def pools_of(name: str, replicaset: ReplicasetConfig) -> list[Pool]:
-    """Return the pools that a replicaset's settings name; none for one without `pools:`."""
+    """Return the pools of a replicaset's settings; empty without `pools:`."""
     found: list[Pool] = []
     for pool, settings in replicaset.pools.items():
         first = found[-1].replica_ids.stop if found else 0
@@ -88,7 +89,7 @@ def pools_of(name: str, replicaset: ReplicasetConfig) -> list[Pool]:
 
 
 def _named(model: LatencyModel | None) -> tuple[str | None, int, int]:
-    """Device, devices and pipeline stages of a replica."""
+    """Return (name of the device, number of devices, number of pipeline stages) of a replica."""
     if model is None:
         return None, 1, 1
     described = description_of(model)

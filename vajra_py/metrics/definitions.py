@@ -42,7 +42,8 @@ _RANK_SLACK = 1.0 - 1e-12
 class Window:
     """The measurement window, both ends included, in seconds on the run's clock.
 
-    Latencies, counts and attainment are those of the requests that *arrived* in it, however late they ended; rates are about what *ended* in it.
+    Latencies, counts, attainment and rates cover the requests that *arrived* in it, however late they ended;
+    `vajra_py.metrics.summary.rates` defines the time over which rates are computed.
     """
 
     start_at: float
@@ -100,7 +101,7 @@ class SloDefaults:
 
 
 class SloStatus(IntEnum):
-    """Whether a request met its SLO."""
+    """Compliance of a request with its SLO."""
 
     NONE = 0
     """No SLO."""
@@ -250,8 +251,8 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
 
 
 def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
-    """Return `quantiles` of a list with `weights[i]` copies of `values[i]`, without building it; weights are integers ≥
-    0.
+    """Return `quantiles` of a list with `weights[i]` copies of `values[i]`, without building it. Weights are integers,
+    at least 0.
     """
     total = int(weights.sum())
     if total <= 0:

@@ -1,1 +1,1 @@
-"""Atlas of policies: any set of them side by side on several workloads and loads."""
+"""Atlas of policies: comparison of a set of policies on several workloads and loads."""

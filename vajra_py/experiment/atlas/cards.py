@@ -1,4 +1,4 @@
-"""Cards of an atlas: what its policies declare of themselves."""
+"""Cards of an atlas: descriptions of its policies from their own declarations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def _parameters(config: Any) -> Table:
 
 
 def statement_of(build: Any) -> str:
-    """Return the documentation of the class that `build` makes, by its return annotation; where that names none, of its module."""
+    """Return the docstring of the class that `build` returns according to its annotation; without such a class, that of
+    its module.
+    """
     while isinstance(build, functools.partial):
         build = build.func
     made = build if isinstance(build, type) else getattr(build, "__annotations__", {}).get("return")

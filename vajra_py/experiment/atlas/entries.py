@@ -1,4 +1,4 @@
-"""Entries of an atlas: policies by name, joined by `+`, and presets, as settings of one experiment."""
+"""Entries of an atlas: policies by name (joined by `+`) and presets, converted to settings of an experiment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_POLICIES: Sequence[str] = (
     "lmetric",
     "preble_e2",
 )
-"""Published policies of the library, each with the companion that its authors give it."""
+"""Published policies of the library, each combined with the policies that its paper uses with it."""
 
 _JOIN = "+"
 _BESIDE = (ADMISSION, RETENTION)
@@ -34,15 +34,15 @@ _BESIDE = (ADMISSION, RETENTION)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of an atlas."""
+    """One entry (row) of an atlas."""
 
     name: str
     settings: Mapping[str, Any]
-    """Value by dotted path of an experiment."""
+    """Settings of the experiment: value by dotted path."""
     parts: Mapping[str, AnyOffer] = field(default_factory=dict)
-    """Policies that it names, by the place that they take: a layer, or a kind beside the layers."""
+    """Named policies, by place: a layer, or a policy kind that belongs to no layer."""
     preset: str = ""
-    """The preset that it is; empty if it names policies."""
+    """Name of the preset; empty if the entry names policies."""
 
 
 def entries_of(
@@ -50,12 +50,12 @@ def entries_of(
 ) -> tuple[Entry, Sequence[Entry]]:
     """Return the baseline and the other entries of an atlas.
 
-    A policy takes its place in the baseline; policies joined by `+` take several. A name that several layers have takes all of
-    them; one that no layer has may be an admission or retention policy, or a preset.
+    A policy replaces the baseline's policy of its place; policies joined by `+` replace several. A name offered for
+    several layers replaces all of them; a name offered for none may be an admission or retention policy, or a preset.
 
     Raises:
-        UnknownNameError: nothing installed has that name.
-        ConfigError: two policies of one entry take one place, or two entries are the same.
+        UnknownNameError: No installed package offers a name.
+        ConfigError: Two policies of an entry have the same place, or two entries are equal.
     """
     parts = {**_named(DEFAULT_BASELINE, registry), **_named(baseline, registry)}
     base = Entry(BASELINE, _settings(parts), {place: offer for place, (_, offer) in parts.items()})
@@ -87,7 +87,7 @@ def _settings(parts: Mapping[str, tuple[str, AnyOffer]]) -> dict[str, Any]:
 
 
 def _named(text: str, registry: Registry) -> dict[str, tuple[str, AnyOffer]]:
-    """Return the policies of names joined by `+`, with their names, by place."""
+    """Return (name, offer) by place of policies whose names are joined by `+`."""
     parts: dict[str, tuple[str, AnyOffer]] = {}
     for name in text.split(_JOIN):
         for place, offer in _offers(name, registry):
@@ -104,7 +104,9 @@ def _plural(place: str) -> str:
 
 
 def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
-    """Return the offers of that name, each with its place under `scheduling`. Raises `UnknownNameError`, and `ConfigError` for scalers."""
+    """Return the offers with this name, each with its place under `scheduling`. Raises `UnknownNameError` for an
+    unknown name and `ConfigError` for a scaler.
+    """
     found: list[tuple[str, AnyOffer]] = [
         (layer.value, registry.policy(layer, name)) for layer in Layer if name in registry.policy_names(layer)
     ]
@@ -125,7 +127,7 @@ def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
 
 
 def _check_distinct(base: Entry, others: Sequence[Entry]) -> None:
-    """Raise `ConfigError` for an entry that repeats another one, or has its name."""
+    """Raise `ConfigError` for an entry with the settings or the name of another entry."""
     for position, entry in enumerate(others):
         for other in (base, *others[:position]):
             if entry.settings == other.settings or entry.name == other.name:

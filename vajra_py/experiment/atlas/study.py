@@ -1,7 +1,7 @@
-"""Runs of an atlas: every policy under every load of every workload, each under the same seeds.
+"""Runs of an atlas: every policy under every load of every workload, with the same seeds.
 
-A workload is an experiment file whose sweep gives its loads; each is run as a sweep of policies and loads in a folder of its own, so that what is finished stays, is
-extended by further policies, and can be read by `vajra compare`.
+A workload is an experiment file whose sweep defines its loads. It is run as a sweep over policies and loads in its own
+folder, so that finished runs are kept when policies are added, and `vajra compare` can read the folder.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ REPLICATIONS = 8
 OUT = "runs/atlas"
 
 PoolOf = Callable[[ExperimentConfig], MakePool]
-"""Makes the pool that runs an experiment elsewhere than on this machine."""
+"""Returns the factory of the pool that runs an experiment on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Policies, workloads and metrics of an atlas."""
+    """Requested policies, workloads and metrics of an atlas."""
 
     baseline: Entry
     entries: Sequence[Entry]
     workloads: Sequence[str] = tuple(WORKLOADS)
-    """Names of built-in workloads, and paths of experiment files."""
+    """Names of built-in workloads or paths of experiment files."""
     replications: int = REPLICATIONS
     metrics: Sequence[str] = ()
-    """Primary metrics; by default `PRIMARY`."""
+    """Keys of the primary metrics; if empty, `PRIMARY`."""
     overrides: Sequence[str] = ()
-    """`a.b=c` for every workload's file."""
+    """Overrides `a.b=c` for every workload's file."""
     out: Path = Path(OUT)
 
     @property
@@ -68,7 +68,7 @@ class Plan:
     config: ExperimentConfig
     loads: Sequence[str]
     places: Mapping[str, tuple[str, str]]
-    """Policy and load by the label of a run."""
+    """(Policy, load) by the label of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,16 @@ class AtlasResult:
 
     workloads: Sequence[WorkloadComparison]
     failures: Sequence[tuple[str, str]]
-    """Runs that failed, each with its reason."""
+    """(Run, reason) of each failed run."""
     num_runs: int
 
 
 def plans_of(asked: Request, registry: Registry) -> list[Plan]:
-    """Return the runs of every workload, after building each policy once on each.
+    """Return the plan of each workload; every policy is built once per workload to find errors before any run.
 
     Raises:
-        ConfigError: a workload, an override or a combination of policies is wrong.
-        RunError: no metric has a name.
+        ConfigError: A workload, an override or a combination of policies is invalid.
+        RunError: A metric is unknown.
     """
     named_metrics(asked.metrics)
     plans = [_plan(asked, name, registry) for name in asked.workloads]
@@ -105,22 +105,22 @@ class Execution:
     """Options of the runs of an atlas."""
 
     workers: int | None = None
-    """Runs at once; None: one for each core."""
+    """Number of concurrent runs; None for one per core."""
     overwrite: bool = False
-    """Run again, over results that are there."""
+    """Repeat runs and overwrite their existing results."""
     progress: SweepProgress | None = None
     pool_of: PoolOf | None = None
-    """None: this machine."""
+    """Pool that executes the runs; None for this machine."""
 
 
 def run_atlas(
     asked: Request, plans: Sequence[Plan], registry: Registry, execution: Execution | None = None
 ) -> AtlasResult:
-    """Run what is not finished, and compare.
+    """Execute the unfinished runs and compare all runs.
 
     Raises:
-        RunInterrupted: the user stopped it; what is finished stays.
-        RunError: every run failed.
+        RunInterrupted: The user stopped it; finished runs are kept.
+        RunError: All runs failed.
     """
     how = execution or Execution()
     found: list[WorkloadComparison] = []
@@ -147,7 +147,7 @@ def run_atlas(
 
 
 def num_points(plans: Iterable[Plan]) -> int:
-    """Return the number of runs."""
+    """Return the total number of runs of these plans."""
     return sum(len(plan.places) for plan in plans)
 
 
@@ -182,7 +182,7 @@ def _plan(asked: Request, workload: str, registry: Registry) -> Plan:
 
 
 def _point(entry: Entry, load: SweepPoint) -> dict[str, Any]:
-    """Return the settings of an entry under a load; a preset takes the place of all policies."""
+    """Return the settings of an entry under a load; a preset replaces all policies."""
     return {**({"scheduling": None} if entry.preset else {}), **entry.settings, **load.values_by_path}
 
 
@@ -195,14 +195,14 @@ def _check_loads(loads: Sequence[SweepPoint], path: Path) -> None:
 
 
 def _load_name(load: SweepPoint, loads: Sequence[SweepPoint]) -> str:
-    """Return a load as its first value that differs between the loads, or its number."""
+    """Return the name of a load: its first value that differs between the loads, else its number."""
     first = next((str(value) for value in load.values() if not isinstance(value, dict | list)), "")
     firsts = [next((str(value) for value in one.values() if not isinstance(value, dict | list)), "") for one in loads]
     return first if first and firsts.count(first) == 1 else f"load {loads.index(load) + 1}"
 
 
 def _problems(plan: Plan, registry: Registry) -> Iterable[Problem]:
-    """Yield what is wrong with an entry's policies, built once under the workload's first load."""
+    """Yield the problems found by building each entry's policies once under the workload's first load."""
     firsts: dict[str, tuple[SweepPoint, ExperimentConfig]] = {}
     for point, config in expand_sweep(plan.config, registry):
         firsts.setdefault(plan.places[point.label][0], (point, config))
@@ -212,7 +212,7 @@ def _problems(plan: Plan, registry: Registry) -> Iterable[Problem]:
 
 
 def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> SweepProgress | None:
-    """Return the progress of a workload's sweep as that of the atlas."""
+    """Return a progress function that shifts a workload's run numbers to those of the whole atlas."""
     if progress is None:
         return None
 
@@ -229,7 +229,7 @@ def _words(plan: Plan, label: str) -> str:
 
 
 def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadComparison:
-    """Compare the runs of a workload by the metrics that it has, under the names of entries and loads."""
+    """Compare the runs of a workload in the metrics for which it has values, named by entry and load."""
     settings = group_replications(runs)
     keys = [metric.key for metric in named_metrics(asked.metrics or PRIMARY)]
     comparison = compare(runs, metrics=keys)

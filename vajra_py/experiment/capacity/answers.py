@@ -1,4 +1,6 @@
-"""Answers of a capacity search, one per setting of the sweep, as data and in words: the rate or the replicas and their uncertainty."""
+"""Answers of a capacity search, one per setting of the sweep, as data and text: the rate or replica counts with an
+interval.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ class CurvePoint:
     setting: Setting
     seeds: tuple[int, ...]
     values: Mapping[str, tuple[float | None, ...]]
-    """Values by seed, for each metric of the SLO."""
+    """Values of each metric of the SLO, one per seed."""
     slacks: tuple[tuple[float, ...], ...]
-    """Slack of each condition of the SLO, by seed."""
+    """Slacks of each condition of the SLO, one per seed."""
     slack: tuple[float, ...]
-    """Slack of the whole SLO, by seed: at least zero if it holds."""
+    """Slack of the whole SLO, one per seed: at least zero if the SLO holds."""
     num_overloaded: int
 
 
@@ -36,30 +38,30 @@ class CapacityAnswer:
     label: str
     answer: Answer | None
     curve: tuple[CurvePoint, ...] = ()
-    """Points by rising rate or cost."""
+    """Measured points in ascending order of rate or cost."""
     paths: tuple[str, ...] = ()
     """Searched settings, as dotted paths."""
     costs: tuple[float, ...] = ()
-    """Cost of a replica of each kind; empty for a rate."""
+    """Cost of a replica of each searched kind; empty for a rate."""
     unit: str = "requests/s"
     num_runs: int = 0
     num_new: int = 0
-    """Number of runs that did not exist before."""
+    """Number of runs executed for this answer, without existing ones."""
     error: str | None = None
     range: tuple[float, float] = (0.0, 0.0)
-    """Allowed range of rates."""
+    """Allowed range of rates (low, high)."""
     seeds: tuple[int, ...] = ()
-    """Seeds of a rate's answer, in the order of its capacities by seed."""
+    """Seeds of a rate's answer, in the order of the conditions' capacities per seed."""
     precision_fraction: float = 0.0
     """Requested relative precision of a rate."""
     note: str = ""
-    """Reason for fewer seeds than requested (no interval for a single one), or the only source of variation between
-    them.
+    """Reason for fewer seeds than requested (a single seed gives no interval), or the only source of variation between
+    seeds.
     """
 
     @property
     def sentence(self) -> str:
-        """The answer with its interval in one line."""
+        """The answer with its interval as one line of text."""
         return _sentence(self)
 
     def cost(self, setting: Setting) -> float:
@@ -68,7 +70,7 @@ class CapacityAnswer:
 
     @property
     def by_seed(self) -> dict[int, float] | None:
-        """Capacities of the seeds, for the deciding condition; None if some are unknown."""
+        """Capacity of the deciding condition by seed; None if any is unknown."""
         found = None if self.answer is None else self.answer.deciding
         if found is None or self.answer is None or self.answer.outcome != "found":
             return None
@@ -107,7 +109,7 @@ def _rate_text(answer: CapacityAnswer, found: Answer) -> str:
 
 
 def bounded_text(rate: float, bound: Bound, unit: str = "") -> str:
-    """Return a rate that is exact, or a bound of it."""
+    """Return a rate as text, marked as exact or as a bound."""
     text = f"{significant(rate)} {unit}".rstrip()
     return {"exact": text, "unknown": f"not known, about {text}"}.get(bound, f"{bound} {text}")
 
@@ -121,7 +123,7 @@ def _interval_text(found: Answer) -> str:
 
 
 def _conditions_text(found: Answer) -> str:
-    """Return the condition that decides, and where the others end to hold."""
+    """Return a text with the deciding condition and the capacities of the others."""
     if len(found.conditions) < 2 or found.deciding is None:
         return ""
     others = [one for place, one in enumerate(found.conditions) if place != found.decides]
@@ -134,9 +136,7 @@ def _own(one: ConditionCapacity) -> str:
 
 
 def _precision_text(answer: CapacityAnswer, found: Answer) -> str:
-    """Return a sentence on whether the interval is as narrow as requested, and if not, the reason that the search
-    ended.
-    """
+    """Return a sentence on whether the interval is as narrow as requested, and if not, on why the search ended."""
     wanted = f"{100 * answer.precision_fraction:.3g} % of precision_fraction"
     if found.stop == "one seed":
         return "" if answer.note else "; one seed: no interval"
@@ -175,7 +175,7 @@ def _replicas_text(answer: CapacityAnswer) -> str:
 
 
 def counts_text(answer: CapacityAnswer) -> str:
-    """Return the numbers of replicas of an answer."""
+    """Return the replica counts of an answer as text."""
     found = answer.answer
     assert found is not None
     names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in answer.paths]
@@ -185,7 +185,9 @@ def counts_text(answer: CapacityAnswer) -> str:
 
 
 def _warning(answer: CapacityAnswer) -> str:
-    """Return a warning where runs below the capacity did not keep up with their load: longer runs would be worse."""
+    """Return a warning if runs below the capacity did not keep up with their load, since longer runs would then give
+    worse values; else an empty text.
+    """
     found = answer.answer
     assert found is not None
     near = [point for point in answer.curve if 0.9 * found.setting[0] <= point.setting[0] <= found.setting[0]]
@@ -199,7 +201,7 @@ def _warning(answer: CapacityAnswer) -> str:
 
 
 def bounds_text(interval: Interval) -> str:
-    """Return the ends of an interval that may be open."""
+    """Return the ends of an interval, which may be infinite, as text."""
     low, high = significant(interval.low), significant(interval.high)
     if math.isinf(interval.high):
         return f"{low} or more" if interval.low > 0 else "all rates"
@@ -207,9 +209,7 @@ def bounds_text(interval: Interval) -> str:
 
 
 def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return the reasons that searches used fewer seeds, or the only source of variation; with the settings if not all
-    are concerned.
-    """
+    """Return the notes of the answers, each with its settings unless it applies to all."""
     notes = []
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         labels = [answer.label for answer in answers if answer.note == note]

@@ -1,4 +1,4 @@
-"""Differences between the capacities of settings under common seeds, as data and in words."""
+"""Differences between the capacities of settings under common seeds, as data and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vajra_py.metrics.comparison.intervals import Interval
 from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, difference, holm
 
 _MANY_PAIRS = 10
-"""Pairs of settings above which only those with the highest one are printed."""
+"""Number of pairs of settings above which only pairs with the best setting are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class CapacityDifference:
     first: str
     second: str
     fraction: float
-    """Relative difference: 0.1 is a tenth more."""
+    """Relative difference; 0.1 means that the first capacity is 10 % higher."""
     interval: Interval
-    """Interval for this comparison alone."""
+    """Interval of the relative difference, not adjusted for other comparisons."""
     p_value: float
     """Two-sided p-value under no difference."""
     corrected_p: float
@@ -34,21 +34,22 @@ class CapacityDifference:
 
     @property
     def is_significant(self) -> bool:
-        """True if the difference is significant."""
+        """True if the corrected p-value is below 5 %."""
         return self.corrected_p < SIGNIFICANT_P
 
 
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
-    """Return every pair of settings with known rates, the one with the higher capacity first.
+    """Return the differences of all pairs of settings with known rates; the first of a pair has the higher capacity.
 
-    Student's t of the differences of the logarithms of the seeds' capacities, in pairs of one seed: the ratio of two geometric means, which are the two answers where both have the same
-    seeds. Each answer is that of the condition that decides it.
+    The test is Student's t test of the differences of log capacities, paired by seed. The difference is thus the ratio
+    of two geometric means, which are the two answers if both have the same seeds. Each setting's capacities are those
+    of its deciding condition.
     """
     known = [(one.label, rates) for one in answers if (rates := one.by_seed) is not None and len(rates) > 1]
     pairs = []
     for (first, ours), (second, theirs) in itertools.combinations(known, 2):
         found = difference(_logs(ours), _logs(theirs))
-        if found is None or found.interval is None or found.p_value is None:  # equal in every pair: nothing to test
+        if found is None or found.interval is None or found.p_value is None:  # equal in every pair: not testable
             continue
         num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
         if found.mean < 0:
@@ -70,8 +71,8 @@ def _logs(rates: Mapping[int, float]) -> dict[str, float]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return the pairwise comparison of settings, the one with the higher capacity first; then the candidates for the
-    highest one, and the criterion.
+    """Return lines of text: one per pair of settings, with the higher capacity first, then the candidates for the
+    highest capacity, and the criterion.
     """
     pairs = capacity_differences(answers)
     if not pairs:

@@ -1,6 +1,7 @@
 """Capacity answers as files.
 
-`capacity.csv` has the runs' numbers, `capacity-answers.csv`, `capacity-seeds.csv` and `capacity-differences.csv` what was made of them, `capacity.svg` (PDF, PNG) the curves.
+`capacity.csv` has the values of the runs; `capacity-answers.csv`, `capacity-seeds.csv` and `capacity-differences.csv`
+have the results derived from them; `capacity.svg` (or PDF, PNG) shows the curves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from vajra_py.metrics.report.figure_files import save_figure
 def write_capacity_files(
     answers: Sequence[CapacityAnswer], asked: CapacityConfig, folder: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Write the curve's numbers and its figure; returns their paths. Nothing where no search got anywhere."""
+    """Write the CSV files and the figure in these formats, and return their paths; nothing is written if no search has
+    results.
+    """
     known = [answer for answer in answers if answer.curve]
     if not known:
         return []
@@ -71,7 +74,9 @@ def _curve(answer: CapacityAnswer, conditions: Sequence[Condition]) -> CapacityC
 def _line(
     answer: CapacityAnswer, place: int, condition: Condition, own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """(rate, value) points at which a typical seed lies: at each value the geometric mean of the rates at which the seeds reach it."""
+    """Return the (rate, value) points of a typical seed: at each value, the geometric mean of the rates at which the
+    seeds reach it.
+    """
     by_seed: list[list[tuple[float, float]]] = []
     for seed in answer.seeds:
         runs = [

@@ -1,9 +1,9 @@
-"""Search for the highest rate at which an SLO holds: the highest rate of each condition, under each seed.
+"""Search for the highest rate at which an SLO holds, for each of its conditions and each seed.
 
-Each run yields the slack of every condition, so one search covers all of them. One seed locates the neighbourhood; each
-seed then brackets its own capacity, all seeds at once; and seeds are added while the interval is wider than requested.
-The next runs depend only on the results so far, so an interrupted search resumes with the same runs, for any number of
-workers.
+Each run yields the slack of every condition, so one search covers all of them. The first seed locates the
+neighbourhood; then all seeds concurrently bracket their own capacities; seeds are added while the interval is wider
+than requested. The next runs depend only on the results so far, so an interrupted search resumes with the same runs,
+for any number of workers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _COARSE = 1.5
 """Ratio of a bracket's ends at which the first seed carries no more information about the others."""
 _FIRST_STEP = 2.0
 _LONGEST_STEP = 1.6
-"""Largest step of a seed whose neighbourhood is known."""
+"""Largest factor between rates of a seed once the neighbourhood is known."""
 _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
-"""Factor by which a seed's steps, on the logarithm of the rate, grow until its capacity is bracketed."""
+"""Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Probes of a bracket after which it is bisected instead of interpolated."""
+"""Number of probes inside a bracket after which it is bisected instead of interpolated."""
 _PEAK = 1.25
-"""Ratio of two rates below which no rate between them is searched for a goodput."""
+"""Ratio of two adjacent rates below which no maximum of a goodput is searched between them."""
 _MOST_PROBES = 40
-"""Limit on rates per seed: slacks that do not depend on the rate would be searched for ever."""
+"""Maximum number of rates per seed; a search would not end if a slack did not depend on the rate."""
 _FLATTEST = -0.5
-"""Smallest slope of the slack over the logarithm of the rate; flatter ones are replaced by it."""
+"""Flattest slope of the slack over the logarithm of the rate; it replaces flatter ones."""
 _BEYOND = 1.5
-"""Multiple of the capacity: a condition that holds there under all seeds does not decide and is not followed further."""
+"""Multiple of the capacity; a condition that holds at that rate under all seeds cannot decide, and its search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def search_rate(question: RateQuestion) -> Search:
     while True:
         yield from _close_in(study, num_seeds, guess, limit)
         found = study.estimate(num_seeds)
-        if limit < _needed(found) < math.inf:  # the first seed's capacity was below the others'
+        if limit < _needed(found) < math.inf:  # the first seed's capacity was lower than the others'
             limit = max(_needed(found), _BEYOND * found.most)
             continue
         answer = study.answer(found, num_seeds)
@@ -89,7 +89,7 @@ def search_rate(question: RateQuestion) -> Search:
 
 
 def _needed(found: RateEstimate) -> float:
-    """Return a rate at which a condition must hold under all seeds to be not deciding."""
+    """Return the rate at which a condition must hold under all seeds to be ruled out as the deciding one."""
     return found.most if found.interval is None else max(found.most, found.interval.high)
 
 
@@ -109,7 +109,9 @@ def _locate(study: _Study) -> Generator[Sequence[Probe], Slacks, float]:
 
 
 def _close_in(study: _Study, num_seeds: int, guess: float, limit: float) -> Generator[Sequence[Probe], Slacks, None]:
-    """Run every seed at the boundary of its conditions, all seeds at once, one rate of each at a time."""
+    """Narrow down every seed's capacities; each round requests one rate of every seed, so that seeds run
+    concurrently.
+    """
     while True:
         slopes = study.slopes()
         followed = study.limits(num_seeds, limit)
@@ -129,9 +131,9 @@ class _Aim:
 
     guess: float
     ratio: float
-    """Ratio of the ends of a bracket that is narrow enough."""
+    """Ratio of a bracket's ends at which it is narrow enough."""
     slope: float | None
-    """Slope of the slack over the logarithm of the rate, from other seeds."""
+    """Slope of the slack over the logarithm of the rate, estimated from other seeds; None if unknown."""
     limit: float
     """Rate above which no runs are needed."""
 
@@ -143,7 +145,7 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Probes inside a bracket, by seed and condition."""
+    """Number of probes inside a bracket, by (seed, condition)."""
 
     @property
     def num_conditions(self) -> int:
@@ -157,13 +159,13 @@ class _Study:
         return self.seeds[position]
 
     def run(self, wanted: Sequence[tuple[float, int]]) -> Generator[Sequence[Probe], Slacks, None]:
-        """Request runs at rates under seeds."""
+        """Request runs, given as (rate, seed position), and record their slacks."""
         found = yield [((rate,), seed) for rate, seed in wanted]
         for rate, seed in wanted:
             self.seed(seed).add(rate, found[(rate,), seed])
 
     def inside(self, rate: float) -> float:
-        """Round a rate to four significant digits, for readability and reproducibility, or clamp it to the end of the
+        """Return a rate rounded to four significant digits, for readability and reproducibility, and clamped to the
         range.
         """
         return min(max(float(f"{rate:.4g}"), self.question.low), self.question.high)
@@ -178,14 +180,18 @@ class _Study:
         return found
 
     def limits(self, num_seeds: int, limit: float) -> list[float]:
-        """Return the rate up to which each condition is followed: to its end if any seed fails below the limit."""
+        """Return the maximum rate to search for each condition: unlimited if any seed fails below `limit`, else
+        `limit`.
+        """
         known = self.seeds[:num_seeds]
         ends = [[one.crossing(k) for one in known if one.rates] for k in range(self.num_conditions)]
         fails = [any(one.high is not None and one.rate < limit for one in own) for own in ends]
         return [math.inf if failed else limit for failed in fails]
 
     def next_of_seed(self, seed: int, guess: float, slopes: Sequence[float], limits: Sequence[float]) -> float | None:
-        """Return the next rate of a seed, for the lowest condition that is not settled; None if all are."""
+        """Return the next rate of a seed, for its unsettled condition with the lowest capacity; None if all are
+        settled.
+        """
         runs = self.seed(seed)
         if not runs.rates:
             return self.inside(guess)
@@ -203,8 +209,8 @@ class _Study:
         return None
 
     def next_rate(self, runs: SeedRuns, condition: int, aim: _Aim, num_cuts: int = 0) -> float | None:
-        """Return the most informative next rate for a condition; None if it is known precisely enough, or outside the
-        range.
+        """Return the most informative next rate for a condition; None if its capacity is known precisely enough or lies
+        outside the range.
         """
         if not runs.rates:
             return aim.guess
@@ -223,11 +229,13 @@ class _Study:
             return None
         rounded = self.inside(at)
         if rounded in runs.slacks:
-            rounded = min(max(at, self.question.low), self.question.high)  # finer than four digits
+            rounded = min(max(at, self.question.low), self.question.high)  # unrounded, as the rounded rate was run
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """Return a rate to try if none so far holds: below all of them, unless the slack is largest further up."""
+        """Return a rate to try if the condition holds at none so far: below all of them, unless the slack is largest at
+        a higher rate.
+        """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
         lowest, highest = runs.rates[0], runs.rates[-1]
@@ -255,7 +263,7 @@ class _Study:
         )
 
     def answer(self, found: RateEstimate, num_seeds: int) -> Answer:
-        """Return the answer with the runs so far."""
+        """Return the answer that follows from the runs so far."""
         question = self.question
         sides = [_outcome(one.by_seed, question) for one in found.conditions]
         decided = question.slo.combined(sides)
@@ -280,8 +288,8 @@ class _Study:
         return "precision" if is_narrow and found.confidence >= CONFIDENCE else "max_replications"
 
     def _fails_below(self, rate: float, num_seeds: int) -> int | None:
-        """Return the condition that fails up to this rate under most seeds but holds at higher ones: a goodput out of
-        reach of so few requests.
+        """Return the condition that fails up to this rate under most seeds but holds at higher rates, such as a goodput
+        that so few requests cannot reach; None if there is none.
         """
         for condition in range(self.num_conditions):
             rises = sum(self.seeds[k].crossing(condition).rises_at >= rate for k in range(num_seeds))
@@ -291,7 +299,7 @@ class _Study:
 
 
 def _outcome(seeds: Sequence[SeedCapacity], question: RateQuestion) -> float:
-    """Return -1 for a condition that never holds in the range, 1 for one that always does, else 0."""
+    """Return -1 if a condition never holds in the range, 1 if it always holds, else 0."""
     if all(one.side == "below" for one in seeds):
         return -1.0
     return float(all(one.side == "above" and one.rate >= question.high for one in seeds))
@@ -304,7 +312,7 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """Return the factor beyond the last rate, by the slope plus a quarter; it grows with each step."""
+    """Return the factor from the last rate to the next: the slope's estimate plus a quarter, growing with each step."""
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)
     else:

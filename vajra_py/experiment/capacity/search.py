@@ -1,8 +1,8 @@
-"""Searches for a capacity as generators, and the one for the cheapest replicas at which an SLO holds.
+"""Interface of capacity searches as generators, and the search for the cheapest replica counts at which an SLO holds.
 
-A search yields the probes it needs next and receives the slack of each condition of the SLO for each; it is independent
-of runs. A slack is at least zero if the condition holds under that seed. All settings use the same seeds (common random
-numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged
+A search yields the probes it needs next and receives, for each, the slacks of the SLO's conditions; it does not execute
+runs itself. A slack is at least zero if the condition holds under that seed. All settings use the same seeds (common
+random numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged
 separately.
 """
 
@@ -23,12 +23,14 @@ from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replicat
 Setting: TypeAlias = tuple[float, ...]
 """Search point: one rate, or replica counts."""
 Probe: TypeAlias = tuple[Setting, int]
-"""Setting, and the position of its seed: 0 for the first."""
+"""(Setting, position of its seed; 0 for the first seed)."""
 Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
 """Slack of each condition, by requested probe."""
 
 _FAR = 0.35
-"""Slack above which one seed decides about replica counts: more than a third off the limit."""
+"""Absolute slack above which the first seed alone decides about replica counts: more than a third away from
+the limit.
+"""
 
 Outcome: TypeAlias = Literal["found", "never", "always", "apart"]
 Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
@@ -38,25 +40,27 @@ Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
 class Answer:
     """Result of a search; `never` and `always` refer to the whole allowed range.
 
-    `apart`: each condition holds somewhere, and nowhere all of them.
+    `apart` means that each condition holds somewhere in the range, but never all of them together.
     """
 
     outcome: Outcome
     setting: Setting = ()
-    """Highest rate, or cheapest replica counts; the end of the range if the SLO holds nowhere or everywhere."""
+    """Highest rate, or cheapest replica counts; an end of the range if the SLO never or always holds."""
     interval: Interval | None = None
     """Interval of the rate, or of the cost of the replicas."""
     num_seeds: int = 0
     confidence: float = CONFIDENCE
     """Confidence of the interval."""
     bound: Bound = "exact"
-    """Relation of the rate to the capacity, if that of some seed lies outside the range."""
+    """Relation of the rate to the capacity: a bound if the capacity of any seed lies outside the range."""
     conditions: tuple[ConditionCapacity, ...] = ()
     """Capacity of each condition of the SLO, for a rate."""
     decides: int | None = None
-    """Position of the condition whose capacity is the answer; with `apart`, one that fails at the limit of another one."""
+    """Position of the condition whose capacity is the answer; for `apart`, a condition that fails at the capacity of
+    another one.
+    """
     stop: Stop | None = None
-    """Reason that no more seeds were run for a rate: the interval meets `precision_fraction`, no seeds are left, or the
+    """Reason why no more seeds were run for a rate: the interval meets `precision_fraction`, no seeds are left, or the
     range is too small.
     """
 
@@ -77,7 +81,7 @@ class _Seen:
     slacks: dict[Setting, list[Sequence[float]]] = field(default_factory=dict)
 
     def ask(self, setting: Setting, num_seeds: int) -> Generator[Sequence[Probe], Slacks, None]:
-        """Request runs of a setting under its first `num_seeds` seeds, unless they exist."""
+        """Request those runs of a setting under the first `num_seeds` seeds whose slacks are unknown."""
         own = self.slacks.setdefault(setting, [])
         missing = [(setting, seed) for seed in range(len(own), num_seeds)]
         if missing:
@@ -89,7 +93,7 @@ class _Seen:
         return self.slo.combined(self.slacks[setting][0])
 
     def judged(self, setting: Setting, judge: Callable[[Sequence[float]], float]) -> float:
-        """Reduce the conditions, each judged by its slacks over all seeds, to one number."""
+        """Return the slack of the whole SLO, with each condition reduced by `judge` over its slacks of all seeds."""
         return self.slo.combined([judge(own) for own in zip(*self.slacks[setting], strict=True)])
 
 
@@ -104,17 +108,20 @@ def _surely(slacks: Sequence[float]) -> float:
 
 
 def _maybe(slacks: Sequence[float]) -> float:
-    """Return its upper end, at most the best seed's slack: if every seed fails, the condition does."""
+    """Return the upper end of that interval, at most the best seed's slack: if every seed fails, the
+    condition fails.
+    """
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else min(interval.high, max(slacks))
 
 
 def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
-    """Search for the cheapest replica counts at which the mean slack of each condition is at least zero, if more
-    replicas of an existing kind never make it worse.
+    """Search for the cheapest replica counts at which the mean slack of each condition is at least zero.
 
-    Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
-    interval goes from the cheapest that cannot be distinguished from holding to the cheapest that certainly holds.
+    The search assumes that more replicas of an existing kind never reduce the slack, so each test rules out many
+    settings. If the SLO fails, it fails for all settings with at most as many replicas of each kind and the same kinds
+    absent; if it holds, all settings of equal or higher cost are ruled out. The interval extends from the cheapest
+    setting that cannot be distinguished from one at which the SLO holds to the cheapest at which it certainly holds.
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))
@@ -146,7 +153,7 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
 
 def _is_other(one: Setting, failed: Setting) -> bool:
-    """Return whether a failure of the SLO at `failed` implies nothing for this setting: it has more of some kind, or
+    """Return whether this setting may hold although the SLO fails at `failed`: it has more replicas of some kind, or
     other kinds.
     """
     return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]

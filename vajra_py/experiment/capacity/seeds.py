@@ -1,7 +1,9 @@
-"""Capacities of single seeds, and an estimate of their geometric mean: the statistics of a search for a rate.
+"""Statistics of a search for a rate: capacities of single seeds, and the estimate of their geometric mean.
 
-The capacity of a condition under one seed is the highest rate at which it holds: the rate at which the non-increasing least-squares fit of its slack over the logarithm of the rate
-passes zero, so that a slack which turns its sign more than once by chance has one capacity all the same. The capacity of a condition is the geometric mean of those of the seeds.
+The capacity of a condition under one seed is the highest rate at which it holds. It is defined as the rate at which the
+non-increasing least-squares fit of its slack over the logarithm of the rate crosses zero, so that it is unique even if
+the slack changes its sign several times by chance. The capacity of a condition is the geometric mean of the seeds'
+capacities.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ FEWEST_SEEDS = 5
 """Seeds from which on an interval that ends at the highest seed's capacity holds in 95 %: all of `n` seeds lie on one side of their median with a chance of `2 ** (1 - n)`."""
 
 _CURVE_LEVELS = 40
-"""On each side of the limit."""
+"""Number of a curve's points on each side of the limit."""
 _CURVE_SEEDS = 3
-"""Seeds for a point of a curve, or all if there are fewer."""
+"""Minimum number of seeds for a point of a curve (all seeds if there are fewer)."""
 
 Side: TypeAlias = Literal["exact", "above", "below"]
 
@@ -35,7 +37,9 @@ class SeedCapacity:
 
     rate: float
     side: Side = "exact"
-    """`above`: it holds at the rate, the highest that was run; `below`: it fails at the rate, the lowest that was run."""
+    """`above`: the condition still holds at `rate`, the highest one that was run; `below`: it fails at `rate`, the
+    lowest one that was run.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +47,35 @@ class Crossing:
     """Zero crossing of a condition's slack, from the runs under one seed."""
 
     low: tuple[float, float] | None
-    """The highest rate at which it holds, with the slack of the fit; None where it holds nowhere."""
+    """(Highest rate at which the condition holds, fitted slack there); None if it never holds."""
     high: tuple[float, float] | None
-    """The next higher rate; None where it holds at the highest rate that was run."""
+    """(Next higher rate, fitted slack there); None if the condition holds at the highest rate that was run."""
     rises_at: float = 0.0
-    """The highest rate at which it fails below rates at which it holds; zero where there is none."""
+    """Highest rate at which the condition fails although it holds at higher rates; 0 if there is none."""
 
     @property
     def rate(self) -> float:
-        """The rate at which a line through both ends, over the logarithm of the rate, passes zero; else the end that there is."""
+        """Rate at which a line through both ends, over the logarithm of the rate, crosses zero; with a single end, its
+        rate.
+        """
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low
-            assert end is not None  # there is at least one run
+            assert end is not None  # an end exists, as there is at least one run
             return end[0]
         return root(self.low, self.high)
 
     @property
     def capacity(self) -> SeedCapacity:
-        """Return the rate, and its relation to the capacity."""
+        """Return the rate as the seed's capacity or as a bound of it."""
         return SeedCapacity(self.rate, "below" if self.low is None else "above" if self.high is None else "exact")
 
 
 def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
-    """Return the crossing of a condition's slack, from the rates under which one seed was run, in order.
+    """Return the zero crossing of a condition's slack, given the rates in ascending order at which one seed was run,
+    and its slacks.
 
-    The fit begins at the largest slack: a goodput is too low at low rates as well as at high ones, and its capacity is the upper end.
+    The fit starts at the largest slack: a goodput is too low both at low and at high rates, and its capacity is the
+    upper crossing.
     """
     best = max(slacks)
     first = len(slacks) - 1 - slacks[::-1].index(best)
@@ -83,7 +91,7 @@ def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
 
 
 def _falling(slacks: Sequence[float]) -> Sequence[float]:
-    """Return the non-increasing least-squares fit."""
+    """Return the non-increasing least-squares fit of the slacks."""
     if all(a >= b for a, b in itertools.pairwise(slacks)):
         return slacks
     from scipy.optimize import isotonic_regression
@@ -93,7 +101,9 @@ def _falling(slacks: Sequence[float]) -> Sequence[float]:
 
 
 def root(low: tuple[float, float], high: tuple[float, float]) -> float:
-    """Return the zero of a line through two (rate, slack) points, over the logarithm of the rate; between them."""
+    """Return the rate between two (rate, slack) points at which the line through them, over the logarithm of the rate,
+    is zero.
+    """
     (first, above), (last, below) = low, high
     part = 0.5 if above == below else min(1.0, max(0.0, above / (above - below)))
     return float(first * (last / first) ** part)
@@ -106,16 +116,16 @@ class ConditionCapacity:
     text: str
     by_seed: tuple[SeedCapacity, ...]
     least: float
-    """The geometric mean over seeds, those below what was run counting as zero."""
+    """Geometric mean over seeds, counting capacities below the lowest rate that was run as zero."""
     most: float
-    """The same, those above what was run counting as infinite."""
+    """Geometric mean over seeds, counting capacities above the highest rate that was run as infinite."""
     interval: Interval | None
-    """None with one seed."""
+    """Confidence interval; None with one seed."""
     confidence: float
 
     @property
     def rate(self) -> float:
-        """The geometric mean, or the end of its range that is known."""
+        """Geometric mean, or its known bound."""
         return self.least if self.least > 0 else self.most
 
     @property
@@ -128,7 +138,7 @@ Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
 
 
 def bound_of(least: float, most: float) -> Bound:
-    """Return the kind of bound of a value between these two."""
+    """Return the kind of bound if only these limits of the value are known."""
     if math.isclose(least, most, rel_tol=1e-12):
         return "exact"
     if least > 0:
@@ -139,7 +149,7 @@ def bound_of(least: float, most: float) -> Bound:
 def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> ConditionCapacity:
     """Return the capacity of a condition from those of its seeds.
 
-    `may_go_on`: more seeds would have been run, had the interval been wider; see `_seeds_interval`.
+    `may_go_on` is True if more seeds would have been run for a wider interval; see `_seeds_interval`.
     """
     logs = [math.log(one.rate) for one in seeds]
     mean = math.exp(float(np.mean(logs)))
@@ -151,11 +161,13 @@ def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: b
 
 
 def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[Interval | None, float]:
-    """Interval for the geometric mean, and its confidence.
+    """Return the interval of the geometric mean and its confidence.
 
-    Student's t of the logarithms, its upper end at most the highest seed's capacity: beyond that every seed fails. A search that stops as soon as the interval is short stops more often
-    where the seeds happen to agree; while it may go on, half of the width is therefore a part of `1 / n` larger (`tests/experiment/test_capacity_coverage.py`). With fewer than
-    `FEWEST_SEEDS`, or where some capacity is not known, the range of the seeds, which holds the median with a known probability.
+    The interval is Student's t interval of the logarithms; its upper end is at most the highest seed's capacity, beyond
+    which every seed fails. A search that stops once the interval is narrow stops more often when the seeds agree by
+    chance, so while it may go on, the half width is increased by a fraction of `1 / n`
+    (`tests/experiment/test_capacity_coverage.py`). With fewer than `FEWEST_SEEDS` seeds, or if a capacity is only
+    bounded, the interval is the range of the seeds, which contains the median with a known probability.
     """
     count = len(seeds)
     if count < 2:
@@ -168,7 +180,7 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
         return Interval(low, high), min(CONFIDENCE, 1 - 2.0 ** ((0 if one_sided else 1) - count))
     logs = [math.log(one) for one in rates]
     found = replication_interval(logs)
-    assert found is not None  # there are at least two
+    assert found is not None  # None only for fewer than two values
     mean, half = float(np.mean(logs)), found.half_width * (1 + 1 / count if may_go_on else 1.0)
     return Interval(math.exp(mean - half), max(math.exp(mean), min(math.exp(mean + half), high))), CONFIDENCE
 
@@ -176,9 +188,10 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
 def typical_curve(
     by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """(rate, slack) points of a curve that passes zero at the condition's capacity: at each slack the capacity that a limit there would have.
+    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: at each slack, the
+    capacity if the limit were shifted by that slack.
 
-    Where some seeds were not run far enough, the others show how far from the capacity that is.
+    At slacks that some seeds did not reach, the other seeds give the distance from the capacity.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -195,8 +208,8 @@ def typical_curve(
 def _along(
     levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
 ) -> list[tuple[float, float]]:
-    """Return the curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate
-    goes on the same way.
+    """Return the curve's points at slacks increasingly far from zero, while enough seeds have runs there and the rate
+    is monotone.
     """
     curve, last = [], 0.0
     for level in levels:
@@ -215,20 +228,20 @@ def _along(
 
 @dataclass(frozen=True, slots=True)
 class RateEstimate:
-    """The capacity of a whole SLO: of conditions joined by `and` the least, of those joined by `or` the most."""
+    """Capacity of a whole SLO: the minimum over conditions joined by `and`, the maximum over those joined by `or`."""
 
     least: float
     most: float
-    """Both as in `ConditionCapacity`."""
+    """`least` and `most` as in `ConditionCapacity`."""
     interval: Interval | None
     confidence: float
     conditions: tuple[ConditionCapacity, ...]
     decides: int
-    """The condition whose capacity it is."""
+    """Position of the condition whose capacity it is."""
 
     @property
     def rate(self) -> float:
-        """The capacity, or the end of its range that is known."""
+        """Capacity, or its known bound."""
         return self.least if self.least > 0 else self.most
 
     @property
@@ -238,7 +251,7 @@ class RateEstimate:
 
 
 def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEstimate:
-    """Return the capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
+    """Return the capacity of the SLO from those of its conditions; the interval's ends are combined in the same way."""
     least, by_least = slo.decided([one.least for one in conditions])
     most, by_most = slo.decided([one.most for one in conditions])
     decides = by_least if least > 0 else by_most
@@ -252,11 +265,11 @@ def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEsti
 
 @dataclass(slots=True)
 class SeedRuns:
-    """Runs under one seed: the slack of each condition by rate."""
+    """Runs under one seed: the slacks of the conditions by rate."""
 
     num_conditions: int
     rates: list[float]
-    """Rates in rising order."""
+    """Rates in ascending order."""
     slacks: dict[float, tuple[float, ...]]
     _crossings: list[Crossing | None]
 

@@ -1,7 +1,8 @@
-"""Search for the capacity of an experiment, for every setting of its sweep.
+"""Execute a capacity search for every setting of an experiment's sweep.
 
-Each setting has a search of its own (`capacity_search`); all share one pool of workers, and what a search asks for next depends on nothing but its own results, so that answers
-are the same however many workers there are. Every run is kept in a folder of its own, `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; runs that are there are read, not repeated.
+Each setting has its own search (`vajra_py.experiment.capacity.search`), and all share one pool of workers. The next
+runs of a search depend only on its own results, so answers do not depend on the number of workers. Every run has its
+own folder, such as `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; existing runs are read, not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vajra_py.plugins import Registry, load_registry
 
 _SEED = "seed"
 _MANY = 1 << 30
-"""Limit on runs requested by a search when workers are plentiful."""
+"""Number of tasks stated to the pool, since the number of runs is not known in advance."""
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
@@ -95,15 +96,15 @@ def _notify(progress: SearchProgress | None, search: _Search) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One setting of the sweep, complete."""
+    """Search task of one setting of the sweep."""
 
     label: str
     mapping: dict[str, Any]
-    """Its configuration as plain values, without `capacity:`."""
+    """The setting's configuration as plain values, without `capacity:`."""
     folder: Path
     seeds: tuple[int, ...]
-    """Seeds that give different runs, as many as may be requested: common to all settings of the sweep except for seeds
-    that repeat a run.
+    """Seeds available to the search, all with different runs. Settings share the same seeds, except seeds that would
+    repeat a run.
     """
     question: CapacityConfig
     slo: Slo
@@ -111,10 +112,10 @@ class _Question:
     costs: tuple[float, ...]
     unit: str
     note: str = ""
-    """Reason for fewer seeds than requested, or the only source of variation between them."""
+    """Reason for fewer seeds than requested, or the only source of variation between seeds."""
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
-        """Return the experiment at the setting's rate or number of replicas, under one seed."""
+        """Return the experiment at a rate or replica counts, under one seed."""
         absent = [path for path, value in zip(self.paths, setting, strict=True) if self.costs and not value]
         mapping = _without([path.split(".")[1] for path in absent], self.mapping) if absent else self.mapping
         values = [(path, self._value(value)) for path, value in zip(self.paths, setting, strict=True)]
@@ -122,7 +123,7 @@ class _Question:
         return config_from_mapping(mapping, [*texts, f"{_SEED}={seed}"], registry)
 
     def path(self, setting: Setting, seed: int) -> Path:
-        """Return the folder of such a run."""
+        """Return the folder of the run at a rate or replica counts, under one seed."""
         names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in self.paths]
         parts = [f"{name}-{self._value(value)}" for name, value in zip(names, setting, strict=True)]
         return self.folder / "-".join([*parts, f"seed-{seed}"])
@@ -140,12 +141,12 @@ class _Question:
 
     @property
     def num_seeds(self) -> tuple[int, int]:
-        """Seeds that are run in any case, and at most."""
+        """(Minimum, maximum) number of seeds that are run."""
         asked = self.question
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """Return the search that answers it, with the further points of its curve."""
+        """Return the search, extended by the further points of the curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
@@ -169,7 +170,7 @@ def _with_curve(search: Search, factors: Sequence[float], num_seeds: int) -> Sea
 
 
 def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
-    """Return a capacity search for each setting of the sweep. Raises `ConfigError`."""
+    """Return the search task of each setting of the sweep. Raises `ConfigError` for invalid settings."""
     asked = config.capacity
     if asked is None:
         raise ConfigError(
@@ -197,9 +198,9 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
 
 
 def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
-    """Return the cost of a replica of each kind, and its unit; nothing where a rate is searched.
+    """Return (costs of a replica of each kind, their unit); empty if a rate is searched.
 
-    Costs that are not given are the devices' prices; where one of those is not known, all replicas cost the same.
+    Costs that are not configured are the devices' prices; if one of these is unknown, all replicas cost the same.
     """
     if asked.rate is not None:
         return (), "requests/s"
@@ -224,7 +225,7 @@ def _replicaset_of(path: str) -> str:
 
 
 def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment without these replicasets, whose requests go to those after them."""
+    """Return the experiment without these replicasets; their requests go to the replicasets that follow them."""
     left = {name: one for name, one in mapping["replicasets"].items() if name not in names}
     changed = {**mapping, "replicasets": left}
     backend = mapping["backend"].get("simulator")
@@ -235,7 +236,7 @@ def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_start(question: _Question, registry: Registry) -> None:
-    """Check that the searched settings can be set before anything runs. Raises `ConfigError`."""
+    """Check, before any run, that the searched settings exist. Raises `ConfigError`."""
     asked = question.question
     first = (
         (asked.rate.min,)
@@ -271,7 +272,7 @@ class _Search:
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     _is_random_after_all: bool = field(init=False, default=False)
-    """True after a run drew from its seed unexpectedly: the search restarts with all seeds."""
+    """True after a run drew from its seed unexpectedly; the search then restarts with all seeds."""
 
     def __post_init__(self) -> None:
         self._generator = self.question.search()
@@ -295,7 +296,7 @@ class _Search:
         return ", ".join(" + ".join(f"{value:g}" for value in one) for one in rates[:4])
 
     def tasks(self) -> list[tuple[Setting, int, RunTask]]:
-        """Advance the search and return the runs that it needs next, none when it has ended."""
+        """Advance the search and return the runs that it needs next; an empty list if it has ended."""
         while self.is_ready:
             try:
                 self._advance()
@@ -320,7 +321,7 @@ class _Search:
             self._error = error
 
     def result(self) -> CapacityAnswer:
-        """Return the answer, with the curve of everything that was run."""
+        """Return the answer with the curve of all runs."""
         asked = self.question
         curve: list[CurvePoint] = []
         if self._error is None:
@@ -400,9 +401,9 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """Return the value of an SLO's metric in a run; None if no request came far enough to have one.
+    """Return the value of an SLO's metric in a run; None if no request has one because none progressed far enough.
 
-    Raises `RunError` for a group that the run does not have, and where requests were completed and none of them has a value.
+    Raises `RunError` for a group that the run does not have, and if requests completed but none of them has a value.
     """
     group: Any = summary.data.get("overall", {})
     if metric.group is not None:
@@ -421,7 +422,7 @@ def metric_value(summary: Summary, metric: SloMetric) -> float | None:
 
 
 def _write_json(answers: Sequence[CapacityAnswer], config: ExperimentConfig) -> None:
-    """`capacity.json` beside the runs: answers and curves as plain values."""
+    """Write `capacity.json` beside the runs, with answers and curves as plain values."""
     folder = config.output_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
     slo = config.capacity.slo if config.capacity else ""

@@ -1,4 +1,4 @@
-"""Capacity answers as tables: for readers in every form of `table_renderers`, and for files of raw values."""
+"""Capacity answers as tables: for display by `table_renderers`, and with raw values for files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PAIR_HEADS = ("takes more than", "by", "low", "high", "p", "adjusted p", "seeds
 
 
 def answer_table(answers: Sequence[CapacityAnswer], slo: str) -> Table:
-    """Return a row for each answer: the rate or the replicas with the interval, the condition that decides, and how
-    much was run.
+    """Return a table with a row per answer: the rate or replica counts with the interval, the deciding condition, and
+    the numbers of runs and seeds.
     """
     has_replicas = any(answer.costs for answer in answers)
     notes = ["In brackets the interval over seeds, of 95 % unless it is said"] * any(map(_interval, answers))
@@ -77,7 +77,9 @@ def _interval(answer: CapacityAnswer) -> Interval | None:
 
 
 def difference_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Return a row for each pair of settings whose capacities are known, the one that takes more first."""
+    """Return a table with a row per pair of settings with known capacities; the one with the higher capacity
+    is first.
+    """
     pairs = capacity_differences(answers)
     rows = tuple(Row(one.first, _pair_cells(one)) for one in pairs)
     notes = (
@@ -111,7 +113,9 @@ def _pair_cells(one: CapacityDifference) -> tuple[Cell, ...]:
 
 
 def condition_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Raw values: a row for the whole SLO, whose condition is `slo`, and one for each condition."""
+    """Return a table of raw values with a row for the whole SLO, whose condition is `slo`, and one for each
+    condition.
+    """
     rows: list[tuple[Raw, ...]] = []
     for answer in answers:
         found = answer.answer
@@ -130,7 +134,7 @@ def condition_table(answers: Sequence[CapacityAnswer]) -> Table:
 
 
 def seed_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Raw values: the capacity of each condition under each seed."""
+    """Return a table of raw values with the capacity of each condition under each seed."""
     return _raw_table(
         ("setting", "condition", "seed", "rate", "side"),
         [
@@ -144,7 +148,7 @@ def seed_table(answers: Sequence[CapacityAnswer]) -> Table:
 
 
 def run_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Raw values: every metric of the SLO, and the slack of the whole, by what was run and seed."""
+    """Return a table of raw values with every metric of the SLO and the slack of the whole SLO, by point and seed."""
     has_notes = any(answer.note for answer in answers)
     columns = ("setting", *answers[0].paths, "seed", "slack", *answers[0].curve[0].values, *["note"] * has_notes)
     return _raw_table(
@@ -166,7 +170,7 @@ def run_table(answers: Sequence[CapacityAnswer]) -> Table:
 
 
 def _raw_table(columns: Sequence[str], rows: Sequence[Sequence[Raw]]) -> Table:
-    """Return a table of raw values; the first of a row is its heading."""
+    """Return a table of raw values; the first value of each row is its heading."""
     shown = tuple(Row(str(first), tuple(map(_raw, rest))) for first, *rest in rows)
     return Table(columns[0], tuple(columns[1:]), shown)
 

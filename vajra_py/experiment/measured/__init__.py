@@ -1,1 +1,1 @@
-"""Compare simulations with measured runs, and calibrate step times on them."""
+"""Comparison of simulations with measured runs, and calibration of step times to them."""

@@ -1,4 +1,6 @@
-"""Compare a simulation with the measured run that it repeats: errors of latencies request by request, and of the load by second."""
+"""Compare a simulation with the measured run that it reproduces: errors of latencies by request, and of the load by
+second.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +19,40 @@ from vajra_py.metrics.runs.run_data import RunData
 Floats = npt.NDArray[np.float64]
 
 MEAN_BOUND = 0.08
-"""Largest error of a mean that a validation passes with."""
+"""Largest relative error of a mean with which a validation passes."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
-"""Rows of a log that its clock is matched by."""
+"""Minimum number of a log's rows for matching its clock."""
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricError:
-    """One number, measured and simulated."""
+    """Error of one metric: measured and simulated value."""
 
     name: str
     measured: float
     simulated: float
     bound: float | None = None
-    """Largest relative error that passes; None: any."""
+    """Largest relative error that passes; None for no limit."""
 
     @property
     def relative(self) -> float:
-        """Simulated over measured, less 1."""
+        """Relative error: simulated / measured - 1."""
         if self.measured == self.simulated:
             return 0.0
         return self.simulated / self.measured - 1.0 if self.measured else float("inf")
 
     @property
     def passes(self) -> bool:
-        """True within the bound."""
+        """True if the relative error is within the bound."""
         return self.bound is None or abs(self.relative) <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesError:
-    """Error of a quantity over time: mean absolute difference by second over the measured mean."""
+    """Error of a quantity over time: mean absolute difference by second, divided by the measured mean."""
 
     name: str
     seconds: Floats
@@ -59,7 +61,7 @@ class SeriesError:
 
     @property
     def relative(self) -> float:
-        """The error; 0 where nothing was ever measured nor simulated."""
+        """Relative error; 0 if both series are zero throughout."""
         mean = float(self.measured.mean())
         difference = float(np.abs(self.measured - self.simulated).mean())
         return difference / mean if mean else (0.0 if not difference else float("inf"))
@@ -67,7 +69,7 @@ class SeriesError:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """A simulation beside the run that it repeats."""
+    """Comparison of a simulation with the run that it reproduces."""
 
     name: str
     measured: MeasuredRequests
@@ -79,11 +81,13 @@ class Accuracy:
 
     @property
     def passes(self) -> bool:
-        """True when every mean is within its bound."""
+        """True if every mean is within its bound."""
         return all(one.passes for one in self.errors)
 
     def table(self) -> Table:
-        """A row for each metric: measured, simulated, error, and the bound of an error that is beyond it."""
+        """Return a table with a row per metric: measured value, simulated value, error, and the bound if the error
+        exceeds it.
+        """
         rows = [
             Row(
                 one.name,
@@ -105,10 +109,10 @@ class Accuracy:
 
 
 def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
-    """The errors of a simulation of a measured run.
+    """Return the errors of a simulation of a measured run.
 
     Raises:
-        RunError: the simulation did not finish, or served other requests.
+        RunError: The simulation did not finish, or served other requests.
     """
     served = requests_of(simulated)
     if set(served.request_id) != set(run.requests.request_id):
@@ -126,10 +130,10 @@ def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
 
 
 def requests_of(simulated: RunData) -> MeasuredRequests:
-    """A simulated run's requests in the form of measured ones.
+    """Return a simulated run's requests in the form of measured ones.
 
     Raises:
-        RunError: a request did not get its whole answer.
+        RunError: A request did not receive its complete answer.
     """
     table = simulated.requests(
         "request_id",
@@ -157,7 +161,7 @@ def requests_of(simulated: RunData) -> MeasuredRequests:
 
 
 def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> Iterator[MetricError]:
-    """Mean and quantiles of TTFT, TPOT and E2E in milliseconds, and the output throughput."""
+    """Yield the errors of mean and quantiles of TTFT, TPOT and E2E in milliseconds, and of the output throughput."""
     for name in LATENCIES:
         bound = TTFT_BOUND if name == "ttft" else MEAN_BOUND
         one, other = (1e3 * getattr(requests, f"{name}_s") for requests in (measured, simulated))
@@ -176,7 +180,9 @@ def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> I
 
 
 def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[MetricError]:
-    """Mean and quantiles of the gaps between tokens of all requests, in milliseconds; nothing where they were not measured."""
+    """Yield the errors of mean and quantiles of the gaps between tokens of all requests, in milliseconds; nothing if
+    gaps were not measured.
+    """
     gaps = measured.tbt_s
     if gaps is None or not len(gaps):
         return
@@ -190,7 +196,9 @@ def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[Metri
 
 
 def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
-    """Running and waiting requests by second from the first arrival to the last end of either, and generated tokens by the log's intervals."""
+    """Yield the errors of running and waiting requests by second, from the first arrival to the last end of both runs,
+    and of generated tokens by the log's intervals.
+    """
     measured = run.requests
     end = float(max(measured.last_token_at.max(), simulated.last_token_at.max()))
     seconds = np.arange(0.5, end + 1.0)
@@ -219,20 +227,21 @@ def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) 
 
 
 def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
-    """Number of requests between the two at each time."""
+    """Return the number of requests that have started and not stopped at each time."""
     begun = np.searchsorted(np.sort(start), at, side="right")
     ended = np.searchsorted(np.sort(stop), at, side="right")
     return (begun - ended).astype(np.float64)
 
 
 def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
-    """Seconds by which the log's clock is ahead of the requests': where their running requests agree best.
+    """Return the seconds by which the log's clock is ahead of the requests' clock, chosen so that the numbers of
+    running requests agree best.
 
-    Ends are seen by log and client at once, while the log counts a request as running only when the step that it was scheduled in is
-    under way. Rows after the last scheduling are therefore preferred, where there are enough of them.
+    Log and client observe ends at the same time, but the log counts a request as running only once its first step has
+    been launched. Rows after the last scheduling are therefore preferred if there are enough of them.
     """
     requests = run.requests
-    assert requests.scheduled_at is not None  # there is no series otherwise
+    assert requests.scheduled_at is not None  # series are compared only with scheduling times
     at, running = log["t"], log["running"]
     only_ends = (at > float(requests.scheduled_at.max()) + 2.0) & (at < float(requests.last_token_at.max()) + 2.0)
     if np.count_nonzero(only_ends) >= FEWEST_ROWS:
@@ -246,7 +255,9 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
 
 
 def _simulated_tokens(data: RunData, requests: MeasuredRequests, edges: Floats) -> Floats:
-    """Generated tokens of each interval, as an engine counts them: whole steps when they come back, and first tokens."""
+    """Return the generated tokens of each interval as an engine counts them: decode tokens when their step returns, and
+    first tokens.
+    """
     table = data.steps("formed_at", "duration_s", "num_decodes")
     formed, duration, decodes = (table.column(name).to_numpy() for name in table.column_names)
     at = np.concatenate([formed + duration, requests.first_token_at])

@@ -1,8 +1,9 @@
-"""Fit what operator tables cannot know, host overhead and a few scale factors, to a measured run.
+"""Fit host overhead and a few scale factors, which operator tables do not contain, to a measured run.
 
-Times at which fitted requests got their first and last tokens are ends of steps, and a simulation gives the steps that lie between two of them. So
-what a figure adds to each step gives a linear problem, solved with each figure held to its prior, and again with the steps of the simulation
-that results. What the fit did not see judges it.
+The first and last tokens of the fitted requests mark ends of steps, and a simulation determines which steps lie between
+two of them. With the contribution of each figure to each step, the measured times give a linear least-squares problem,
+regularised by the figures' priors. It is solved repeatedly, each time with the steps of a simulation with the last
+solution. Requests that were not fitted are used to judge the fit.
 """
 
 from __future__ import annotations
@@ -30,30 +31,34 @@ Progress = Callable[[int, float], None]
 
 FEWEST_REQUESTS = 20
 TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
-"""Relative errors by chance: of one request's TPOT, which is the mean of hundreds of steps, and of the time between two tokens' ends of steps."""
+"""Assumed relative standard deviations: of one request's TPOT, which is a mean over hundreds of steps, and of the time
+between the step ends of two tokens.
+"""
 MATCHED = 0.08
-"""An interval is taken for the same steps in the run and the simulation where its times differ by less than this."""
+"""Largest relative difference of an interval's length between run and simulation for which both are assumed to contain
+the same steps.
+"""
 ROUNDS = 3
-"""Simulations from which a fit is made, each with the figures of the one before."""
+"""Number of rounds of a fit; each simulates with the figures of the previous round."""
 TOKEN_GAP_S = 1e-3
-"""Tokens closer than this came back with one step."""
+"""Time in seconds below which two tokens are assumed to come from the same step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A calibration, and how it was come by."""
+    """Calibration with the figures, errors and residuals of its fit."""
 
     calibration: Calibration
     figures: tuple[Figure, ...]
     values: tuple[float, ...]
     num_simulations: int
     held_out: Mapping[str, float]
-    """Relative errors of the means of the requests that the fit did not see."""
+    """Relative errors of means over the requests that were not fitted, by latency."""
     before: Mapping[str, float]
-    """Relative errors of the same means with every figure at its prior."""
+    """Relative errors of the same means before the fit, with every figure at its prior."""
 
     def lines(self) -> Iterator[str]:
-        """The figures, the errors where nothing was fitted, and the residuals where it was, for people."""
+        """Yield lines of text with the figures, the errors on unfitted requests, and the residuals on fitted ones."""
         yield f"fitted on {self.calibration.fitted_on}, {self.num_simulations} simulations"
         yield f"{'figure':<20}{'prior':>12}{'fitted':>12}"
         for figure, value in zip(self.figures, self.values, strict=True):
@@ -70,7 +75,9 @@ class Fit:
 
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """Return the figures to fit: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
+    """Return the figures to fit: scale factors of the operators that the run's deployment uses, and its engine's host
+    overhead.
+    """
     config = measured_config(latency)
     latency_model = config.build()
     host = latency_model.host
@@ -90,12 +97,14 @@ def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ..
 def calibrate(
     run: MeasuredRun, latency: Mapping[str, Any], fit_fraction: float = 1 / 3, progress: Progress | None = None
 ) -> Fit:
-    """Fit the figures of measured operators to the run's first requests and judge them by the rest.
+    """Fit a latency model's figures to the run's first requests and judge them by the others.
 
-    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
+    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` is the fraction
+    of the requests that is fitted.
 
     Raises:
-        ConfigError: too few requests to fit or to judge, or a latency model that is not made of measured operators.
+        ConfigError: There are too few requests to fit or to judge, or the latency model does not use measured
+            operators.
     """
     if latency.get("calibration"):
         raise ConfigError(Problem("latency.calibration", "a calibrated model is not fitted again", "Leave it out"))
@@ -146,14 +155,14 @@ class _Trials:
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
-        # Requests that run side by side share their steps and err together: they carry as much information as those that could follow one another.
+        # Concurrent requests share steps, so their errors are correlated; only as many count as fit one after another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
 
     @property
     def priors(self) -> Floats:
-        """Every figure as it was before."""
+        """Prior value of each figure."""
         return np.array([one.prior for one in self.figures])
 
     def close(self) -> None:
@@ -161,14 +170,14 @@ class _Trials:
         self._folder.cleanup()
 
     def fitted(self) -> Floats:
-        """The figures of least squared residuals."""
+        """Return the values of the figures that minimise the squared residuals."""
         values = self.priors
         for _ in range(ROUNDS):
             values = self._solved(values)
         return values
 
     def _solved(self, values: Floats) -> Floats:
-        """Better figures than these, from the steps of the simulation with these."""
+        """Return improved values, from the steps of a simulation with the given ones."""
         from scipy.optimize import least_squares
 
         data, known = self._trial(values)
@@ -202,7 +211,9 @@ class _Trials:
     def _intervals(
         self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
     ) -> tuple[Floats, Floats, Floats]:
-        """Return, for times between two tokens' steps: what one unit of each figure adds, the rest, and the measured times."""
+        """Return, for intervals between the step ends of two tokens, (seconds per unit of each figure, remaining
+        seconds, measured seconds).
+        """
         at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
         order = np.argsort(at, kind="stable")
         at, there = at[order], there[order]
@@ -212,7 +223,7 @@ class _Trials:
         return parts, rest, spent[matched]
 
     def held_out(self, values: Floats) -> dict[str, float]:
-        """Relative errors of means over the requests that were not fitted."""
+        """Return the relative errors of means over the requests that were not fitted."""
         simulated, measured = self._simulated(values), self._run.requests
         errors = {}
         for name in LATENCIES:
@@ -221,7 +232,7 @@ class _Trials:
         return errors
 
     def residuals_of(self, values: Floats) -> dict[str, Floats]:
-        """Relative errors of each fitted request."""
+        """Return the relative errors of TPOT and TTFT of each fitted request."""
         simulated = self._simulated(values).first(self._num_fitted)
         measured = self._run.requests.first(self._num_fitted)
         tpot = simulated.tpot_s / measured.tpot_s - 1.0

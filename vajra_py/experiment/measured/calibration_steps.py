@@ -21,7 +21,7 @@ HALF_TICK_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One fitted figure: a normal prior, cut at `low`."""
+    """Figure to fit, with a normal prior truncated at `low`."""
 
     name: str
     prior: float
@@ -31,7 +31,9 @@ class Figure:
 
 
 class StepCosts:
-    """The steps of a simulation that was made with some `values` of the figures."""
+    """Steps of a simulation with the given `values` of the figures, and the figures' contributions to their
+    durations.
+    """
 
     def __init__(self, data: RunData, model: ProfileBundleModel, figures: Sequence[Figure], values: Floats) -> None:
         names = ("formed_at", "duration_s", "num_decodes", "decode_context_tokens", "num_prefills", "prefill_tokens")
@@ -50,7 +52,9 @@ class StepCosts:
         self._sums = np.concatenate([np.zeros((1, len(figures))), np.cumsum(costs, axis=0)])
 
     def between(self, start: Floats, stop: Floats, which: Ints) -> tuple[Floats, Floats]:
-        """(what one unit of each figure adds, what else there is, idle time too) between these ends of steps; several replicas' mean."""
+        """Return (seconds per unit of each figure, remaining seconds including idle time) between pairs of step ends;
+        with several replicas, means over them.
+        """
         start, stop = start[which], stop[which]
         first, last = (np.searchsorted(self._ends, at + HALF_TICK_S, side="right") for at in (start, stop))
         parts: Floats = (self._sums[last] - self._sums[first]) / self.num_replicas
@@ -63,11 +67,13 @@ def _unit_costs(
     figures: Sequence[Figure],
     known: dict[tuple[int, ...], list[float]],
 ) -> list[float]:
-    """Seconds that one unit of each figure adds to a step of `counts`: decodes, their context, chunks, tokens of chunks."""
+    """Return the seconds that one unit of each figure adds to a step, given its `counts`: decodes, their context
+    tokens, prefill chunks, and tokens of chunks.
+    """
     found = known.get(counts)
     if found is None:
         decodes, context, chunks, tokens = counts
-        # Chunks count as equal and without earlier context, which affects only how attention time is shared out.
+        # Chunks are assumed equal and without earlier context; this affects only the split of the attention time.
         pairs = tokens * (tokens // max(1, chunks) + 1) // 2
         features = BatchFeatures(decodes, context, chunks, tokens, prefill_attention_pairs=pairs)
         parts = model.breakdown_s(features) if features.num_tokens else {}

@@ -1,7 +1,8 @@
 """Read measured requests from the files that load generators write, and from this project's own runs.
 
-Known are the detailed results of `vllm bench serve` (--save-result --save-detailed), reports of guidellm (JSON), runs of this project,
-and measured runs (`vajra_py.experiment.measured.run`). The files of load generators do not have the engine's settings, which are given.
+Supported are the detailed results of `vllm bench serve` (--save-result --save-detailed), reports of guidellm (JSON),
+runs of this project, and measured runs (`vajra_py.experiment.measured.run`). Files of load generators do not contain
+the engine's settings, so the caller states them.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ ENGINE_ARGUMENTS = (
     "gpu_memory_utilization",
     "kv_cache_dtype",
 )
-"""Settings of an engine that its file may lack and a user may give, by vLLM's names."""
+"""Engine settings that a file may lack and a user may state, by vLLM's argument names."""
 
 
 def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> MeasuredRun:
-    """Read the measured requests at a path, in any known format; `engine` adds what the file lacks, by vLLM's argument names.
+    """Read a measured run in any supported format; `engine` has settings that the file lacks, by vLLM's argument names.
 
     Raises:
-        ConfigError: no known kind of file, or a broken one; an unknown argument.
+        ConfigError: The file has an unknown format or is malformed, or an argument is unknown.
     """
     place, given = Path(path), dict(engine or {})
     unknown = [name for name in given if name not in ENGINE_ARGUMENTS]
@@ -75,7 +76,7 @@ def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> 
 
 
 def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) -> EngineSettings:
-    """The run's settings, replaced by those that are given."""
+    """Return the run's settings with the stated ones replaced."""
     stated = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
     names = {
         "tensor_parallel_size": "tensor_parallel",
@@ -119,7 +120,9 @@ def _vllm_bench(place: Path, contents: Mapping[str, Any], given: Mapping[str, An
 
 
 def _guidellm(place: Path, contents: Mapping[str, Any], given: Mapping[str, Any]) -> MeasuredRun:
-    """The requests of one benchmark; a report with several needs to be cut, since each is a load of its own."""
+    """Read the requests of a report with a single benchmark; a report with several must be split, since each has its
+    own load.
+    """
     benchmarks = contents["benchmarks"]
     if len(benchmarks) != 1:
         message = f"has {len(benchmarks)} benchmarks, which are loads of their own"
@@ -177,7 +180,7 @@ def _assembled(
 
 
 def _own_run(place: Path, given: Mapping[str, Any]) -> MeasuredRun:
-    """A run of this project: its requests as served, with the contents of its workload."""
+    """Read a run of this project: its requests as served, with the prompt contents of its workload."""
     data = RunData.load(place)
     gaps = data.tbt("gap_s", "weight")
     tbt_s = np.repeat(gaps.column("gap_s").to_numpy(), gaps.column("weight").to_numpy())

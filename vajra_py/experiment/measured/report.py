@@ -1,4 +1,6 @@
-"""Write the comparison of a measured run and its simulation as one page: errors, distributions, requests in pairs, load over time."""
+"""Write the comparison of a measured run with its simulation as an HTML page: errors, distributions, requests in pairs,
+load over time.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def write_accuracy_report(accuracy: Accuracy, path: Path) -> None:
 
 @styled
 def distributions(accuracy: Accuracy) -> Figure:
-    """Cumulative distributions of the latencies."""
+    """Draw the cumulative distributions of the latencies."""
     figure, axes = _panels(len(LATENCIES))
     for axis, name in zip(axes, LATENCIES, strict=True):
         for requests, label, colour, dash in (
@@ -70,7 +72,7 @@ def distributions(accuracy: Accuracy) -> Figure:
 
 @styled
 def pairs(accuracy: Accuracy) -> Figure:
-    """Simulated over measured, one point a request."""
+    """Draw simulated against measured latencies, with one point per request."""
     figure, axes = _panels(len(LATENCIES))
     for axis, name in zip(axes, LATENCIES, strict=True):
         measured, simulated = (getattr(one, f"{name}_s") for one in (accuracy.measured, accuracy.simulated))
@@ -84,7 +86,7 @@ def pairs(accuracy: Accuracy) -> Figure:
 
 @styled
 def over_time(accuracy: Accuracy) -> Figure:
-    """The load by second."""
+    """Draw the measured and simulated load by second."""
     figure, axes = _panels(max(1, len(accuracy.series)))
     for axis, series in zip(axes, accuracy.series, strict=False):
         axis.plot(series.seconds, series.measured, color=COLOURS[0], label="measured", linewidth=1.2)

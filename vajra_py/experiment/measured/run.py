@@ -1,7 +1,8 @@
-"""Read a measured run of a real engine: its settings, the requests as they were sent, and when each got its tokens.
+"""Read a measured run of a real engine: its settings, the requests as they were sent, and the times of their tokens.
 
-A run is a folder with `meta.json` (the engine's settings), `workload.jsonl.gz` (prompts, lengths and arrivals), `requests.jsonl` (what
-was measured) and, where there is one, `timeseries.csv` (each second's running, waiting and throughput).
+A run is a folder with `meta.json` (the engine's settings), `workload.jsonl.gz` (prompts, lengths and arrivals),
+`requests.jsonl` (measured times) and, optionally, `timeseries.csv` (running and waiting requests and throughput by
+second).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Ints = npt.NDArray[np.int64]
 
 FILES = ("meta.json", "requests.jsonl", "workload.jsonl.gz or workload.jsonl")
 ASYNC_SINCE = (0, 14)
-"""vLLM schedules asynchronously by default from this version on."""
+"""First version of vLLM that schedules asynchronously by default."""
 LONGEST_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings that the engine was started with."""
+    """Settings with which the engine was started."""
 
     model: str
     engine: str
@@ -43,21 +44,23 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     num_blocks: int | None = None
-    """KV blocks of one data-parallel rank, vLLM's null block among them; None: the run does not have it."""
+    """Number of KV blocks of one data-parallel rank, including vLLM's null block; None if unknown."""
     block_size: int = 16
     prefix_caching: bool = True
     asynchronous: bool = True
     capture_limit: int | None = None
-    """Largest CUDA graph, tokens; 0: none (eager execution)."""
+    """Tokens of the largest CUDA graph; 0 for eager execution; None if unknown."""
     memory_fraction: float | None = None
-    """Part of the GPU's memory that the engine may use; None: the run does not have it."""
+    """Fraction of the GPU's memory that the engine may use; None if unknown."""
     kv_dtype: str | None = None
-    """Dtype of the KV cache, where it is not the model's."""
+    """Data type of the KV cache; None if it is the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRequests:
-    """Times of each request's tokens, seconds from the first arrival; one entry a request, in the order of arrival."""
+    """Token counts and times of requests, one entry per request in order of arrival; times in seconds from the first
+    arrival.
+    """
 
     request_id: tuple[str, ...]
     num_prompt_tokens: Ints
@@ -66,33 +69,33 @@ class MeasuredRequests:
     first_token_at: Floats
     last_token_at: Floats
     scheduled_at: Floats | None = None
-    """Time of the first step that it was in; None: not measured."""
+    """Time at which the request was first scheduled; None if not measured."""
     tbt_s: Floats | None = None
-    """Gaps between tokens of all requests together; None: not measured."""
+    """Gaps between tokens of all requests, in seconds; None if not measured."""
 
     @property
     def ttft_s(self) -> Floats:
-        """Time to the first token."""
+        """Time to first token of each request, in seconds."""
         return self.first_token_at - self.arrived_at
 
     @property
     def e2e_s(self) -> Floats:
-        """Time to the last token."""
+        """End-to-end latency of each request, in seconds."""
         return self.last_token_at - self.arrived_at
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first; NaN for answers of one token."""
+        """Time per output token after the first, in seconds; NaN for answers of one token."""
         after = self.num_output_tokens - 1
         spent = self.last_token_at - self.first_token_at
         return np.where(after > 0, spent / np.maximum(after, 1), np.nan)
 
     def first(self, count: int) -> MeasuredRequests:
-        """Return the first `count` requests, without their gaps."""
+        """Return the first `count` requests, without `tbt_s`."""
         return self._rows(np.arange(min(count, len(self.request_id))))
 
     def in_order(self, request_ids: Sequence[str]) -> MeasuredRequests:
-        """Return the requests in another order, without their gaps."""
+        """Return the requests in the order of these ids, without `tbt_s`."""
         place = {name: row for row, name in enumerate(self.request_id)}
         return self._rows(np.array([place[name] for name in request_ids], np.int64))
 
@@ -116,18 +119,22 @@ class MeasuredRun:
     settings: EngineSettings
     requests: MeasuredRequests
     workload: tuple[RequestSpec, ...]
-    """The requests as sent, prompts included where the run has them."""
+    """Requests as they were sent, with prompts if the run has them."""
     series: Mapping[str, Floats] | None = None
-    """Columns of `timeseries.csv`; None without the file."""
+    """Columns of `timeseries.csv`; None if there is no such file."""
 
     @property
     def has_engine_times(self) -> bool:
-        """True for times that the engine noted, the only source of scheduling times; a client's include the tokens' way to it."""
+        """True if the engine recorded the times, indicated by scheduling times. A client's times include the
+        transmission of tokens.
+        """
         return self.requests.scheduled_at is not None
 
     @property
     def context_variation(self) -> float:
-        """Standard deviation over mean of the contexts of decodes, had all requests' tokens been computed at equal rates."""
+        """Coefficient of variation of the decodes' context lengths, assuming that all requests' tokens were computed at
+        equal rates.
+        """
         prompt = self.requests.num_prompt_tokens.astype(np.float64)
         output = self.requests.num_output_tokens.astype(np.float64)
         mean = float((output * (prompt + output / 2)).sum() / output.sum())
@@ -136,10 +143,11 @@ class MeasuredRun:
 
 
 def read_measured_run(path: str | Path) -> MeasuredRun:
-    """The run of a folder.
+    """Read the run in a folder.
 
     Raises:
-        ConfigError: a file is missing or broken, a time cannot be, or the files do not belong together; names the line.
+        ConfigError: A file is missing or malformed, a time is impossible, or the files do not belong together; the
+            error names file and line.
     """
     folder = Path(path)
     meta_file, requests_file = folder / "meta.json", folder / "requests.jsonl"
@@ -165,10 +173,11 @@ def _settings(file: Path) -> EngineSettings:
 
 
 def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
-    """The settings that a description of an engine gives: `engine_kwargs`, and where it has them `resolved_config` and `kv_cache`.
+    """Return the engine settings in a description: its `engine_kwargs`, and `resolved_config` and `kv_cache` if
+    present.
 
     Raises:
-        ConfigError: a size is not a count, or the model is not named; `file` is where.
+        ConfigError: A size is not a count, or the model is not named; the error names `file`.
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}
@@ -271,7 +280,7 @@ def _requests(file: Path) -> MeasuredRequests:
     if not rows:
         raise ConfigError(Problem(str(file), "has no requests"))
     arrived_at, queued_at, first_at, last_at, prompts, outputs = np.array(rows, dtype=np.float64).T
-    # Arrivals are on the client's clock, the rest on the engine's. No request is queued before it arrives, and one at least at once.
+    # Align the client's clock (arrivals) with the engine's: no request is queued before it arrives, one is at arrival.
     known = np.isfinite(queued_at)
     offset = float(np.min(queued_at[known] - arrived_at[known])) if known.any() else 0.0
     if (first_at < arrived_at + offset - 1e-6).any():
@@ -294,7 +303,7 @@ def _requests(file: Path) -> MeasuredRequests:
 
 
 def _workload(file: Path, requests: MeasuredRequests) -> tuple[RequestSpec, ...]:
-    """The requests that were sent, at the times at which they were seen to arrive."""
+    """Read the requests that were sent, with their measured arrival times."""
     records = sorted(iter_json_lines(file), key=lambda one: _number(file, one[0], one[1], "arrival_time_ns"))
     if len(records) != len(requests.request_id):
         message = f"has {len(records)} requests, and {len(requests.request_id)} were measured"

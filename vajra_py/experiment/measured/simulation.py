@@ -1,4 +1,6 @@
-"""Simulate a measured run: the same requests under vLLM's scheduler with the engine's own settings, steps timed by a latency model."""
+"""Simulate a measured run: the same requests under vLLM's scheduler and the engine's settings, with steps timed by a
+latency model.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ SIMULATED = "simulated"
 def bundle_latency(
     run: MeasuredRun, profile: str | Path, calibration: str | Path | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Return the section `latency:` that simulates a measured run with a profile bundle; `changes` win.
+    """Return the section `latency:` for simulating a measured run with a profile bundle; `changes` override its
+    settings.
 
-    Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do. Tokens take no time
-    to a client where the engine noted when they came.
+    Parallelism, CUDA graphs and asynchronous scheduling are those of the run, and contexts vary as much as its
+    requests' contexts. If the engine recorded the token times, tokens reach the client without delay.
 
     Raises:
-        ConfigError: the bundle is of another model.
+        ConfigError: The bundle belongs to another model.
     """
     bundle = read_bundle(profile, run.settings.tensor_parallel)
     if _bare(bundle.model) != _bare(run.settings.model):
@@ -45,10 +48,11 @@ def bundle_latency(
 
 
 def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **changes: Any) -> dict[str, Any]:
-    """Return the section `latency:` for the operator tables of aiconfigurator; `changes` name the `system`, and what else the run does not have.
+    """Return the section `latency:` for the operator tables of aiconfigurator; `changes` name the `system` and other
+    settings that the run lacks.
 
     Raises:
-        ConfigError: no system is named.
+        ConfigError: No system is named.
     """
     if "system" not in changes:
         allowed = "--profile FOLDER for a profile bundle, or --latency system=NAME for the tables of aiconfigurator"
@@ -58,7 +62,7 @@ def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **ch
 
 
 def _deployed(run: MeasuredRun) -> dict[str, Any]:
-    """Settings of a latency model that follow from how the engine was started, and from its requests."""
+    """Return the settings of a latency model that follow from the engine's settings and the run's requests."""
     settings = run.settings
     latency: dict[str, Any] = {
         "tensor_parallel": settings.tensor_parallel,
@@ -81,7 +85,7 @@ def _changed(
     latency: dict[str, Any], run: MeasuredRun, calibration: str | Path | None, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     latency |= changes
-    # Data-parallel ranks that share experts step together.
+    # Data-parallel ranks that share experts run their steps in lockstep.
     if run.settings.data_parallel > 1 and measured_config(latency).model_spec().experts is not None:
         latency.setdefault("data_parallel", run.settings.data_parallel)
     if calibration is not None:
@@ -90,10 +94,10 @@ def _changed(
 
 
 def measured_config(latency: Mapping[str, Any]) -> ProfileBundleConfig | AiconfiguratorConfig:
-    """The settings of a latency model of measured operators.
+    """Return the validated settings of a latency model with measured operators.
 
     Raises:
-        ConfigError: another latency model, or wrong settings.
+        ConfigError: The latency model has another type, or its settings are invalid.
     """
     kinds: dict[str, type[ProfileBundleConfig] | type[AiconfiguratorConfig]] = {
         "profile_bundle": ProfileBundleConfig,
@@ -118,10 +122,10 @@ def _bare(model: str) -> str:
 
 
 def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:
-    """The experiment that serves the run's requests as its engine did.
+    """Return the experiment that serves the run's requests as its engine did.
 
-    Data-parallel ranks that share experts step together and are simulated as one replica of all their sequences and tokens, in which
-    prompts find cached blocks of their own rank only; other ranks are replicas of their own.
+    Data-parallel ranks that share experts run in lockstep; they are simulated as one replica with the sequences and
+    tokens of all ranks, whose prompts hit only blocks cached by their own rank. Other ranks are separate replicas.
     """
     settings = run.settings
     together = int(latency.get("data_parallel", 1))
@@ -130,7 +134,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "prefix_cache": {"enabled": settings.prefix_caching},
     }
     if together > 1:
-        memory["tenant_salt"] = True  # tenants are ranks: see `ranked`
+        memory["tenant_salt"] = True  # a tenant stands for a rank, see `ranked`
     if settings.memory_fraction is not None:
         memory["memory_fraction"] = settings.memory_fraction
     if settings.num_blocks is not None:
@@ -153,7 +157,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "output": {"decision_log": False},
     }
     if together > 1:
-        # One rank computes a prompt, and has its own budget for it.
+        # A prompt is computed by one rank, within that rank's token budget.
         params = {"long_prefill_threshold_tokens": settings.max_num_batched_tokens}
         mapping["scheduling"] = {"replica_scheduler": {"policy": "vllm_v1", "params": params}}
     return config_from_mapping(mapping)
@@ -162,7 +166,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
 def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestSpec]:
     """Return the requests with data-parallel ranks as tenants, assigned round-robin by arrival.
 
-    Each rank of vLLM has a prefix cache of its own, and tenants of a replica share no blocks where they salt them.
+    Each rank of vLLM has its own prefix cache; `tenant_salt` likewise keeps tenants of a replica from sharing blocks.
     """
     if num_ranks == 1:
         return workload
@@ -172,10 +176,10 @@ def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestS
 
 
 def simulate_measured(run: MeasuredRun, latency: Mapping[str, Any], folder: Path) -> RunData:
-    """Simulate the run with this latency model; its results go below `folder`.
+    """Simulate the run with this latency model and write the results below `folder`.
 
     Raises:
-        ConfigError: the latency model or the sizes cannot be used.
+        ConfigError: The latency model or the sizes cannot be used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workload_file = (folder / WORKLOAD_FILE).resolve()

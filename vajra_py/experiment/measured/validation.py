@@ -1,7 +1,7 @@
-"""Simulate an experiment that an engine ran, on the same requests, and compare the two.
+"""Simulate an experiment that was run on an engine, with the same requests, and compare both.
 
-The engine's run is simulated again with the same policies and sizes and the arrivals of the workload; only the time of a step
-is predicted. Outputs have the lengths that the engine put out.
+The simulation has the same policies, sizes and arrivals as the engine's run, and the output lengths that the engine
+generated; only step times are predicted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
 SIMULATED = "simulated"
-"""Folder below the engine's run that gets the simulation."""
+"""Folder of the simulation, below the folder of the engine's run."""
 
 
 def check_validation(config: ExperimentConfig) -> None:
-    """Raises `ConfigError` when the experiment cannot be validated: another backend, or nothing predicts its steps."""
+    """Raise `ConfigError` if the experiment cannot be validated: it has another backend, or no latency model."""
     settings = config.backend.settings
     if not isinstance(settings, ModelBackendConfig):
         message = f"only what computes with a model is compared with a simulation (got {config.backend.kind})"
@@ -48,11 +48,11 @@ def check_validation(config: ExperimentConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Settings of a simulation in place of the engine's own.
+    """Settings of a simulation that replace those of the engine's run.
 
     Attributes:
-        latency: model of the step times; None: the one that policies ask for predictions.
-        seed: of the variation of equal steps; None: the run's.
+        latency: Model of the step times; None for the model that gives policies predictions.
+        seed: Seed of the variation of equal steps; None for the run's seed.
     """
 
     latency: TypedChoice | None = None
@@ -60,9 +60,10 @@ class Assumed:
 
 
 def validate(measured: RunData, config: ExperimentConfig, registry: Registry | None = None) -> Accuracy:
-    """Simulate a finished run of the engine and compare; `config` is the run's.
+    """Simulate a finished run of the engine and compare both; `config` is the run's configuration.
 
-    Raises `ConfigError` (see `check_validation`), `RunError` when the run is not whole or a request did not get its whole answer.
+    Raises `ConfigError` (see `check_validation`), and `RunError` if the run is incomplete or a request did not receive
+    its complete answer.
     """
     simulated = simulate_as_served(measured, config, registry)
     return compare_with_measured(read_measured(measured.path), simulated)
@@ -71,7 +72,9 @@ def validate(measured: RunData, config: ExperimentConfig, registry: Registry | N
 def simulate_as_served(
     measured: RunData, config: ExperimentConfig, registry: Registry | None = None, assumed: Assumed | None = None
 ) -> RunData:
-    """Simulate a finished run of the engine, into a folder below its own. Raises as `validate`."""
+    """Simulate a finished run of the engine into the folder `SIMULATED` below its own. Raises the errors of
+    `validate`.
+    """
     assumed = assumed or Assumed()
     check_validation(config)
     if not measured.is_finished:
@@ -87,7 +90,7 @@ def simulate_as_served(
 
 def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | None) -> ExperimentConfig:
     engine: ModelBackendConfig = config.backend.settings
-    assert engine.latency is not None  # checked before
+    assert engine.latency is not None  # ensured by `check_validation`
     facts = json.loads((path / ENGINE_FILE).read_text())
     simulator = SimulatorConfig(
         latency=latency or engine.latency,

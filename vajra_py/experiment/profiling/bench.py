@@ -1,4 +1,4 @@
-"""Time a runner on batches of given shapes, and the machine's pace at the moment."""
+"""Measure step times of a model runner for batches of given shapes, relative to the machine's current speed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Times of the reference batch before one, and after it, whose median is the machine's pace."""
+"""Number of reference times before and after a time whose median gives the machine's speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch to measure: contexts of its decodes, (tokens, context) of its chunks, and blocks swapped."""
+    """One batch to measure: context lengths of its decodes, (tokens, context length) of its prefill chunks, and number
+    of swapped blocks.
+    """
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     num_swapped: int = 0
 
     def shape(self, bytes_per_block: int) -> BatchFeatures:
-        """Its features."""
+        """Return the batch's features for a latency model."""
         shape = BatchFeatures(swap_bytes=self.num_swapped * bytes_per_block)
         shape = shape.with_decodes(len(self.decodes), sum(self.decodes))
         for num_tokens, context in self.chunks:
@@ -35,22 +37,28 @@ class Batch:
         return shape
 
     def ends(self, begins_ahead: bool = False) -> list[int]:
-        """Tokens that each row has places for; `begins_ahead`: those of decodes alone for one more step."""
+        """Return the number of KV slots, in tokens, that each row needs. With `begins_ahead`, rows of decode-only
+        batches need one more step's slot.
+        """
         is_ahead = self.is_ahead(begins_ahead)
         decoded = [max(2, context) + 2 if is_ahead else context + 1 for context in self.decodes]
         return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
-        """True if it is on the device before the last step's tokens are known, where decodes begin ahead."""
+        """Return whether the step is launched before the previous step's tokens are known, given that decodes may begin
+        ahead.
+        """
         return begins_ahead and not self.chunks and not self.num_swapped
 
     def num_blocks(self, block_size: int, begins_ahead: bool = False) -> int:
-        """KV blocks of all its rows."""
+        """Return the number of KV blocks of all rows."""
         return sum(-(-end // block_size) for end in self.ends(begins_ahead))
 
 
 class Bench:
-    """Computes batches on a runner and takes the time, in the slots and KV blocks from these on."""
+    """Executes batches on a runner and measures their time, using slots from `first_slot` and KV blocks from
+    `first_block` on.
+    """
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class Bench:
         first_block: int = 0,
         begins_ahead: bool = False,
     ) -> None:
-        """`begins_ahead`: a device computes, and steps of decodes are on it before the last one's tokens are known."""
+        """`begins_ahead`: decode-only steps are launched on the device before the previous step's tokens are known."""
         self._begins_ahead = begins_ahead
         self._runner = runner
         self._size = block_size
@@ -72,12 +80,14 @@ class Bench:
         self._stream = SeedTree(0).stream("tokens")
         self.bytes_per_block = runner.facts.kv_bytes_per_token * block_size
         self.taken: list[int] = []
-        """Slots that are freed with the next step."""
+        """Slots in use, which the next step frees."""
 
     def time_s(self, batch: Batch) -> float:
-        """Seconds of one step of the batch: of decodes that begin ahead, from the tokens of the step before to their own."""
+        """Return the seconds of one step of the batch; for decodes that begin ahead, from the previous step's tokens to
+        its own.
+        """
         is_ahead = batch.is_ahead(self._begins_ahead)
-        if is_ahead:  # steps of the same rows come before and after
+        if is_ahead:  # the same rows also run one step before and one after
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
         ends = batch.ends(self._begins_ahead)
         blocks = self._first_block + self._stream.permutation(self._num_blocks)
@@ -89,7 +99,7 @@ class Bench:
             new.append(NewRow(slot, GREEDY, slot))
             at += count
         decodes = self.taken[: len(batch.decodes)]
-        if decodes:  # the worker must have sampled a token of each before it can decode
+        if decodes:  # a row decodes only after the worker has sampled a token of it
             contexts = zip(decodes, batch.decodes, strict=True)
             before = [Chunk(slot, self._tokens(1), context - 1 - is_ahead, samples=True) for slot, context in contexts]
             self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
@@ -119,9 +129,10 @@ class Bench:
 
 
 class Reference:
-    """Time a batch that is always the same, in slots and KV blocks behind those of an engine, as a measure of the machine's pace.
+    """Measures the time of a fixed batch, which shows the machine's current speed.
 
-    The runner needs `room` for it, and `num_blocks` of KV memory besides the engine's, from `first_block` on.
+    It uses slots and KV blocks after those of the engine: the runner needs the options of `room`, and `num_blocks`
+    further KV blocks from `first_block` on.
     """
 
     def __init__(self, runner: ModelRunner, options: RunnerOptions, first_block: int) -> None:
@@ -132,25 +143,27 @@ class Reference:
 
     @staticmethod
     def room(options: RunnerOptions) -> RunnerOptions:
-        """An engine's options with slots for the reference."""
+        """Return an engine's options with additional slots for the reference."""
         return replace(options, max_requests=options.max_requests + _REFERENCE_ROWS)
 
     @staticmethod
     def num_blocks(options: RunnerOptions) -> int:
-        """KV blocks of the reference."""
+        """Return the number of KV blocks of the reference."""
         return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
 
     def frees(self, bench: Bench) -> None:
-        """Free the slots of a bench that is not used any more, with the next reference."""
+        """Free the slots of a bench that is no longer used, with the next step of the reference."""
         self._bench.taken += bench.taken
         bench.taken = []
 
     def time_s(self) -> float:
-        """Seconds of the batch; more when the machine is slower at this moment."""
+        """Return the seconds of one step of the reference batch."""
         return self._bench.time_s(self._batch)
 
 
 def paces(reference_s: Sequence[float], typical_s: float) -> list[float]:
-    """Return the slowness of the machine at each of these times of the reference, as a multiple of the typical one."""
+    """Return, for each reference time, the slowdown of the machine at that moment: a local median divided by
+    `typical_s`.
+    """
     windows = (reference_s[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(reference_s)))
     return [median(window) / typical_s for window in windows]

@@ -1,4 +1,4 @@
-"""Measure step times of a working engine, and the part that is not computing."""
+"""Measure step times of a running engine, and their overhead besides computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _MAX_LIVE_STEPS = 600
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """A step of the running engine: the time from forming it to taking in its tokens, and the part that was not computing."""
+    """Step of the running engine: the time from forming it to processing its tokens, and the part that was not
+    computation, in seconds.
+    """
 
     features: BatchFeatures
     time_s: float
@@ -31,7 +33,7 @@ class LiveStep:
 
 
 class _Watch(Observer):
-    """Record every step with the part of it that was not computing."""
+    """Observer that records every step with its overhead."""
 
     def __init__(self, engine: Engine) -> None:
         self._replicas = list(engine.replicas.values())
@@ -47,7 +49,7 @@ class _Watch(Observer):
 
 
 class _Allocated:
-    """A `ModelRunner` whose KV memory is there already, and which stays open."""
+    """Wrapper of a `ModelRunner` whose KV memory is already allocated, and which stays open after `close`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -67,7 +69,9 @@ class _Allocated:
 
 
 def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner) -> list[LiveStep]:
-    """Serve requests in waves, so that there are steps of few and of many; times are the wall clock's."""
+    """Serve requests in waves and return the steps, in wall-clock time; waves give steps of few and of many
+    requests.
+    """
     memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})
     settings = config.backend.settings.model_copy(update={"workers": "in_process", "look_ahead": False})

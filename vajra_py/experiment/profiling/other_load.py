@@ -1,6 +1,6 @@
 """Share of the machine that other processes used during a measurement.
 
-Not part of `profile`, since benchmarks, which profile nothing, read it too.
+It is separate from `profile` because benchmarks use it as well.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import time
 from pathlib import Path
 
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
-"""User, nice, system, interrupts and stolen time: of `/proc/stat`'s first line."""
+"""Positions of user, nice, system, interrupt and stolen time in the first line of `/proc/stat`."""
 
 
 class OtherLoad:
-    """Counts what other processes use, from when it is made."""
+    """Measures the processor time used by other processes since its creation."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._others_s = _others_s()
 
     def cores(self) -> float | None:
-        """Cores that other processes used on average; None where the system does not show it."""
+        """Return the mean number of cores used by other processes; None if the system does not provide it."""
         now = _others_s()
         elapsed_s = time.perf_counter() - self._started
         if now is None or self._others_s is None or elapsed_s <= 0.0:
@@ -30,7 +30,7 @@ class OtherLoad:
 
 
 def _others_s() -> float | None:
-    """Seconds of processor time that the machine has spent, less this process's own and its ended children's."""
+    """Return the machine's processor seconds without those of this process and its ended children; None if unknown."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     except OSError:

@@ -1,13 +1,13 @@
 """Measure step times of a model and device over a grid of shapes and fit a formula to them.
 
-First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
-alike. Before each a reference batch is computed, always the same one: its time shows how fast the machine is at that moment, and times
-count as they would be at its median pace. A batch's time is its median, times what single steps that something interrupted add on
-average over all shapes of its kind (decodes alone, and steps with prompts): steps add up in a run, so it is the mean that is predicted,
-and few measurements give a batch's median better than its mean. How far single measurements lie from their batch's is kept too, so that
-equal steps of a simulation differ as much. Then the engine serves requests for a while, which shows what forming a step costs, and
-whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
-that was broken off resumes where it stopped.
+First, a grid of batches is executed repeatedly in random order, so that other activity on the machine affects all of
+them equally. A fixed reference batch is executed before each: its time shows the machine's speed at that moment, and
+times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so their mean is
+what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's time is therefore
+its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts). The spread of
+measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much. Then the
+engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a running
+engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 _HOST_BLOCKS = 64
 _REFERENCES_AROUND = 5
-"""Times of the reference before the engine serves, and after it, whose median is the machine's pace meanwhile."""
+"""Number of reference times before and after the engine serves, whose median gives the machine's speed meanwhile."""
 _FARTHEST = 10.0
-"""Largest multiple of its batch's median as which a time enters the mean."""
+"""Measurements are clipped to this multiple of their batch's median before the mean is taken."""
 _EVERY_ROW = 8
-"""Largest number of decodes up to which every number is measured."""
+"""Every number of decodes up to this one is measured."""
 _FEWEST_TO_VARY = 3
-"""Smallest number of passes that shows how much equal steps differ."""
+"""Minimum number of passes for estimating the variation of equal steps."""
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Called with (measurements done, measurements in all)."""
+"""Called with (completed measurements, total measurements)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class ProfileSettings:
     """Settings of a profile.
 
     Attributes:
-        config: the engine and its replicas; see `profile_config`.
-        passes: measurements of each batch, besides one to warm up.
-        num_random: shapes drawn at random, besides the grid.
-        seed: of the shapes and their order.
-        reference_s: times count as they would be at the pace at which the reference takes so long; None: the pace that the
-            machine typically has while it is measured.
+        config: Engine and replicas; see `profile_config`.
+        passes: Number of measurements of each batch, besides one warm-up.
+        num_random: Number of random shapes besides the grid.
+        seed: Seed of the random shapes and of the order.
+        reference_s: Reference time in seconds to whose speed all times are normalised; None for its median during the
+            measurement.
     """
 
     config: SystemConfig
@@ -76,11 +76,12 @@ class ProfileSettings:
 def profile_config(
     model: str | Path | None, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises `ConfigError`.
+    """Return the settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises
+    `ConfigError`.
 
-    Without `model` it is the one that the experiment's engine has.
-    Steps are measured, not policies: of an experiment, simulated or not, its sizes and its engine count. Its policies may ask for
-    predictions although the profile that they come from does not exist yet.
+    Without `model`, the model of the experiment's engine is used. Only the sizes and the engine of an experiment
+    matter, whether it is simulated or not, since policies are not measured. Its policies may request predictions,
+    although their profile does not exist yet.
     """
     given = system_keys(config)
     given.pop("sweep", None)
@@ -108,7 +109,7 @@ def profile_config(
 
 
 def _model_of(given: Mapping[str, Any], config: Mapping[str, Any] | str | Path | None) -> Path:
-    """The model of an experiment's engine, seen from its file."""
+    """Return the path of the experiment engine's model, resolved relative to the experiment's file."""
     backend = given.get("backend")
     named = [backend.get(kind) for kind in MODEL_BACKENDS] if isinstance(backend, Mapping) else []
     model = next((one.get("model") for one in named if isinstance(one, Mapping)), None)
@@ -122,9 +123,10 @@ def _model_of(given: Mapping[str, Any], config: Mapping[str, Any] | str | Path |
 def profile_model(
     settings: ProfileSettings, output: Path, report: Report | None = None, load: LoadRunner | None = None
 ) -> Profile:
-    """Measure, fit, and write the profile to `output`; measurements are kept beside it until it is written.
+    """Measure step times, fit the profile and write it to `output`; until then, measurements are kept in a file beside
+    it.
 
-    Raises what loading the model raises.
+    Errors of loading the model are passed on.
     """
     config = settings.config
     replica = config.replica
@@ -188,11 +190,12 @@ def _facts(facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> dict[s
 
 
 def _fitted(steady: _Steady, live: Sequence[LiveStep], ahead: bool, facts: Mapping[str, Any], seed: int) -> Profile:
-    """One formula for the step as the engine's clock sees it.
+    """Return a profile with one formula for the whole step on the engine's clock.
 
-    Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
-    steps of the running engine and added to the grid's. Their whole times are only compared with the formula.
-    Where decodes begin `ahead`, forming a step of them is hidden behind the one before; the running engine was measured without.
+    The cost of forming a step hardly depends on the sizes of its chunks. It is therefore fitted to the steps of the
+    running engine (base, per decode, per chunk) and added to the times of the grid. The whole times of these live steps
+    are only compared with the formula. If decodes begin `ahead`, forming a decode-only step overlaps with the previous
+    step; the running engine was measured without this overlap.
     """
     overhead = fit_steps([Measured(_counts_only(one.features), one.overhead_s) for one in live]) if live else None
 
@@ -215,13 +218,13 @@ def _counts_only(features: BatchFeatures) -> BatchFeatures:
     return BatchFeatures(num_decodes=features.num_decodes, num_prefills=features.num_prefills)
 
 
-# Which batches
+# Selection of batches
 
 
 def _batches(
     settings: ProfileSettings, facts: ModelFacts, options: RunnerOptions, num_blocks: int, ahead: bool
 ) -> Iterator[Batch]:
-    """The grid and some random batches, all of which fit."""
+    """Yield the batches of the grid and random batches, all of which fit into memory."""
     stream = SeedTree(settings.seed).stream("batches")
     replica = settings.config.replica
     sizes = _Sizes(
@@ -251,7 +254,7 @@ class _Sizes:
 
 
 def _powers(low: int, high: int, factor: int) -> list[int]:
-    """`low`, `low * factor`, … and `high`."""
+    """Return `low`, `low * factor`, … and `high`."""
     values = []
     while low < high:
         values.append(low)
@@ -284,13 +287,13 @@ def _grid(sizes: _Sizes, stream: np.random.Generator) -> Iterator[Batch]:
 
 
 def _ragged(rows: int, context: int, longest: int, stream: np.random.Generator) -> tuple[int, ...]:
-    """Contexts around a mean, as different as those of requests that arrived one by one."""
+    """Return random context lengths around a mean, varied like those of requests that arrived one by one."""
     drawn = stream.uniform(0.25, 1.75, rows) * context
     return tuple(int(one) for one in np.clip(drawn, 1, longest))
 
 
 def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
-    """Return a random batch that a step may have: sizes spread evenly over orders of magnitude."""
+    """Return a random feasible batch, with sizes distributed log-uniformly."""
 
     def log_uniform(low: int, high: int) -> int:
         return int(np.exp(stream.uniform(np.log(low), np.log(max(low, high) + 1))))
@@ -310,17 +313,17 @@ def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
     return Batch(decodes, tuple(chunks)) if decodes or chunks else Batch((1,))
 
 
-# Measuring
+# Measurement
 
 
 class _Journal:
-    """Keeps measurements as they are made; a later equal profile resumes from them."""
+    """File of measurements, from which a later profile with equal settings resumes."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], batches: Sequence[Batch]) -> None:
         self._path = path
         header = {"facts": dict(facts), "batches": [asdict(batch) for batch in batches]}
         self.done: dict[tuple[int, int], tuple[float, float]] = {}
-        """Seconds of the batch and of the reference before it, by (pass, position of the batch)."""
+        """(Seconds of the batch, seconds of the reference before it), by (pass, position of the batch)."""
         text = json.dumps(header)
         if path.exists():
             lines = path.read_text().splitlines()
@@ -334,7 +337,7 @@ class _Journal:
         for line in lines:
             try:
                 turn, index, seconds, reference_s = json.loads(line)
-            except ValueError:  # the last line of a broken-off profile
+            except ValueError:  # incomplete last line of an interrupted profile
                 continue
             self.done[turn, index] = (seconds, reference_s)
 
@@ -350,12 +353,12 @@ class _Journal:
         return median(reference_s for _, reference_s in self.done.values())
 
     def steady_s(self, typical_s: float) -> dict[tuple[int, int], float]:
-        """Return the batches' times in seconds at the pace at which the reference batch takes `typical_s`."""
+        """Return the batches' times in seconds, normalised to the speed at which the reference takes `typical_s`."""
         slowness = paces([reference_s for _, reference_s in self.done.values()], typical_s)
         return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 
     def remove(self) -> None:
-        """Remove the file of partial results, once the profile is written."""
+        """Remove the file of measurements once the profile is written."""
         self._path.unlink(missing_ok=True)
 
 
@@ -385,14 +388,14 @@ def _measure_grid(
 
 @dataclass(frozen=True, slots=True)
 class _Steady:
-    """Mean time of each measured batch, and the variation of equal steps."""
+    """Expected time of each measured batch, and the variation of equal steps."""
 
     grid: Sequence[Measured]
     variation: Variation | None
 
     @classmethod
     def of(cls, shapes: Sequence[BatchFeatures], passes: int, journal: _Journal, typical_s: float) -> _Steady:
-        """Compute steady times from a complete journal."""
+        """Compute expected times from a complete journal."""
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]

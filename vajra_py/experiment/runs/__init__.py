@@ -1,1 +1,1 @@
-"""Run experiments into folders: one run, sweeps, divided runs, recorded sessions, replays."""
+"""Execution of experiments into folders: single runs, sweeps, divided runs, recorded sessions, replays."""

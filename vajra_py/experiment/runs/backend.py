@@ -18,12 +18,12 @@ from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
 Progress = Callable[[int, int, float], None]
-"""Called now and then with (requests ended, requests in all, seconds on the run's clock)."""
+"""Called repeatedly with (ended requests, total requests, seconds on the run's clock)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run about to start."""
+    """Inputs of one run."""
 
     config: ExperimentConfig
     registry: Registry
@@ -37,28 +37,30 @@ class Outcome:
     """Result of a backend that has finished."""
 
     ended_at: float
-    """Seconds on the run's clock."""
+    """End of the run, in seconds on its clock."""
     num_steps: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the manifest."""
 
 
 WriteTables: TypeAlias = Callable[[Path, ExperimentConfig, Tables, float, Mapping[str, Any]], None]
-"""Called with the run's folder, its settings, what was recorded, the run's end in seconds, and where step times come from."""
+"""Called with the run's folder, its settings, the recorded tables, the run's end in seconds, and the origin of its step
+times.
+"""
 
 
 class Backend(Protocol):
-    """A prepared run; `prepare` and `start` are called once, in this order."""
+    """Executor of one run; `prepare` and `start` are each called once, in this order."""
 
     controller: Controller
     decision_log: type[DecisionLog]
-    """Class that records its decisions."""
+    """Class of the decision log."""
     write: WriteTables
-    """Writes the tables of a run."""
+    """Function that writes the run's tables."""
 
     @property
     def latency_models(self) -> Mapping[str, LatencyModel]:
-        """Latency models of the steps, by replicaset; none where steps are computed."""
+        """Latency models of the steps, by replicaset; empty if steps are executed on an engine."""
 
     @property
     def step_times(self) -> StepTimes:
@@ -71,7 +73,7 @@ class Backend(Protocol):
         """Serve the whole workload."""
 
     def position(self) -> tuple[float, int]:
-        """(seconds on the run's clock, steps) so far; also after a failure."""
+        """Return (seconds on the run's clock, number of steps) so far; also works after a failure."""
 
     def close(self) -> None:
         """Release all resources, after success or failure."""

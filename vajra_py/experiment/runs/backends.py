@@ -1,4 +1,4 @@
-"""Build the backend that a configuration names; only that one is imported."""
+"""Build the backend named by a configuration; other backends are not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vajra_py.workload import Workload
 
 
 def make_backend(run: Run) -> Backend:
-    """Build the backend that the configuration names. Raises `ConfigError`, with file and line where they are known."""
+    """Build the backend named by the configuration. Raises `ConfigError`, with file and line if known."""
     with naming_lines(run.config):
         return _make(run)
 
@@ -37,10 +37,10 @@ def _make(run: Run) -> Backend:
 
 
 def check_backend(config: SystemConfig, registry: Registry) -> None:
-    """Put replicas and policies together without computing anything. Raises `ConfigError` for what is wrong with them."""
+    """Build replicas and policies without running anything. Raises `ConfigError` for their problems."""
     kind = config.backend.kind
     if kind == "simulator":
-        experiment = cast(ExperimentConfig, config)  # nothing is run, so a system's missing workload is not needed
+        experiment = cast(ExperimentConfig, config)  # nothing is run, so a missing workload does not matter
         make_backend(Run(experiment, registry, Workload.from_requests([]), SeedTree(config.seed)))
         return
     from vajra_py.engine.config import MODEL_BACKENDS

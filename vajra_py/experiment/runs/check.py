@@ -1,5 +1,5 @@
-"""Find mistakes that appear only when an experiment's parts are built: unreadable traces, incompatible models or
-policies.
+"""Check for mistakes that appear only when an experiment's parts are built, such as unreadable traces and incompatible
+models or policies.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vajra_py.plugins import Registry
 def problems_of_parts(
     points: Sequence[tuple[SweepPoint, SystemConfig]], registry: Registry, where: str = ""
 ) -> Iterator[Problem]:
-    """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
+    """Read the workload's files and build replicas and policies for every point; yield each problem once.
 
-    `where` is put before each problem of the settings whose line is not known.
+    `where` prefixes problems of settings whose line is unknown.
     """
     seen: set[tuple[str, ...]] = set()
     found: set[str] = set()
@@ -37,7 +37,7 @@ def problems_of_parts(
         except ConfigError as error:
             at_point = "" if len(points) == 1 else f" ({point.label})"
             for problem in error.problems:
-                if str(problem) not in found:  # a mistake common to all points is reported once, for the first
+                if str(problem) not in found:  # report a mistake that is common to several points once
                     found.add(str(problem))
                     is_placed = problem.where.startswith((f"{where}:", "--set "))
                     place = f"{problem.where}{at_point}" if is_placed else f"{where}{at_point} {problem.where}".strip()
@@ -45,7 +45,7 @@ def problems_of_parts(
 
 
 def _paths(workload: Any) -> Iterator[str]:
-    """Yield the files that a workload is read from."""
+    """Yield the paths of a workload's files."""
     if getattr(workload, "path", None):
         yield workload.path
     for part in getattr(workload, "workloads", ()):

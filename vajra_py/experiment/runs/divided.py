@@ -1,8 +1,9 @@
-"""A simulation divided into parts that share nothing, each run by a worker, and put together again to the same bytes.
+"""Division of a simulation into independent parts, whose merged results are byte for byte those of the undivided run.
 
-Replicasets share nothing but the requests' order. Within a replicaset whose scheduler binds on arrival and reads no load, neither do replicas, as
-long as no policy keeps state about others' requests. Each part goes through all requests in order, decides as the whole would which replica takes each, and
-simulates those of its own replicas. What cannot be divided exactly is not divided, and `why_whole` returns the reason.
+Replicasets share only the order of requests. So do the replicas of a replicaset if its scheduler binds requests on
+arrival without reading loads and no policy keeps state about requests of other replicas. Each part processes all
+requests in order, determines the replica of each as the undivided run would, and simulates the requests of its own
+replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vajra_py.workload import Workload
 from vajra_py.workload.arrays import I64
 
 _LENGTHS = ("none", "constant", "histogram", "oracle", "noisy_oracle")
-"""Predictors of output lengths whose answer about a request depends on nothing but that request."""
+"""Predictors of output lengths whose prediction for a request depends only on that request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Part:
 
 
 def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
-    """Return the reason that a run of these settings cannot be divided at all; None if its replicasets can be."""
+    """Return the reason why a run of these settings cannot be divided; None if its replicasets can be simulated
+    separately.
+    """
     if config.backend.kind != "simulator":
         return f"only simulations are divided (backend: {config.backend.kind})"
     settings = config.backend.settings
@@ -86,9 +89,10 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
 def why_together(
     replicaset: Replicaset, config: ExperimentConfig, seeds: NotedSeeds, first: RequestView | None
 ) -> str | None:
-    """Return the reason that the replicas of a replicaset stay in one part; None if each can be simulated alone.
+    """Return the reason why the replicas of a replicaset must stay in one part; None if each can be simulated
+    separately.
 
-    `seeds` are those that its policies were built with; `first` is a request that it takes.
+    `seeds` recorded the random streams used by its policies; `first` is one of its requests.
     """
     policies = replicaset.policies
     assert policies is not None  # built from settings
@@ -119,7 +123,7 @@ def why_together(
 
 
 def _views(replicaset: Replicaset) -> list[ReplicaLoadView]:
-    return [LiveLoad(one) for one in replicaset.replicas]  # nothing runs that would have to be brought up to date
+    return [LiveLoad(one) for one in replicaset.replicas]  # nothing runs, so loads are up to date
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +131,8 @@ class Division:
     """Assignment of replicas to parts.
 
     Attributes:
-        owners: by replicaset, the part of each replica.
-        together: by replicaset whose replicas stay in one part, why.
+        owners: Part of each replica, by replicaset.
+        together: Reason why replicas stay in one part, by replicaset to which this applies.
     """
 
     owners: Mapping[str, Sequence[int]]
@@ -136,12 +140,14 @@ class Division:
 
     @property
     def parts(self) -> list[int]:
-        """The parts that have replicas."""
+        """Numbers of the parts that have replicas."""
         return sorted({one for owners in self.owners.values() for one in owners})
 
 
 def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count: int) -> Division:
-    """Replicas in order go to `count` parts of about as many; those that stay together to the part of the middle one."""
+    """Assign replicas in order to `count` parts of about equal size; replicas that must stay together go to the part of
+    the middle one.
+    """
     replicasets = run.controller.replicasets
     firsts: dict[str, RequestView] = {}
     for spec in run.workload:
@@ -168,7 +174,7 @@ def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count
 
 
 class PartOfRun(SimulatedRun):
-    """Simulates the replicas of one part; requests have the index that they have in the whole."""
+    """Simulation of the replicas of one part; requests keep their index of the undivided run."""
 
     decision_log: type[DecisionLog] = PartialDecisionLog
     write: WriteTables = staticmethod(write_part)
@@ -187,7 +193,9 @@ class PartOfRun(SimulatedRun):
         self.workload = Workload(run.workload.columns.take(rows), run.workload.name, run.workload.source)
 
     def _plan(self, division: Division, part: int) -> tuple[I64, list[int]]:
-        """Return the rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
+        """Return the workload rows of this part's requests and the replica of each (-1 if it is decided during the
+        run).
+        """
         rows: list[int] = []
         replicas: list[int] = []
         views = {name: _views(one) for name, one in self.controller.replicasets.items()}
@@ -210,7 +218,7 @@ class PartOfRun(SimulatedRun):
 
     def _assign(self, replicaset: Replicaset, request: Request, views: Sequence[ReplicaLoadView], now: float) -> int:
         """Return the replica to which the undivided run would bind a request. Raises `RunError` if it cannot be
-        determined here.
+        determined.
         """
         try:
             chosen = replicaset.scheduler.assign(request, views, now)
@@ -227,12 +235,12 @@ class PartOfRun(SimulatedRun):
         return int(self._rows[self._position])
 
     def planned(self) -> int:
-        """Return the replica of the request that was submitted last."""
+        """Return the planned replica of the request that was submitted last."""
         return self._replicas[self._position]
 
 
 class _Planned:
-    """Scheduler that binds requests according to the plan."""
+    """Replicaset scheduler that binds requests according to the plan."""
 
     traits = SchedulerTraits(reads_load=False)
 

@@ -1,7 +1,7 @@
 """Run an experiment on a real model with the same settings, policies and requests as in a simulation.
 
-Besides what every run writes, the folder gets `inputs.jsonl.gz` (what reached the controller, and when), `outputs.jsonl.gz`
-(the tokens) and `engine.json` (sizes): with the decision log, all that a replay needs.
+In addition to the files of every run, the folder has `inputs.jsonl.gz` (the controller's inputs with their times),
+`outputs.jsonl.gz` (tokens) and `engine.json` (sizes). Together with the decision log, they suffice for a replay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["ENGINE_FILE", "EngineRun", "length_predictor", "predictions"]
 
 
 class EngineRun:
-    """An experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
+    """Run of an experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
 
     decision_log: type[DecisionLog] = DecisionLog
     write: WriteTables = staticmethod(write_results)
@@ -66,7 +66,7 @@ class EngineRun:
 
     @property
     def latency_models(self) -> dict[str, LatencyModel]:
-        """See `Backend`: steps are computed."""
+        """See `Backend`: empty, as steps are executed."""
         return {}
 
     @property
@@ -82,7 +82,7 @@ class EngineRun:
         self._output_log = OutputLog(folder / OUTPUTS_FILE)
 
     def start(self) -> Outcome:
-        """Serve the whole workload. Raises `ExecutorError` when no replica is left."""
+        """Serve the whole workload. Raises `ExecutorError` if all replicas are lost."""
         self.loop = loop = self._engine.start(note=None if self._log is None else self._log.note)
         loop.on_ended = self._ended
         for spec in self._run.workload:
@@ -140,7 +140,7 @@ class EngineRun:
             self._output_log.note(request, reason, output.token_ids, is_faulty=output.is_faulty)
 
     def _facts(self, loop: EngineLoop) -> dict[str, object]:
-        """Return the time spent computing on the device and the rest of the steps' time (scheduling, bookkeeping)."""
+        """Return facts for the manifest, such as the fraction of the steps' time not spent computing on the device."""
         replicas = self._engine.replicas.values()
         busy_s = to_seconds(sum(one.busy_ticks for one in replicas))
         compute_s = sum(one.compute_s for one in replicas)
@@ -151,7 +151,7 @@ class EngineRun:
             "rows_dropped_ahead": sum(one.ahead.num_dropped_rows for one in replicas if one.ahead),
             "busy_s": busy_s,
             "compute_s": compute_s,
-            # Steps that were begun ahead compute before they are formed.
+            # Steps that begin ahead compute before they are formed, so computation may exceed the busy time.
             "overhead_fraction": max(0.0, 1.0 - compute_s / busy_s) if busy_s > 0 else 0.0,
         }
 

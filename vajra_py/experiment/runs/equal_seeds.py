@@ -1,7 +1,8 @@
-"""Recognise, before anything runs, the seeds of a setting that would give equal runs.
+"""Detect, before running, the seeds of a setting that would give equal runs.
 
-Two seeds give one run when the requests that they draw are equal and nothing else in the experiment is drawn. Requests are drawn and compared; whether policies, predictors of output
-lengths or step times draw is seen by putting the experiment together without requests. A policy that asks for its stream only later shows it in its run (`drew_beside_workload`).
+Two seeds give equal runs if they draw equal requests and the experiment draws nothing else. Requests are drawn and
+compared; building the experiment without requests shows whether policies, predictors of output lengths or step times
+use random streams. A policy that requests its stream later is detected after its run (`drew_beside_workload`).
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from vajra_py.workload.draws import Draws
 
 @dataclass(frozen=True, slots=True)
 class SettingSeeds:
-    """The points of one setting, by their positions among those given."""
+    """Points of one setting, as positions among the points under examination."""
 
     points: tuple[int, ...]
     original: tuple[int, ...]
-    """First equivalent point of each; itself if there is none."""
+    """First point equivalent to each point, possibly itself."""
     same_load: str = ""
-    """Sentence on the differences between its runs where their requests are equal."""
+    """Sentence on the differences between its runs if their requests are equal; else empty."""
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Points worth running."""
+        """Points to run, one per group of equivalent points."""
         return tuple(dict.fromkeys(self.original))
 
     @property
     def why(self) -> str:
-        """Return the reason that some seeds are not run; empty if all are."""
+        """Return the reason why some seeds are not run; empty if all are run."""
         num_seeds, num_runs = len(self.points), len(self.kept)
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
     def copies_of(self, point: int) -> list[int]:
-        """Return the other points that give the run of this one."""
+        """Return the other points whose runs would equal the run of this one."""
         return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
 
 
 class EqualSeeds:
-    """Finds seeds that would repeat another one's run; files are read once for all settings."""
+    """Finds seeds that would repeat another seed's run; input files are read once for all settings."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -60,7 +61,7 @@ class EqualSeeds:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def of_points(self, points: Sequence[tuple[SweepPoint, ExperimentConfig]]) -> list[SettingSeeds]:
-        """Return the settings among the points of a sweep, in order: points that differ in their seed alone are one."""
+        """Return the settings of a sweep's points, in order; points that differ only in their seed form one setting."""
         groups: dict[str, list[int]] = {}
         for index, (point, _) in enumerate(points):
             values = {path: value for path, value in point.items() if path != SEED}
@@ -72,9 +73,9 @@ class EqualSeeds:
         return found
 
     def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
-        """Return an experiment under each of these seeds, in their order.
+        """Return the setting of an experiment under each of these seeds, in their order.
 
-        A setting that cannot be drawn or built counts as different: its runs report the error.
+        Seeds of a setting that cannot be drawn or built count as different, so that its runs report the error.
         """
         every = tuple(range(len(seeds)))
         different = SettingSeeds(every, every)
@@ -95,13 +96,17 @@ class EqualSeeds:
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
     def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
-        """Return up to `count` seeds, from the experiment's on, that give different runs, and the reason for fewer or the only source of variation."""
+        """Return (up to `count` seeds that give different runs, note). Seeds start at the experiment's seed; the note
+        gives the reason for fewer seeds, or the only source of variation.
+        """
         every = range(config.seed, config.seed + count)
         own = self.of_seeds(config, every)
         return tuple(every[i] for i in own.kept), own.why or own.same_load
 
     def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
-        """Return sources of variation between runs of equal requests: draws by policies, predictors and step times, as far as building them shows."""
+        """Return the sources of variation between runs of equal requests: random draws by policies, predictors and step
+        times, as far as building them reveals.
+        """
         if config.backend.kind != "simulator":
             return [MEASURED]
         seeds = NotedSeeds(SeedTree(config.seed))
@@ -111,7 +116,7 @@ class EqualSeeds:
 
 
 def drew_beside_workload(path: Path) -> bool:
-    """Return whether a finished run drew anything from its seed besides its requests."""
+    """Return whether a finished run used its seed for anything besides its requests."""
     return bool(json.loads((path / MANIFEST_FILE).read_text()).get("drawn_beside_workload"))
 
 

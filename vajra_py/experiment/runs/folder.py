@@ -1,7 +1,7 @@
-"""The folder of a run: its files after success, failure or interruption.
+"""Folder of a run: its status and files after success, failure or interruption.
 
-`manifest.json` holds the facts that decide the results and the run's status; `environment.json` holds machine and time,
-so that everything else is equal to the byte for equal settings, seed and versions.
+`manifest.json` has the facts that determine the results, and the run's status. `environment.json` has machine and time;
+all other files are byte for byte equal for equal settings, seed and versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vajra_py.plugins import Registry
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
-"""Files written before the manifest: a folder with nothing else belongs to a run that was killed at its start."""
+"""Files written before the manifest; a folder with only these belongs to a run that was killed at its start."""
 
 
 def config_digest(config: SystemConfig) -> str:
@@ -46,7 +46,7 @@ def files_digest(config: SystemConfig) -> dict[str, str]:
 
 
 def named_paths(config: SystemConfig) -> list[str]:
-    """Return the strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+    """Return the strings in an experiment's settings that may be paths of its input files or folders, sorted."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
@@ -65,7 +65,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return the run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
+    """Return the run folders at a path (the path itself or folders below it) in natural order of their names."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
     found = sorted(
@@ -86,27 +86,27 @@ def _is_hidden(manifest: Path, path: Path) -> bool:
 
 
 class RunFolder:
-    """The folder of one run; from `start` to `close` no other process writes a run there."""
+    """Folder of one run; it is locked against other runs from `start` to `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def is_finished(self, config: SystemConfig) -> bool:
-        """Return whether it holds the complete results of exactly these settings and the files they name."""
+        """Return whether it has the complete results of exactly these settings and their input files."""
         manifest = self._manifest()
         is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
         return is_same and manifest.get("status") == FINISHED
 
     def holds_other_results(self, config: SystemConfig) -> bool:
-        """Return whether the folder holds something other than a run of these settings."""
+        """Return whether the folder contains anything other than a run of these settings."""
         if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
             return False
         return self._manifest().get("config_digest") != config_digest(config)
 
     def check(self, config: SystemConfig, *, overwrite: bool) -> None:
-        """Raise `ConfigError` if the folder holds other results and `overwrite` is false, or files that do not belong
-        to a run.
+        """Raise `ConfigError` if the folder contains other results and `overwrite` is false, or files that do not
+        belong to a run.
         """
         changed = [] if overwrite else self._changed_files(config)
         if changed:
@@ -127,9 +127,9 @@ class RunFolder:
             )
 
     def start(self, config: SystemConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
-        """Make the folder ready for a run of these settings, for everyone or its owner only.
+        """Prepare and lock the folder for a run of these settings; with `is_private` only its owner can read it.
 
-        Raises like `check`, and `ConfigError` while another run is written there.
+        Raises the errors of `check`, and `ConfigError` while another run is written there.
         """
         self.check(config, overwrite=overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class RunFolder:
         self.note(RUNNING)
 
     def note(self, status: str, **facts: Any) -> None:
-        """Write the run's status (and more facts) into its manifest."""
+        """Write the run's status and further facts to its manifest."""
         self._facts.update(facts)
         self._write_json("manifest.json", {**self._facts, "status": status})
 
@@ -176,7 +176,7 @@ class RunFolder:
         self._lock = lock
 
     def _changed_files(self, config: SystemConfig) -> list[str]:
-        """Files named by the settings that have changed since the results were made."""
+        """Return the input files that have changed since the results were written."""
         known = self._manifest().get("files")
         if not isinstance(known, dict):
             return []

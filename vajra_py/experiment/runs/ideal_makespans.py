@@ -1,4 +1,4 @@
-"""Makespans of programs that have the system to themselves: the bound that slowdown is taken against."""
+"""Ideal makespans of programs, as if each had the system to itself; slowdown is relative to them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from vajra_py.workload import Workload
 from vajra_py.workload.content import NO_NODE, ContentColumn
 
 SoloTime: TypeAlias = Callable[[int, int, int], float]
-"""(prompt tokens, those that are cached, output tokens) of a call that runs alone to its seconds."""
+"""Returns the seconds of a call that runs alone, given (prompt tokens, cached prompt tokens, output tokens)."""
 _MOST_LOOKED_AT = 64
-"""Segments at the end of a prompt among which its parent's prompt is looked for before the prompts are compared."""
+"""Number of trailing segments of a prompt that are searched for the end of its parent's prompt before the whole prompts
+are compared.
+"""
 
 
 def ideal_makespans(
     config: ExperimentConfig, workload: Workload, models: Mapping[str, LatencyModel], requests: Any
 ) -> dict[str, float]:
-    """Return the ideal makespan of each program in seconds, by id; none where steps are not predicted.
+    """Return the ideal makespan of each program in seconds, by id; empty if there is no latency model.
 
-    The longest way through a program's graph, from its first arrival: delays, and calls that each run alone, their prompt in one step, with
-    every token cached that their parents have computed. `requests` is the requests table: a call runs on the model of the replicaset that
-    took it.
+    It is the length of the critical path through a program's graph from its first arrival. The path consists of delays
+    and calls; each call runs alone, with its prompt in one step and all tokens cached that its parents have computed.
+    `requests` is the requests table; a call's time comes from the latency model of the replicaset that served it.
     """
     solo = {
         name: _solo_time(models[name], caches=one.replica.memory.prefix_cache.enabled)
@@ -69,14 +71,14 @@ def _solo_time(model: LatencyModel, *, caches: bool) -> SoloTime:
         first = model.batch_time_s(BatchFeatures().with_chunk(prompt - cached, cached))
         if output < 2:
             return first
-        # The mean context of its decodes; step times are straight lines in it, or nearly so.
+        # Step times are nearly linear in the context length, so the decodes' mean context represents them.
         return first + (output - 1) * model.batch_time_s(BatchFeatures(1, prompt + output // 2))
 
     return time
 
 
 class _CachedTokens:
-    """Leading tokens of prompts that their parents have computed."""
+    """Computes the numbers of leading prompt tokens that a call's parents have computed."""
 
     def __init__(self, content: ContentColumn | None, outputs: list[int], ids: list[str]) -> None:
         self._content = content
@@ -87,7 +89,9 @@ class _CachedTokens:
             self._nodes = content.nodes.tolist()
 
     def of(self, row: int, parents: tuple[int, ...], prompts: list[int]) -> int:
-        """Tokens of a row's prompt that a parent's prompt and answer begin with."""
+        """Return the length in tokens of the longest prefix that a row's prompt shares with a parent's prompt and
+        answer.
+        """
         if self._content is None or not parents or self._nodes[row] == NO_NODE:
             return 0
         return max(self._shared(row, parent, prompts) for parent in parents)

@@ -1,4 +1,4 @@
-"""Files of a part of a run: its rows without a summary, and the origin of its step times, for the merge."""
+"""Files of a part of a run, for merging: its tables and the origin of its step times, without a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMITTED, _NOTES, _TRANSFERS = "emitted.arrow", "notes.json", "transfers.arrow"
 def write_part(
     path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
 ) -> None:
-    """Write the tables that `take_part` reads; called instead of `write_results`, with its arguments."""
+    """Write the tables that `take_part` reads; replaces `write_results` and has its parameters."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
     if tables.transfers is not None:
@@ -32,10 +32,10 @@ def write_part(
 
 
 def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
-    """Add a part's rows to these tables, and return where its step times come from."""
+    """Add a part's rows to these tables, and return the origin of its step times."""
     tables.requests.take(_read(path / _REQUESTS))
     tables.steps.extend(_read(path / _STEPS))
-    for batch in _read(path / _TBT).to_batches():  # each batch is of one replicaset and class
+    for batch in _read(path / _TBT).to_batches():  # each batch has one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(numpy_array(batch.column("gap_s")), numpy_array(batch.column("weight")))
     if tables.transfers is not None and has_transfers(path):
@@ -45,17 +45,17 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
 
 
 def has_transfers(path: Path) -> bool:
-    """Return whether requests could move between the replicas of a part's run."""
+    """Return whether requests could move between replicas in a part."""
     return (path / _TRANSFERS).exists()
 
 
 def take_emitted(paths: Sequence[Path]) -> Any:
-    """Return the figures that policies emitted in all parts, as one table."""
+    """Return the values that policies emitted in all parts, as one table."""
     return combined([_read(path / _EMITTED) for path in paths])
 
 
 def take_notes(paths: Sequence[Path]) -> list[str]:
-    """Sentences about policies of all parts, each once."""
+    """Return the notes on policies of all parts, without duplicates."""
     return sorted({note for path in paths for note in json.loads((path / _NOTES).read_text())})
 
 

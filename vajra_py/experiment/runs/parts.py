@@ -1,4 +1,6 @@
-"""Execute a run in parts and put their results together (`divided`); the folder has the bytes of the undivided run."""
+"""Execute a run in parts (`divided`) and merge their results; the files are byte for byte those of the
+undivided run.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 
 
 def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[Part] | str:
-    """Return the parts that `count` workers run this experiment in, or the reason that it stays undivided. Raises
-    `ConfigError` as a run does.
+    """Return the parts of this experiment for `count` workers, or the reason why it cannot be divided. Raises
+    `ConfigError` like a run.
     """
     reason = why_whole(config, registry)
     if reason is not None:
@@ -59,10 +61,10 @@ def run_in_parts(
     *,
     overwrite: bool = False,
 ) -> RunData | str:
-    """Run an experiment in parts and open its results, or return why a part could not be run.
+    """Run an experiment in parts and open its results, or return the reason why a part failed.
 
-    Parts are kept beside the run's folder until they are put together, so that what is finished is not run again, unless `overwrite` asks for it, or
-    what it was made from has changed.
+    Parts are kept beside the run's folder until they are merged, so finished parts are not repeated, unless `overwrite`
+    is set or their inputs have changed.
     """
     place = RunFolder(config.output_dir / config.name)
     folder = place.path.with_name(f".{place.path.name}.parts")
@@ -91,7 +93,9 @@ def run_in_parts(
 
 
 def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
-    """Return whether a part is finished by the versions installed now: all parts of a run are made by the same."""
+    """Return whether a part was finished by the installed versions; all parts of a run must come from the same
+    versions.
+    """
     if not RunFolder(path).is_finished(config):
         return False
     made, now = json.loads((path / MANIFEST_FILE).read_text()), run_manifest(config, registry)
@@ -127,7 +131,7 @@ def _write_combined(config: ExperimentConfig, registry: Registry, place: RunFold
 
 
 def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the origin of step times over all parts, with the fallbacks of each."""
+    """Return the merged origin of step times, including the fallbacks of all parts."""
     facts = {name: value for name, value in parts[0].items() if name != "sentence"}
     return StepTimes(**facts | {"num_fallback": sum(one["num_fallback"] for one in parts)}).to_mapping()
 

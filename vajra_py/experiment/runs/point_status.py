@@ -1,4 +1,4 @@
-"""Status of a run, as it is reported while runs go."""
+"""Status of a sweep's point, reported while the sweep runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class PointStatus:
     now_s: float = 0.0
     is_finished: bool = False
     was_there: bool = False
-    """Finished in an earlier sweep; not run again."""
+    """True if it was finished in an earlier sweep and is not repeated."""
     error: str | None = None
     is_copy: bool = False
-    """True if it was not run because it would repeat the run of another seed."""
+    """True if it is not run because it would repeat the run of another seed."""
 
     @property
     def values_label(self) -> str:
-        """The point by its values alone: every point sets the same paths."""
+        """Label of the point by its values only, since all points set the same paths."""
         return values_of_label(self.label)

@@ -1,7 +1,8 @@
 """Pools that execute runs: in this process, in processes of this machine, or (`vajra_py.cluster`) on a Ray cluster.
 
-A pool takes tasks under numbers of the caller's choice and returns those that have ended; while it waits it reports the progress of the running ones. Results go to the folders that the tasks
-name, the same bytes wherever a task was executed.
+A pool accepts tasks, identified by numbers that the caller chooses, and yields them as they end; meanwhile it reports
+the progress of running tasks. Results are written to the tasks' folders, with the same bytes wherever a task is
+executed.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ INTERRUPTED = "interrupted; finished runs are kept, give the same command again 
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
-    """A run to execute: its settings, and the folder that its results go to."""
+    """Run to execute: its settings and the folder of its results."""
 
     config: ExperimentConfig
     path: Path
     overwrite: bool = False
     part: Part | None = None
-    """The part of the run that is to be executed; None: all of it."""
+    """Part of the run to execute; None for the whole run."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -53,35 +54,35 @@ class RunTask:
 
 
 TaskProgress: TypeAlias = Callable[[int, int, int, float], None]
-"""Called with a task's number, requests done, requests in all, and the run's time in seconds."""
+"""Called with (task number, ended requests, total requests, seconds on the run's clock)."""
 End: TypeAlias = tuple[int, "str | None"]
-"""A task's number, and why it failed."""
+"""(Task number, error text; None if it succeeded)."""
 
 
 MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
-"""Makes a pool elsewhere than on this machine."""
+"""Creates a pool that reports progress to the argument."""
 
 
 class RunPool(Protocol):
-    """Executes runs."""
+    """Pool that executes runs."""
 
     def submit(self, number: int, task: RunTask) -> None:
-        """Submit a task; allowed while `ends` is being read."""
+        """Submit a task; also allowed while iterating over `ends`."""
 
     def ends(self) -> Iterator[End]:
-        """Yield tasks as they end. Raises `RunInterrupted` if the user stops it; finished runs are kept."""
+        """Yield tasks as they end. Raises `RunInterrupted` if the user interrupts it; finished runs are kept."""
 
     def close(self) -> None:
         """Release the pool's resources."""
 
 
 class InProcess:
-    """Runs tasks one after the other in this process, with policies that need not be installed."""
+    """Pool that runs tasks one after the other in this process, so that policies need not be installed."""
 
     def __init__(
         self, registry: Registry, progress: TaskProgress | None = None, backend: MakeBackend = make_backend
     ) -> None:
-        """`backend`: makes what executes a run."""
+        """`backend` creates the backend of each run."""
         self._registry = registry
         self._progress = progress
         self._backend = backend
@@ -119,14 +120,14 @@ class InProcess:
                 yield number, None
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing; the pool has no resources."""
 
 
 _Message: TypeAlias = tuple[int, int, int, float]
 
 
 class Processes:
-    """Runs tasks side by side in processes of this machine."""
+    """Pool that runs tasks concurrently in processes of this machine."""
 
     def __init__(self, num_workers: int, progress: TaskProgress | None = None) -> None:
         context = get_context("spawn")
@@ -157,7 +158,7 @@ class Processes:
     def close(self) -> None:
         """End the processes; unfinished tasks are dropped.
 
-        A worker that is only starting, since the others did everything, is waited for: it would not find its queues.
+        Workers that are still starting are waited for, because they would fail without their queues.
         """
         if self._waiting:
             for process in list((self._pool._processes or {}).values()):
@@ -176,8 +177,8 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C in the context and hide it from processes started here: a terminal signals the whole group, but
-    their starter ends workers.
+    """Defer Ctrl-C within the context and let processes started here ignore it: a terminal signals the whole process
+    group, but this process must end the workers itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -203,7 +204,7 @@ def _set_up_worker(messages: ProcessQueue[_Message]) -> None:
 
 
 def _execute(number: int, settings: dict[str, Any], path: Path, overwrite: bool, part: Part | None) -> str | None:
-    """Execute a task in a worker process; report the error's text if it fails."""
+    """Execute a task in a worker process; return the error's text if it fails."""
 
     def report(done: int, total: int, now: float) -> None:
         if _messages is not None and done % _REPORT_EVERY == 0:

@@ -1,12 +1,13 @@
 """Record a served session as a run's folder, to compare, plot and replay.
 
-The folder is complete when the server has shut down. Until then its logs grow on disk, where a killed process leaves them but for its
-last steps, and its tables in memory: about 200 bytes a request and a step, 8 a token; so a session is recorded when asked for.
+The folder is complete once the server has shut down. Until then, logs grow on disk, and only the last steps are lost if
+the process is killed. Tables grow in memory, by about 200 bytes per request and per step and 8 bytes per token, so
+recording is optional.
 
 Invariants:
-    - A disk that is full ends the recording, and not the server: its manifest then states it.
-    - Once it has ended, nothing of it grows in memory.
-    - Nobody but the server's user may read the folder: it holds prompts.
+    - A full disk ends the recording, but not the server; the manifest then states the reason.
+    - After the recording has ended, it uses no more memory.
+    - Only the server's user can read the folder, because it contains prompts.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from vajra_py.runtime.support.clock import to_seconds
 
 _log = logging.getLogger(__name__)
 _RECORDS_PER_BATCH = 64
-"""Steps that a killed process leaves unwritten at most."""
+"""Maximum number of steps that are lost if the process is killed."""
 _RESERVE = "reserve.partial"
 _RESERVE_BYTES = 2**16
-"""Kept on the disk, so that the manifest can still be written when it is full."""
+"""Disk space that is reserved so that the manifest can still be written if the disk is full."""
 
 
 class _Log(io.RawIOBase):
-    """File that accepts all writes, and stores them until the disk fails."""
+    """File that accepts all writes and discards them after a disk error."""
 
     def __init__(self, path: Path, notify: Callable[[OSError], None]) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class _Log(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write it whole, unless writing has failed before."""
+        """Write all data, unless a write has failed before; return its size."""
         left = memoryview(data)
         size = left.nbytes
         try:
@@ -91,8 +92,8 @@ class SessionEnd:
     """State of a session at its end.
 
     Attributes:
-        now: tick of the last thing that happened.
-        alive: requests that have not ended, with their tokens.
+        now: Tick of the last event.
+        alive: Requests that have not ended, with their tokens.
     """
 
     controller: Controller
@@ -102,14 +103,14 @@ class SessionEnd:
 
 
 def check_is_free(folder: Path) -> None:
-    """Raise `ConfigError` when the folder of a recording holds something."""
+    """Raise `ConfigError` if the folder for a recording is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
         raise ConfigError(problem)
 
 
 class RunRecording:
-    """Recording of one session. Created before the model is loaded, so that an occupied folder is reported at once."""
+    """Recording of one session; created before the model is loaded, so that an occupied folder is reported at once."""
 
     def __init__(self, config: SystemConfig, registry: Registry, folder: Path) -> None:
         check_is_free(folder)
@@ -129,7 +130,7 @@ class RunRecording:
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
         self.stopped = ""
-        """Reason that recording has stopped; empty while it records."""
+        """Reason why recording has stopped; empty while it continues."""
 
     def _stop(self, error: Exception) -> None:
         """Stop recording after an error."""
@@ -138,7 +139,7 @@ class RunRecording:
             _log.error("%s (%s)", self.stopped, self._place.path)
 
     def _keeps_on(self) -> bool:
-        """Return whether it still records; called between events. Once stopped, its observers are removed."""
+        """Return whether it is still recording, and remove its observers if not; called between events."""
         if self.stopped and self._controller is not None:
             kept = (self._recorder, self._decisions, self._admissions, self._retention, self._drafts, self._movement)
             self._controller.unwatch([one for one in kept if one is not None])
@@ -156,7 +157,9 @@ class RunRecording:
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
-        """Begin recording once the model is loaded, before anything has happened; `description` has its sizes by replicaset."""
+        """Begin recording after the model is loaded and before the first event; `description` has the model's sizes by
+        replicaset.
+        """
         import pyarrow as pa
 
         pa.array(
@@ -207,7 +210,9 @@ class RunRecording:
             self._inputs.note(entry)
 
     def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
-        """Record the end of a request with these tokens; `is_faulty`: it failed by itself, in the token after them."""
+        """Record the end of a request with these tokens; `is_faulty` means that the request itself failed at the next
+        token.
+        """
         if self._keeps_on():
             assert self._outputs is not None
             self._outputs.note(request, reason.value, token_ids, is_faulty=is_faulty)
@@ -221,7 +226,7 @@ class RunRecording:
                 facts = self._facts(end)
                 if not self.stopped:
                     self._write_tables(end)
-        except Exception as failed:  # the server's work is complete, whatever the error
+        except Exception as failed:  # the server's work is done, so no error may escape
             self._stop(failed)
         for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
             partial.unlink()

@@ -1,8 +1,8 @@
 """Replay an engine's run in the simulator and compare the decisions.
 
-The run's requests go through the simulator at the ticks at which the engine took them in, and every step lasts as long as
-it lasted. The two decision logs must be equal, line for line: that is what "one policy runs in both worlds" means. A policy
-that reads anything but what it is given, or a mechanism of other sizes, decides otherwise and is found out.
+The run's requests are submitted to the simulator at the recorded ticks, and every step has its recorded duration. The
+two decision logs must be equal, line for line, which verifies that the policy decides the same in simulator and engine.
+A policy that depends on anything besides its inputs, or a mechanism with different sizes, causes a difference.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
 _RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | KvAnswer | KvEnd
-"""Inputs that are not given: they happen by themselves, a replayed connector has them (as it has `KvNews` of steps), or a router."""
+"""Recorded inputs that are not injected: the replay, its connector or its router produces them again."""
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
-"""Duration of a step whose end the run did not record."""
+"""Duration, in ticks, of a step whose end was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,16 @@ class Recording:
     outputs: Mapping[int, RecordedOutput]
     """Recorded outputs by the request's index."""
     durations: Mapping[tuple[str, int], Mapping[int, int]]
-    """Ticks of each step, by (replicaset, replica) and step index."""
+    """Duration of each step in ticks, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
-    """Likewise, when each step left the first of several pipeline stages."""
+    """Tick at which each step left the first of several pipeline stages, by the same keys."""
     ended_at: int
-    """Tick of the last thing that is recorded."""
+    """Tick of the last recorded event."""
     engine: Mapping[str, Any]
 
     @property
     def knows_tokens(self) -> bool:
-        """True if the prefix cache identifies any request by its tokens."""
+        """True if the prefix cache identifies requests by their tokens."""
         return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
 
 
@@ -107,9 +107,9 @@ class ReplayReport:
     """Result of a replay.
 
     Attributes:
-        num_steps: steps in the recorded decision log.
-        num_requests: requests that the run took in.
-        difference: the first difference between the decision logs; None: they are equal.
+        num_steps: Number of steps in the recorded decision log.
+        num_requests: Number of requests that were submitted in the run.
+        difference: First difference between the decision logs; None if they are equal.
     """
 
     num_steps: int
@@ -120,14 +120,12 @@ class ReplayReport:
 
     @property
     def is_equal(self) -> bool:
-        """True if nothing differs."""
+        """True if there is no difference."""
         return self.difference is None
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """Return a run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings
-    are broken.
-    """
+    """Return a run's recording. Raises `RunError` if there is none, `ConfigError` if its settings are invalid."""
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_system(path / "config.yaml", registry=registry)
@@ -191,7 +189,7 @@ def _ticks(seconds: float) -> int:
 
 
 def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
-    """Replay a run of the engine in the simulator and compare. Raises like `read_recording`."""
+    """Replay a run of the engine in the simulator and compare the decisions. Raises the errors of `read_recording`."""
     registry = registry or load_registry()
     recording = read_recording(path, registry)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
@@ -247,23 +245,23 @@ class _RecordedExecutor(SimulatedExecutor):
         super().__init__()
         self._outputs = recording.outputs
         self._late = {one.step for one in recording.inputs if isinstance(one, Verification)}
-        """Steps after which the next one was formed before it was known what came of them."""
+        """Steps whose results were still unknown when the next step was formed."""
         self._drafts_unseen = any(facts.get("drafts_unseen") for facts in recording.engine.values())
         self._nothing = RecordedOutput()
         self.replicasets: Mapping[str, Replicaset] = {}
         """Replicasets of the replay, once they are built."""
         self.connector: ReplayedConnector | None = None
-        """Connector of the one replica, once it is built; None: it has none."""
+        """Connector of the single replica, once it is built; None if it has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
+        """Return a completed request's recorded length, or one more for a failed request; None for others."""
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:
             return len(output.token_ids) + 1
         return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
 
     def result(self, plan: StepPlan) -> StepResult:
-        """Return the recorded tokens of every entry that produces one."""
+        """Return the recorded result of a step: tokens, stops, failures and accepted drafts."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
@@ -276,7 +274,7 @@ class _RecordedExecutor(SimulatedExecutor):
             if drafts is not None and drafts.is_padding:
                 end -= drafts.num_tokens
             elif drafts is not None:
-                end = request.num_known_tokens  # drafts of the step before may have been accepted since
+                end = request.num_known_tokens  # the previous step's drafts may have been accepted since
                 accepted[request] = output.accepted.get(position, 0) if drafts.num_tokens else 0
                 count += accepted[request]
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
@@ -286,11 +284,11 @@ class _RecordedExecutor(SimulatedExecutor):
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
         report = None if self.connector is None else self.connector.report(plan)
-        is_ahead = plan.step_index in self._late  # then what was accepted is an input
+        is_ahead = plan.step_index in self._late  # accepted drafts then arrive as an input
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number; where drafts never left the workers it was not recorded, and `at_most` were made."""
+        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers, unrecorded."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)
@@ -315,7 +313,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # known tokens let every step publish blocks, and tiers copy what a step has published
+        fast_forward=repeats,  # with known tokens every step publishes blocks, and tiers copy published blocks
         expires=False,
         times_transfers=False,
         wakes=False,
@@ -389,7 +387,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
 
 
 def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
-    """Return the settings with the sizes found by the engine written out: KV blocks and length of each replicaset's
+    """Return the settings with the sizes that the engine determined: KV blocks and maximum length of each replicaset's
     model.
     """
     replicasets = {}
@@ -417,7 +415,7 @@ def _sized(replica: ReplicaConfig, found: Mapping[str, Any]) -> ReplicaConfig:
 def _replay_log(
     recording: Recording, registry: Registry, target: Path
 ) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
-    """Replay into a decision log; the error that ended it, and the violations that did not."""
+    """Replay into a decision log; return (error that ended the replay or None, violations that did not end it)."""
     logs = (
         DecisionLog(target),
         AdmissionLog(target.with_name(ADMISSIONS_FILE)),
@@ -439,7 +437,7 @@ def _replay_log(
 
 
 def _compare_logs(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first step that differs between the decision logs."""
+    """Describe the first step that differs between the decision logs; None if all are equal."""
     pairs = zip_longest(read_decisions(recorded), read_decisions(replayed))
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:
@@ -448,7 +446,7 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first difference in decisions of admission, in retained content or in drafts."""
+    """Describe the first difference in admission decisions, retained content or drafts; None if there is none."""
     logs = (
         ("admission decision", ADMISSIONS_FILE, read_admissions),
         ("retention", RETENTION_FILE, read_retention),

@@ -1,4 +1,4 @@
-"""A connector of KV that answers as recorded, for a replay."""
+"""KV connector that gives recorded answers, for a replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from vajra_py.runtime.step.plan import StepPlan
 
 
 class ReplayedConnector:
-    """Gives the recorded answers of one replica's connector, each request's in order, and the reports that came with steps."""
+    """Connector with the recorded answers of one replica's connector, in order per request, and the recorded reports of
+    steps.
+    """
 
     def __init__(self, replica: Replica, rules: Mapping[str, Any], inputs: Iterable[Input]) -> None:
         self._answers: dict[int, deque[Match | None]] = {}
@@ -38,7 +40,7 @@ class ReplayedConnector:
         return None if news is None else self._replica.report_of(news)
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
-        """See `KvConnector`; a request without a recorded answer of this number has nothing to load."""
+        """See `KvConnector`; a call without a recorded answer has nothing to load."""
         answers = self._answers.get(request.index)
         return answers.popleft() if answers else NOTHING
 

@@ -1,4 +1,4 @@
-"""Tables and summary of a run, written from what was recorded."""
+"""Write tables and summary of a run from its recorded data."""
 
 from __future__ import annotations
 
@@ -45,27 +45,29 @@ class Tables:
     steps: StepsBuilder
     tbt: TbtBuilder
     emitted: ArrowTable | None = None
-    """Figures that policies emitted (`emitted_table`)."""
+    """Values that policies emitted (`emitted_table`)."""
     notes: Collection[str] = ()
     """Sentences about the policies for the summary's warnings."""
     devices: Mapping[str, ReplicasetDevices] = field(default_factory=dict)
-    """Devices by replicaset, where they are known, for cost and energy."""
+    """Known devices by replicaset, for cost and energy."""
     replicas: ArrowTable | None = None
     """States of replicas (`ReplicaStates.table`); None without a scaler."""
     transfers: TransfersBuilder | None = None
-    """KV on its way between replicas; None where requests cannot move."""
+    """KV transfers between replicas; None if requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
-    """Ideal makespans of programs, given the requests table; called last, since predictions are counted. None: unknown."""
+    """Returns the ideal makespans of programs, given the requests table; None if unavailable. It is called last because
+    predictions are counted.
+    """
     tiers: TierLog | None = None
-    """Hits by memory tier, and what their links carried; None where there are no tiers."""
+    """Prefix hits by memory tier and traffic on the tiers' links; None without tiers."""
 
 
 def write_results(
     path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
 ) -> None:
-    """Write a run's tables and its summary into its folder.
+    """Write a run's tables and summary to its folder.
 
-    `ended_at`: seconds on the run's clock; `step_times`: their origin, for the summary.
+    `ended_at` is in seconds on the run's clock; `step_times` is the origin of step times, for the summary.
     """
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
     records = tables.steps.records()
@@ -118,7 +120,7 @@ def with_programs(
 def _while_active(
     devices: Mapping[str, ReplicasetDevices], replicas: ArrowTable | None
 ) -> Mapping[str, ReplicasetDevices]:
-    """Return the devices with the times at which replicas that a scaler starts and stops have theirs."""
+    """Return the devices with the periods in which replicas under a scaler occupy them."""
     if replicas is None:
         return devices
     scaled, found = scaled_replicasets(replicas), dict(devices)
@@ -142,7 +144,7 @@ def _write_tables(path: Path, tables: Tables) -> None:
 
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
-    """Return the summary of the tables, pyarrow's; `steps` has the columns that are read."""
+    """Return the summary of these pyarrow tables; `steps` needs only the columns `STEPS_READ`."""
     arrived_at, e2e_s = (numpy_array(requests.column(name)) for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     return summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
@@ -164,7 +166,9 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
 
 
 def _asked_rate(config: ExperimentConfig) -> float | None:
-    """Return the configured request rate of the workload: its `rate`, or that of the arrivals of single requests."""
+    """Return the configured request rate of the workload, from its `rate` or its arrivals of single requests; None if
+    there is none.
+    """
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
         asked = getattr(config.workload.arrivals, "rate", None)

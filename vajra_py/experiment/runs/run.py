@@ -1,4 +1,4 @@
-"""Run one experiment into a folder of results; a run that fails writes the results that it has."""
+"""Run one experiment into a folder of results; a failed run writes its partial results."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def run_experiment(
     overwrite: bool = False,
     backend: MakeBackend = make_backend,
 ) -> RunData:
-    """Run one experiment (without a sweep) and return its results; a finished run of equal settings is not repeated.
+    """Run one experiment (without a sweep) and return its results; a finished run with equal settings is not repeated.
 
-    Raises `ConfigError` before anything is written when the experiment cannot be built or its folder holds other results;
-    a failure or an interruption later leaves the tables so far in the folder, marked in its manifest, and is raised on.
+    Raises `ConfigError`, before anything is written, if the experiment cannot be built or its folder contains other
+    results. A later failure or interruption is re-raised after the tables so far were written and the manifest marked.
     """
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"
@@ -63,7 +63,7 @@ def run_experiment(
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
     try:
-        devices = devices_of(config, prepared.latency_models)  # finds a wrong name under `costs` before anything is run
+        devices = devices_of(config, prepared.latency_models)  # reports unknown names under `costs` before the run
         place.start(config, registry, overwrite=overwrite)
         prepared.prepare(place.path)
         _Attempt(run, prepared, place, seeds, devices).execute()
@@ -124,9 +124,7 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if (
-            run.config.backend.kind != "simulator"
-        ):  # simulations change nothing meanwhile, and every observer costs time
+        if run.config.backend.kind != "simulator":  # a simulation without such changes saves the observer's time
             self._observers.append(self._changes)
         logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)
         self._observers += [one for one in logs if one is not None]

@@ -33,7 +33,7 @@ from vajra_py.sim.simulator import SimulationOptions, Simulator
 
 
 class SimulatedRun:
-    """An experiment on the discrete-event simulator."""
+    """Run of an experiment in the discrete-event simulator."""
 
     decision_log: type[DecisionLog] = DecisionLog
     write: WriteTables = staticmethod(write_results)
@@ -92,19 +92,19 @@ class SimulatedRun:
 
     @property
     def step_times(self) -> StepTimes:
-        """See `Backend`: the latency models' own, with what was counted until now."""
+        """See `Backend`: the origin stated by the latency models, with their counts so far."""
         return combined_step_times({name: step_times_of(latency) for name, latency in self.latency_models.items()})
 
     @property
     def varies_steps(self) -> bool:
-        """True where equal steps differ by draws of the seed."""
+        """True if the durations of equal steps vary randomly."""
         return any(isinstance(one, VariesSteps) and one.variation is not None for one in self.latency_models.values())
 
     def prepare(self, folder: Path) -> None:
-        """Do nothing: a simulation needs no recording, as it can be repeated."""
+        """Do nothing; a simulation can be repeated and needs no recording."""
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing; a simulation has no resources."""
 
     def start(self) -> Outcome:
         """Simulate the whole workload."""
@@ -113,12 +113,14 @@ class SimulatedRun:
         return Outcome(to_seconds(simulator.now), simulator.num_steps)
 
     def position(self) -> tuple[float, int]:
-        """Simulated seconds and steps so far."""
+        """Return (simulated seconds, number of steps) so far."""
         return to_seconds(self._simulator.now), self._simulator.num_steps
 
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
-    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where the settings are incomplete."""
+    """Return the acceptance model of draft tokens; None without drafts. Raises `ConfigError` if its settings are
+    incomplete.
+    """
     settings = run.config.backend.settings.drafts
     most = max(
         pool.replica.draft.most_tokens
@@ -140,7 +142,7 @@ def _acceptance(run: Run) -> AcceptanceModel | None:
 def _by_replicaset(
     run: Run, latencies: Mapping[str, LatencyModel], predictions: LatencyModel
 ) -> dict[str, ReplicasetModel]:
-    """Return the models of the replicasets that have settings of their own."""
+    """Return the models of the replicasets with their own settings."""
     models = {}
     for name, own in run.config.backend.settings.replicasets.items():
         where = f"backend.simulator.replicasets.{name}"
@@ -158,7 +160,7 @@ def _by_replicaset(
 
 
 def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyModel]) -> None:
-    """Raise `ConfigError` for KV parallelism that a replicaset's latency model does not predict."""
+    """Raise `ConfigError` for KV parallelism that a replicaset's latency model does not support."""
     problems = []
     for name, replicaset in config.effective_replicasets.items():
         groups, most = replicaset.replica.kv_parallel.groups, description_of(latencies[name]).max_kv_groups
@@ -174,7 +176,9 @@ def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyMo
 
 
 def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
-    """Return the model that policies ask for predictions. Raises `ConfigError` where it cannot be of the same replica as `latency`."""
+    """Return the model that gives policies predictions. Raises `ConfigError` if it cannot describe the same replica as
+    `latency`.
+    """
     if choice is None:
         return latency
     predictions = build_latency_model(choice.type, choice.parameters, registry)
@@ -191,7 +195,7 @@ def model_facts(latency: LatencyModel) -> ModelFacts:
 
 
 def _intake(latency: LatencyModel) -> dict[str, Any]:
-    """Simulation options for the way of requests to the scheduler of the modelled engine."""
+    """Return simulation options that model how requests reach the modelled engine's scheduler."""
     if not isinstance(latency, HasHostOverhead):
         return {}
     return {"arrival_delay_s": latency.host.request_s, "asynchronous": latency.host.asynchronous}

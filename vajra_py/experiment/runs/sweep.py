@@ -26,14 +26,14 @@ class SweepResult:
     runs: Sequence[RunData]
     failures: Sequence[tuple[str, str]]
     copies: Sequence[tuple[str, str]] = ()
-    """Points that were not run since their seed would repeat another one's run, each with that other point."""
+    """(Point not run because it would repeat another seed's run, that other point)."""
 
 
 def sweep_points(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig, Path]]:
-    """Return every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run,
-    `<output.dir>/<name>`.
+    """Return (point, settings, folder) of every point. The folder is `<output.dir>/<name>/<point>`, or
+    `<output.dir>/<name>` for a single run.
     """
     base = config.output_dir / config.name
     if config.is_single:
@@ -50,11 +50,12 @@ def sweep(
     overwrite: bool = False,
     pool: MakePool | None = None,
 ) -> SweepResult:
-    """Run every point of the sweep; points that are finished already are kept, and of seeds that give the same run one is run.
+    """Run every point of the sweep, except points that are already finished and seeds that would repeat another seed's
+    run.
 
-    Simulations run several at once, one a core by default (`workers`), or in the `pool` given; points on a device one after the other, as
-    they would measure each other.
-    A point that fails does not stop the others. Raises `RunInterrupted` when the user stops it; what is finished stays.
+    Simulations run concurrently in `workers` processes (by default one per core), or in `pool`. Points on a device run
+    one after the other, because concurrent runs would disturb each other's times. A failed point does not stop the
+    others. Raises `RunInterrupted` if the user interrupts the sweep; finished runs are kept.
     """
     registry = registry or load_registry()
     points = sweep_points(config, registry)
@@ -102,7 +103,7 @@ def sweep(
 
 
 class _Plan:
-    """Points to run: one of the seeds that give the same run."""
+    """Points to run, with one point per group of seeds that give the same run."""
 
     def __init__(
         self,
@@ -114,21 +115,21 @@ class _Plan:
         self._settings = settings
         self._overwrite = overwrite
         self.copies = {copy: kept for own in settings for kept in own.kept for copy in own.copies_of(kept)}
-        """Points that are not run, each with the one that represents it."""
+        """Representing point of each point that is not run."""
 
     def kept(self) -> list[int]:
-        """Return the points to run, including those that finished runs turn out not to represent."""
+        """Return the points to run, including points that were expected to repeat a run but do not."""
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):
                 self.released_by(kept)
         return [index for index in range(len(self._points)) if index not in self.copies]
 
     def missing(self, wanted: Sequence[int]) -> list[int]:
-        """Return the points that are not finished."""
+        """Return those of these points that are not finished."""
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Return points that this one, now finished, does not represent after all: its run drew from the seed
+        """Return the points that the finished point does not represent after all, because its run drew from the seed
         unexpectedly.
         """
         own = [copy for copy, kept in self.copies.items() if kept == index]
@@ -139,7 +140,7 @@ class _Plan:
         return own
 
     def note(self, failures: Mapping[int, str]) -> None:
-        """Record in the runs' summaries which of them represent several seeds."""
+        """Record in the summaries of runs that represent several seeds that they do."""
         for own in self._settings:
             first = tuple(self.copies.get(index, index) for index in own.points)
             for index in own.kept:

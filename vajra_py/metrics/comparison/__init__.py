@@ -1,1 +1,1 @@
-"""Comparison of settings: metrics, intervals, significance, tables in every form."""
+"""Comparison of settings: metrics, intervals, significance tests, and tables in several formats."""

@@ -16,11 +16,12 @@ _HEADS = ("metric", "baseline", "value", "difference", "change", "better in", "p
 def difference_table(
     comparison: ComparedSettings, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
-    """Return a row for each other setting under the baseline's load and each metric with a better direction, primary
-    metrics first.
+    """Return a row for each other setting under the baseline's load and each metric with a better direction, with
+    primary metrics first.
 
-    Differences of replicated settings have their interval, the share of replications in which the setting is better, and p-values; those of one seed are not tested. Raises
-    `RunError` for a baseline that is not there.
+    Differences between replicated settings have an interval, the fraction of replications in which the setting is
+    better, and p-values; differences between settings of one seed are not tested. Raises `RunError` for an unknown
+    baseline.
     """
     position = comparison.position(baseline)
     shown = [one for one in comparison.shown(scope) if one.lower_is_better is not None] if metrics is None else metrics
@@ -72,11 +73,11 @@ def spread_of(metric: Metric, versus: Versus) -> str:
 
 
 def signed(metric: Metric, value: float) -> str:
-    """Return a difference with its sign, or without if it reads zero."""
+    """Return a difference with its sign; without a sign if it is displayed as zero."""
     text = error_text(metric, value)
     return text if not any(digit in "123456789" for digit in text) else f"{'-' if value < 0 else '+'}{text}"
 
 
 def p_text(value: float | None) -> str:
-    """Return a p-value with two significant digits, or an empty string."""
+    """Return a p-value with two significant digits, or an empty string for None."""
     return "" if value is None else "<0.001" if value < 0.001 else f"{value:.2g}"

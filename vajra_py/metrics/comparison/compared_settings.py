@@ -1,7 +1,8 @@
-"""Settings side by side: their values, what is best among them and how they differ.
+"""Values of several settings, the best of them, and their differences.
 
-The scopes are all requests, each SLO class, each tenant and each pool. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
-in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark shows the lowest or highest value only.
+The scopes are all requests, each SLO class, each tenant and each pool. Settings are ranked only against settings under
+the same load, and only if they kept up with it. With replications, differences in the primary metrics are tested
+(`vajra_py.metrics.comparison.significance`); without replications a mark only shows the lowest or highest value.
 """
 
 from __future__ import annotations
@@ -29,48 +30,50 @@ Row = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class ComparedSettings:
-    """The numbers of several settings side by side."""
+    """Values of several settings by scope and metric."""
 
     names: tuple[str, ...]
     stability: tuple[str, ...]
-    """The most serious label among each setting's replications."""
+    """Stability label of each setting: the most serious one among its replications."""
     values: Mapping[str, Mapping[str, Row]]
-    """Raw value per setting (the mean of its replications; None where it has none), by scope (`overall`, `slo_class gold`, `tenant a`) and metric key."""
+    """Raw value of each setting (the mean over its replications; None if undefined), by scope (`overall`, `slo_class
+    gold`, `tenant a`) and metric key.
+    """
     loads: tuple[str, ...]
-    """Distinctive part of each setting's workload, as text; empty for all if they share one."""
+    """Workload settings of each setting that differ between settings, as text; empty texts if none differ."""
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
     """Values by seed, in the structure of `values`; only for settings with several replications."""
     replications: tuple[int, ...] = ()
-    """Runs of each setting."""
+    """Number of runs of each setting."""
     copied: tuple[int, ...] = ()
-    """Number of seeds for each setting whose seeds all give one run; 0 for others. Such a setting is not tested and has
-    no interval.
+    """Number of seeds of each setting whose seeds all give the same run; 0 for other settings. Such a setting is not
+    tested and has no interval.
     """
     step_times: tuple[str, ...] = ()
-    """Origin of each setting's step times, as a sentence without its full stop; empty for runs that do not record it.
-    No entries: no run records it.
+    """Origin of each setting's step times, as a sentence without its full stop; an empty text for runs that do not
+    record it. An empty tuple if no run records it.
     """
     primary: tuple[str, ...] = DEFAULT_PRIMARY
     """Keys of the metrics that are tested."""
     one_sample: tuple[str, ...] = ()
-    """Reason that each setting's runs count as one observation; empty if each run is a replication. No entries: each
-    is.
+    """Reason why each setting's runs count as one observation; an empty text if each run is a replication. An empty
+    tuple if that holds for all settings.
     """
     workloads: str = ""
-    """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
+    """Sentence, without its full stop, if workloads differ in more than their rate; else empty."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Count of each reason of a move, deferral or refusal in each setting."""
+    """Counts per setting of each reason for a move, deferral or refusal (means over replications)."""
     _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
     """Adjusted p-values by scope, computed once."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """All requests first, then each class, then each tenant, then each pool."""
+        """Names of all scopes: all requests, then each class, tenant and pool."""
         return tuple(self.values)
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Scopes of pools, which are replicas, not requests."""
+        """Scopes of pools, whose values describe replicas instead of requests."""
         return tuple(scope for scope in self.values if scope.startswith(_POOL))
 
     @property
@@ -80,12 +83,12 @@ class ComparedSettings:
 
     @property
     def is_replicated(self) -> bool:
-        """True if some setting was run with several seeds."""
+        """True if any setting was run with several seeds."""
         return any(count > 1 for count in self.replications)
 
     def scope(self, given: str) -> str:
-        """Return the scope of this name; a class, tenant or pool needs no `slo_class`, `tenant` or `pool` prefix if it is
-        unambiguous. Raises `RunError`.
+        """Return the scope of this name. The prefix `slo_class`, `tenant` or `pool` may be omitted if the name is
+        unambiguous. Raises `RunError` for an unknown or ambiguous name.
         """
         if given in self.values:
             return given
@@ -98,13 +101,15 @@ class ComparedSettings:
         raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
 
     def position(self, name: str) -> int:
-        """Return the position of the setting of this name. Raises `RunError`."""
+        """Return the position of the setting with this name. Raises `RunError` for an unknown name."""
         if name in self.names:
             return self.names.index(name)
         raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
 
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
-        """Return the 95 % interval of a mean over replications; None for one run, or if all replications are equal."""
+        """Return the 95 % confidence interval of a mean over replications; None for a single run or if all replications
+        are equal.
+        """
         samples = self._samples(key, scope)
         if not samples:
             return None
@@ -112,14 +117,15 @@ class ComparedSettings:
         return make(list(samples[position].values()))
 
     def is_copied(self, position: int) -> bool:
-        """Return whether a setting is one run for several seeds, because all of them give the same run."""
+        """Return whether all of a setting's several seeds give the same run."""
         return bool(self.copied) and self.copied[position] > 0
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
-        """Return the positions of the settings with the best value among those under the same load that kept up with
+        """Return the positions of the settings with the best value, for each load, among the settings that kept up with
         it.
 
-        Of settings of one run, all whose values read the same as the best one. Nothing is best among equal values, in a single one, or in a metric without a direction.
+        Without replications, all settings whose displayed value equals the best one are included. There is no best
+        setting if all values are equal, if there is only one, or if the metric has no better direction.
         """
         row = self.values[scope][key]
         found: set[int] = set()
@@ -129,14 +135,16 @@ class ComparedSettings:
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """Return the first setting with the best value under the load of this one; None if there is no best one."""
+        """Return the position of the first best setting under the load of this one; None if there is none."""
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
     def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
-        """Return marks by position, as explained in `vajra_py.metrics.comparison.tables.value_notes`.
+        """Return the marks of values by position of the setting; `vajra_py.metrics.comparison.tables.value_notes`
+        explains them.
 
-        Settings with replications are marked in primary metrics only. The best value of a load is starred where it is significantly better than every other one, and has an arrow
-        otherwise; values that are significantly worse than it are marked too. No mark means that nothing is claimed.
+        Settings with replications are marked in primary metrics only. The best value of a load has a star if it is
+        significantly better than every other value, else an arrow; values that are significantly worse than the best
+        are marked too. A value without a mark carries no claim.
         """
         arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
         best = self.best(key, scope)
@@ -155,21 +163,25 @@ class ComparedSettings:
         return found
 
     def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
-        """One setting against another in one metric: difference, p-values and verdict, the same wherever they are shown."""
+        """Return the comparison of a setting with a baseline in one metric. All tables and files use this one
+        result.
+        """
         own = self._field(scope)
         if scope not in self._adjusted:
             self._adjusted[scope] = adjust(own)
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Return comparisons of every other setting under the load of the baseline with it, in these metrics, as far as
-        they can be tested.
+        """Return the testable comparisons of all other settings under the baseline's load with the baseline, in these
+        metrics.
         """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]
 
     def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
-        """Pairs of settings under one load, the loads in natural order; with a baseline those of it and another one."""
+        """Return the pairs of settings under the same load, with loads in natural order; with a baseline only its
+        pairs.
+        """
         if baseline is not None:
             return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
         starts = [i for i in self.by_load() if i in self.load_starts()]
@@ -191,7 +203,7 @@ class ComparedSettings:
         return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
 
     def one_sample_notes(self) -> dict[str, list[str]]:
-        """Return the reasons that runs of settings count as one observation, with the settings' names."""
+        """Return the names of the settings whose runs count as one observation, by the reason why they do."""
         found: dict[str, list[str]] = {}
         for name, reason in zip(self.names, self.one_sample, strict=False):
             if reason:
@@ -199,15 +211,15 @@ class ComparedSettings:
         return found
 
     def of_load(self, position: int) -> list[int]:
-        """Return the settings under the same load as this one."""
+        """Return the positions of the settings under the same load as this one."""
         return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
 
     def by_load(self) -> list[int]:
-        """Return the positions of the settings, those of one load together, in natural order of the loads."""
+        """Return the positions of the settings, grouped by load, with loads in natural order."""
         return sorted(range(len(self.names)), key=lambda i: (natural(self.loads[i]), i))
 
     def load_starts(self) -> frozenset[int]:
-        """Return the first setting of each load, in that order."""
+        """Return the position of the first setting of each load."""
         order = self.by_load()
         return frozenset(
             i
@@ -216,7 +228,9 @@ class ComparedSettings:
         )
 
     def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
-        """Metrics up to this level that are worth a row: those with a value, without counts of what never happened."""
+        """Return the metrics up to this level that are worth a row: those with a value, except counts that are 0
+        everywhere.
+        """
         rows = self.values[scope]
         return [
             metric
@@ -233,12 +247,12 @@ class ComparedSettings:
         return Field(self.names, self.loads, self.stability, self.primary, self.samples.get(scope, {}), self.one_sample)
 
     def _is_tested(self, members: Sequence[int]) -> bool:
-        """Return whether some of these settings have replications."""
+        """Return whether any of these settings has replications."""
         return any(self.replications[i] > 1 for i in members) if self.replications else False
 
 
 def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
-    """Return the positions of the best value; `as_read`: of all that read the same."""
+    """Return the positions with the best value; with `as_read`, all whose displayed value equals the best one."""
     if metric.lower_is_better is None or len(known) < 2:
         return set()
     target = min(known.values()) if metric.lower_is_better else max(known.values())

@@ -1,4 +1,4 @@
-"""Compare runs: one column per setting, the mean of its replications if it has several."""
+"""Compare runs by setting; values are means over a setting's replications."""
 
 from __future__ import annotations
 
@@ -30,45 +30,49 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
-"""Labels from the least to the most serious."""
+"""Stability labels from the least to the most serious."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison(ComparedSettings):
-    """The numbers of several settings side by side, in every form in which they are shown or written."""
+    """Comparison of several settings, with exports to data frames, CSV, JSON, Markdown, LaTeX and terminal tables."""
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
-        """Return one row per scope and setting, one column per metric, raw values (seconds, fractions), with the ends of its interval (`_low`, `_high`) and the p-values of its difference
-        from the best setting of the load (`_p_value`, `_p_adjusted`).
+        """Return a data frame with a row per scope and setting. Each metric has columns for its raw value (seconds,
+        fractions), the ends of its interval (`_low`, `_high`), and the p-values of the difference from the best setting
+        of the load (`_p_value`, `_p_adjusted`).
         """
         import pandas as pd
 
         return pd.DataFrame(records(self, scope))
 
     def difference_frame(self, scope: str | None = None, baseline: str | None = None) -> pd.DataFrame:
-        """One row per scope, pair of settings of one load (or those with this baseline) and metric: values, difference, ends of their intervals, p-values and verdict."""
+        """Return a data frame with a row per scope, metric and pair of settings under the same load (with a baseline,
+        only its pairs): values, difference, ends of their intervals, p-values and verdict.
+        """
         import pandas as pd
 
         position = None if baseline is None else self.position(baseline)
         return pd.DataFrame(difference_records(self, scope, position), columns=list(DIFFERENCE_COLUMNS))
 
     def to_csv(self, scope: str | None = None) -> str:
-        """Return the same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
+        """Return the rows of `frame` as CSV text, for one scope or all; a missing value is an empty field."""
         return value_csv(self, scope)
 
     def to_json(self, scope: str | None = None) -> str:
-        """Settings, the family of comparisons, values and all differences as JSON text."""
+        """Return settings, the family of comparisons, values and all differences as JSON text."""
         return json_text(self, scope)
 
     def to_markdown(self, scope: str = OVERALL) -> str:
-        """Return a Markdown table, one row per metric, the best value of each in bold."""
+        """Return a Markdown table with a row per metric and the best value of each in bold."""
         table = value_table(self, scope, self.shown(scope), by_setting=False)
         return markdown(replace(table, notes=(*table.notes, *origins(self))))
 
     def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
         """Return a LaTeX table (package booktabs) that fits a page, with its legend in the caption.
 
-        A few settings are columns. More are rows, with a rule between loads, and the primary metrics are columns; so are the metrics that `columns` names, in that order.
+        A few settings are shown as columns. More settings are rows, with a rule between loads, and the primary metrics
+        are columns. If `columns` names metrics, settings are rows and these metrics the columns, in that order.
         """
         metrics = named_metrics(columns, "--columns") if columns else None
         if metrics is None and len(self.names) > WIDE:
@@ -77,18 +81,20 @@ class Comparison(ComparedSettings):
         return latex(replace(table, notes=(*table.notes, *origins(self))))
 
     def render(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> TerminalTable:
-        """Table for a terminal, to print with rich; the best value of each metric is bold and marked.
+        """Return a table to print with rich on a terminal; the best value of each metric is bold and marked.
 
-        A few settings are columns. More are rows; metrics that the terminal has no room for go to a second table, and a third. The metrics that `columns` names are columns.
+        A few settings are shown as columns. More settings are rows, and the table is split if its metrics do not fit
+        the terminal. If `columns` names metrics, settings are rows and these metrics the columns.
         """
         metrics = named_metrics(columns, "--columns") if columns else None
         return TerminalTable(value_table(self, scope, metrics, by_setting=True if columns else None))
 
 
 def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequence[str] = ()) -> Comparison:
-    """Set the summaries of these runs side by side; RunError when there is no run, or no metric of a name.
+    """Compare the summaries of these runs; RunError if there are no runs or a metric is unknown.
 
-    Runs that differ in their seed only are one setting, unless `each_run`. `metrics` names the primary ones, which are tested; by default P99 TTFT, P99 TBT and SLO attainment.
+    Runs that differ only in their seed form one setting, unless `each_run` is set. `metrics` names the primary metrics,
+    which are tested; by default P99 TTFT, P99 TBT and SLO attainment.
     """
     if not runs:
         raise RunError("compare: no run was given. Name at least one run folder.")
@@ -96,7 +102,7 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequenc
     scopes: dict[str, tuple[str, str | None]] = {OVERALL: (OVERALL, None)}
     for section, noun in (("by_slo_class", "slo_class"), ("by_tenant", "tenant"), ("pools", "pool")):
         names = dict.fromkeys(name for run in runs for name in run.summary.value(section) or {})
-        ordered = list(names) if section == "pools" else sorted(names)  # pools are in the order of their file
+        ordered = list(names) if section == "pools" else sorted(names)  # pools keep the configuration's order
         scopes |= {f"{noun} {name}": (section, name) for name in ordered}
     samples = {
         scope: {metric.key: tuple(_sampled(setting, place, metric) for setting in settings) for metric in METRICS}

@@ -1,4 +1,4 @@
-"""Confidence intervals of means over replications with independent seeds, and the warm-up of one run.
+"""Confidence intervals of means over replications with independent seeds, and detection of a run's warm-up.
 
 The functions take plain numbers and are independent of runs; scipy is loaded on first use.
 """
@@ -18,19 +18,21 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A range that holds the mean over all seeds with the probability `CONFIDENCE`, in the unit of the value."""
+    """Confidence interval of the mean over all seeds, at level `CONFIDENCE`, in the unit of the value."""
 
     low: float
     high: float
 
     @property
     def half_width(self) -> float:
-        """Half of its length."""
+        """Half of the interval's width."""
         return (self.high - self.low) / 2
 
 
 def replication_interval(values: Sequence[float]) -> Interval | None:
-    """Student's t interval for the mean of independent replications of a quantity of either sign; None with fewer than two."""
+    """Return Student's t interval for the mean of independent replications of a quantity of any sign; None for fewer
+    than two values.
+    """
     half = _half_width(values)
     if half is None:
         return None
@@ -39,10 +41,11 @@ def replication_interval(values: Sequence[float]) -> Interval | None:
 
 
 def positive_interval(values: Sequence[float]) -> Interval | None:
-    """Interval for the mean of independent replications of a positive quantity, its ends above zero.
+    """Return an interval with ends above zero for the mean of independent replications of a positive quantity.
 
-    Student's t for the logarithm of the mean, whose standard error is that of the mean over the mean (delta method): `mean · exp(± t s / (√n mean))`. The point between its ends is
-    the arithmetic mean. None with fewer than two values, and of values that are all equal, which do not show how much they vary.
+    It is Student's t interval for the logarithm of the mean, whose standard error is that of the mean divided by the
+    mean (delta method): `mean · exp(± t s / (√n mean))`. The arithmetic mean is the geometric centre of the interval.
+    None for fewer than two values, and for equal values, which give no estimate of the variance.
     """
     half, mean = _half_width(values), float(np.mean(values)) if len(values) else 0.0
     if not half or not mean > 0:
@@ -52,10 +55,11 @@ def positive_interval(values: Sequence[float]) -> Interval | None:
 
 
 def proportion_interval(values: Sequence[float]) -> Interval | None:
-    """Interval for the mean of independent replications of a proportion, its ends between 0 and 1.
+    """Return an interval with ends between 0 and 1 for the mean of independent replications of a proportion.
 
-    Student's t for the log-odds of the mean (delta method), whose standard error is that of the mean `p` over `p (1 - p)`. None with fewer than two values, and of values that are all
-    equal, such as 1 in every replication: a variance of zero would make an interval without width, which is not what a few replications know.
+    It is Student's t interval for the log-odds of the mean `p`, whose standard error is that of the mean divided by `p
+    (1 - p)` (delta method). None for fewer than two values, and for equal values, such as 1 in every replication: an
+    interval of zero width would claim more than a few replications can show.
     """
     half, mean = _half_width(values), float(np.mean(values)) if len(values) else 0.0
     if not half or not 0 < mean < 1:
@@ -70,7 +74,7 @@ _LARGEST_EXPONENT = 300.0
 
 
 def _half_width(values: Sequence[float]) -> float | None:
-    """Return half the width of Student's t interval; None with fewer than two values, 0 if they are equal up to
+    """Return half the width of Student's t interval; None for fewer than two values, 0 if they are equal up to
     rounding.
     """
     known = np.asarray(values, dtype=np.float64)
@@ -85,19 +89,21 @@ def _half_width(values: Sequence[float]) -> float | None:
 
 
 _ROUNDING = 1e-12
-"""Relative standard error that is due to rounding."""
+"""Relative standard error below which a variation counts as rounding error."""
 
 
 def floats(values: Sequence[float | None]) -> Floats:
-    """Return the known values."""
+    """Return the values that are not None, as an array."""
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
 def mser5(values: Floats) -> int:
     """Return the number of values to leave out at the start, as warm-up.
 
-    MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69, 1997): of means of five values, those are left out whose
-    omission makes the standard error of the rest least; a cut in the second half means that no steady state was found, and then nothing is left out.
+    MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69,
+    1997): the series is divided into batches of five values, and the number of leading batches is chosen whose omission
+    minimises the standard error of the remaining batch means. A cut in the second half means that no steady state was
+    found; the result is then 0.
     """
     count = len(values) // 5
     if count < 10:

@@ -17,8 +17,8 @@ class Metric:
     """Column name in data frames and CSV, with the unit of the raw value."""
     label: str
     path: str
-    """Path in a group of the summary; a path that starts with `.` starts at the summary's top and exists for all
-    requests only.
+    """Path within a group of the summary. A path that starts with `.` is relative to the whole summary, and has a value
+    only in the scope of all requests.
     """
     unit: str = ""
     """Displayed unit."""
@@ -27,11 +27,11 @@ class Metric:
     lower_is_better: bool | None = None
     """Better direction; None if there is none."""
     level: int = 1
-    """0: shown even when there are many runs; 1: shown when there are few; 2: in data frames, CSV and full tables only."""
+    """0: shown also for many runs; 1: shown for few runs; 2: only in data frames, CSV and full tables."""
 
     @property
     def is_proportion(self) -> bool:
-        """Values lie between 0 and 1; those of every other metric are amounts, none of them negative."""
+        """True if values lie between 0 and 1; values of other metrics are non-negative amounts."""
         return self.unit == "%" or self.key == "jain_index"
 
 
@@ -152,7 +152,7 @@ METRICS: tuple[Metric, ...] = (
     *_latency("held", "Held at the source", ".movement.held_s", "ms", (), ("p50", "p99")),
     *_latency("transfer", "In transfer", ".movement.transfer_s", "ms", (), ("p50", "p99")),
     *_latency("target_wait", "Waiting at the target", ".movement.target_wait_s", "ms", (), ("p50", "p99")),
-    # Of pools, which are scopes of their own.
+    # Metrics of pools; their scopes have only these.
     Metric("pool_replicas", "Replicas, mean", "replicas.mean", level=0),
     Metric("pool_max_replicas", "Replicas, most", "replicas.max", level=2),
     Metric("pool_replica_seconds", "Replica-seconds", "replicas.active_s", "s", level=0),
@@ -173,12 +173,12 @@ METRICS: tuple[Metric, ...] = (
 BY_KEY: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
 
 DEFAULT_PRIMARY = ("ttft_p99_s", "tbt_p99_s", "slo_attainment_fraction")
-"""Metrics tested by default, as far as the comparison has them."""
+"""Metrics that are tested by default, if the comparison has them."""
 
 
 def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metric]:
-    """Return the metrics of these names, which are keys with or without their unit (`ttft_p99`), without duplicates.
-    Raises `RunError` for an unknown name.
+    """Return the metrics with these names, without duplicates. A name is a key with or without its unit suffix
+    (`ttft_p99`). Raises `RunError` for an unknown name.
     """
     short = {key.removesuffix(unit): key for key in BY_KEY for unit in ("_s", "_fraction") if key.endswith(unit)}
     found: dict[str, Metric] = {}
@@ -196,7 +196,7 @@ def titled(metric: Metric) -> str:
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """Return a raw value of this metric in its unit, with three or four significant digits; a dash for none."""
+    """Return a raw value as text in the displayed unit, with three or four significant digits; a dash for None."""
     if value is None:
         return "–"
     shown = value * metric.scale
@@ -208,7 +208,7 @@ def metric_text(metric: Metric, value: float | None) -> str:
 
 
 def _percent(shown: float) -> str:
-    """Format with one decimal, and with more if that would round to 0 or 100 %."""
+    """Return a percentage with one decimal, or with more if it would be rounded to 0 or 100 %."""
     for decimals in range(1, 4):
         if shown in (0, 100) or round(shown, decimals) not in (0, 100):
             return f"{shown:.{decimals}f}"
@@ -216,7 +216,7 @@ def _percent(shown: float) -> str:
 
 
 def error_text(metric: Metric, value: float) -> str:
-    """Return a difference or half of an interval's width, in the metric's unit, with two significant digits and no
+    """Return a difference or an interval's half width as text in the displayed unit, with two significant digits and no
     exponent.
     """
     shown = abs(value * metric.scale)
@@ -226,7 +226,7 @@ def error_text(metric: Metric, value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Four significant digits at most, never in exponent form for sizes that people read."""
+    """Return a number with at most four significant digits, without an exponent for common magnitudes."""
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"

@@ -1,8 +1,8 @@
-"""Compare settings by their replications: differences with intervals, probability of improvement, corrected
-significance.
+"""Statistics of the difference between two settings: interval, probability of improvement, p-value and its correction.
 
-Under one seed two policies serve the same requests (common random numbers), so replications are compared in pairs of
-one seed: effects of the seed that are common to both cancel, and few replications detect small differences.
+Two policies serve the same requests under the same seed (common random numbers), so replications are compared in pairs
+with equal seeds. Effects of the seed common to both cancel, so that few replications suffice to detect small
+differences.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ class Difference:
 
     mean: float
     interval: Interval | None
-    """Interval of the mean difference, for this comparison alone; None where `p_value` is."""
+    """Confidence interval of the mean difference, not adjusted for other comparisons; None if `p_value` is None."""
     above_fraction: float
-    """Probability that a replication of the first is above one of the second; equal ones count half."""
+    """Estimated probability that a replication of the first setting has a higher value than one of the second; ties
+    count half.
+    """
     p_value: float | None
-    """Two-sided, of no difference, not adjusted for the number of comparisons; None where the difference is the same in every pair, which leaves a t test without a variance."""
+    """Two-sided p-value of no difference, not adjusted for the number of comparisons. None if the difference is nonzero
+    and equal in every pair, as a t test needs a variance.
+    """
     is_paired: bool
-    """True if compared by common seeds; otherwise the settings have no two seeds in common and are compared as independent samples."""
+    """True if replications were paired by common seeds. With fewer than two common seeds, settings are compared as
+    independent samples.
+    """
 
 
 def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:
-    """Compare two settings by their values by seed; None when either has fewer than two replications."""
+    """Compare two settings, given their values by seed; None if either has fewer than two replications."""
     common = [seed for seed in first if seed in second]
     if len(common) >= 2:
         gaps = np.array([first[seed] - second[seed] for seed in common])
@@ -52,8 +58,8 @@ def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Diffe
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test
-    procedure" (1979).
+    """Return the p-values adjusted for multiple tests by Holm's method: S. Holm, "A simple sequentially rejective
+    multiple test procedure" (1979).
     """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     corrected = [1.0] * len(p_values)
@@ -69,7 +75,7 @@ def _standard_error(values: Floats) -> float:
 
 
 def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
-    """Return the interval of the mean difference, `above` as it came, and the two-sided p-value."""
+    """Return (interval of the mean difference, `above` unchanged, two-sided p-value)."""
     if not error > abs(mean) * 1e-12:  # equal in every replication
         return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
     from scipy import stats
@@ -79,6 +85,6 @@ def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[In
 
 
 def _welch_freedom(errors: tuple[float, float], counts: tuple[int, int]) -> float:
-    """Degrees of freedom of samples with different variances (Welch and Satterthwaite)."""
+    """Return the degrees of freedom for samples with different variances (Welch and Satterthwaite)."""
     parts = sum(error**4 / (count - 1) for error, count in zip(errors, counts, strict=True))
     return (errors[0] ** 2 + errors[1] ** 2) ** 2 / parts if parts > 0 else float(sum(counts) - 2)

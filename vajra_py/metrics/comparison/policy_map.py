@@ -1,6 +1,6 @@
-"""Policies on several workloads and loads: who is best where, in which metric, and how they differ from a baseline.
+"""Comparison of policies on several workloads and loads: best values by metric, and differences from a baseline.
 
-Nothing is tested here: values, intervals, marks and verdicts are those of the workloads' comparisons.
+This module makes no tests: values, intervals, marks and verdicts come from the workloads' comparisons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vajra_py.metrics.comparison.table_renderers import csv_text
 from vajra_py.metrics.comparison.tables import difference_records, records
 
 BASELINE = "baseline"
-"""Name of the entry that the others are compared with."""
+"""Name of the entry with which the others are compared."""
 
 PRIMARY: Sequence[str] = (
     "ttft_mean_s",
@@ -29,12 +29,12 @@ PRIMARY: Sequence[str] = (
     "worst_tenant_ttft_p99_s",
     "makespan_mean_s",
 )
-"""Metrics of a map by default, as far as a workload has them."""
+"""Default metrics of a map; a workload shows those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadComparison:
-    """Policies under the loads of one workload."""
+    """Comparison of policies under the loads of one workload."""
 
     name: str
     description: str
@@ -42,25 +42,25 @@ class WorkloadComparison:
     policies: Sequence[str]
     """Entries in the order of the map, the baseline first."""
     loads: Sequence[str]
-    """Loads, rising."""
+    """Loads in ascending order."""
     positions: Mapping[tuple[str, str], int]
-    """Position of a policy under a load in the comparison; none where its runs failed."""
+    """Position in the comparison, by (policy, load); no entry if its runs failed."""
     _marks: dict[str, dict[int, str]] = field(default_factory=dict, repr=False, compare=False)
     """Marks by metric, computed once."""
 
     def position(self, policy: str, load: str) -> int | None:
-        """Return the position of a policy under a load; None where its runs failed."""
+        """Return the position in the comparison of a policy under a load; None if its runs failed."""
         return self.positions.get((policy, load))
 
     @property
     def metrics(self) -> Sequence[Metric]:
-        """Primary metrics that the workload has."""
+        """Primary metrics for which the workload has values."""
         rows = self.comparison.values[OVERALL]
         return [BY_KEY[key] for key in self.comparison.primary if any(value is not None for value in rows[key])]
 
     @property
     def main_load(self) -> str:
-        """The highest load that the baseline kept up with; the lowest if there is none."""
+        """Highest load with which the baseline kept up; the lowest load if there is none."""
         steady = [
             load
             for load in self.loads
@@ -69,41 +69,45 @@ class WorkloadComparison:
         return steady[-1] if steady else self.loads[0]
 
     def value(self, policy: str, load: str, key: str) -> float | None:
-        """Return a policy's mean over seeds, raw."""
+        """Return a policy's raw mean over seeds; None if it has no value."""
         position = self.position(policy, load)
         return None if position is None else self.comparison.values[OVERALL][key][position]
 
     def interval(self, policy: str, load: str, key: str) -> Interval | None:
-        """Return the 95 % interval of a policy's mean."""
+        """Return the 95 % confidence interval of a policy's mean; None if there is none."""
         position = self.position(policy, load)
         return None if position is None else self.comparison.interval(key, position)
 
     def is_overloaded(self, policy: str, load: str) -> bool:
-        """True if a policy did not keep up with a load under some seed."""
+        """Return whether a policy was overloaded by a load under any seed."""
         position = self.position(policy, load)
         return position is not None and self.comparison.stability[position] == OVERLOADED
 
     def mark(self, policy: str, load: str, key: str) -> str:
-        """Return the mark of a policy's value among those of its load: best, lowest, highest, worse or none."""
+        """Return the mark of a policy's value among the values under the load (best, lowest, highest or worse), or an
+        empty text.
+        """
         position = self.position(policy, load)
         if key not in self._marks:
             self._marks[key] = self.comparison.marks(key)
         return "" if position is None else self._marks[key].get(position, "")
 
     def versus(self, policy: str, load: str, key: str) -> Versus | None:
-        """Return a policy against the baseline under a load; None where either is missing."""
+        """Return the comparison of a policy with the baseline under a load; None if either is missing."""
         position, base = self.position(policy, load), self.position(BASELINE, load)
         if position is None or base is None or position == base:
             return None
         return self.comparison.versus(position, base, key)
 
     def winners(self, load: str, key: str) -> Sequence[str]:
-        """Return the policies with the best value under a load; none where fewer than two kept up or all are equal."""
+        """Return the policies with the best value under a load; empty if fewer than two kept up or all values are
+        equal.
+        """
         best = self.comparison.best(key)
         return [policy for policy in self.policies if self.position(policy, load) in best]
 
     def offered(self, load: str) -> float | None:
-        """Return the requests per second that arrived under a load, mean over the policies."""
+        """Return the arrival rate under a load in requests per second, as a mean over the policies."""
         values = [self.value(policy, load, "offered_requests_per_s") for policy in self.policies]
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
@@ -117,7 +121,7 @@ MAP_COLUMNS = (
 
 
 def map_records(workloads: Sequence[WorkloadComparison]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each workload, load, policy and primary metric, in plain values."""
+    """Yield a row of plain values for each workload, load, policy and primary metric."""
     for workload in workloads:
         for load in workload.loads:
             for policy in workload.policies:
@@ -164,7 +168,7 @@ def differences_csv(workloads: Sequence[WorkloadComparison]) -> str:
 
 
 def _placed(workload: WorkloadComparison, rows: Iterator[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield rows of a comparison with the workload, the load and the policy in place of the setting's name."""
+    """Yield rows of a comparison with columns for workload, load and policy in place of the setting's name."""
     names = {workload.comparison.names[i]: entry for entry, i in workload.positions.items()}
     for row in rows:
         policy, load = names[row[key]]

@@ -19,7 +19,7 @@ _SECTIONS = (
 
 
 def reasons_of(settings: Sequence[Setting]) -> dict[str, tuple[float, ...]]:
-    """Return how often each reason was given in each setting (the mean of its replications), the most frequent first."""
+    """Return the count of each reason per setting (the mean over its replications), the most frequent first."""
     counts = [[_counts(run) for run in setting.runs] for setting in settings]
     names = dict.fromkeys(reason for runs in counts for run in runs for reason in run)
     found = {reason: tuple(sum(run.get(reason, 0) for run in runs) / len(runs) for runs in counts) for reason in names}
@@ -35,7 +35,7 @@ def _counts(run: RunData) -> Mapping[str, int]:
 
 
 def reason_table(comparison: ComparedSettings) -> Table | None:
-    """Return how often each reason was given, a column for each setting; None where none was."""
+    """Return a table with the count of each reason, with a column per setting; None if there are no reasons."""
     rows = tuple(
         Row(reason, tuple(Cell(_text(value), value=value) for value in values))
         for reason, values in comparison.reasons.items()
@@ -44,7 +44,7 @@ def reason_table(comparison: ComparedSettings) -> Table | None:
 
 
 def further_tables(comparison: ComparedSettings) -> list[Table]:
-    """Return the tables of pools and of reasons, as far as the settings have any."""
+    """Return the tables of pools and of reasons, if the settings have them."""
     return [table for table in (pool_table(comparison), reason_table(comparison)) if table is not None]
 
 

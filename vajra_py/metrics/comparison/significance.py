@@ -1,8 +1,9 @@
 """Tests of differences between settings: the only module that decides on significance.
 
-A *family* is the primary metrics times the pairs of settings under one load, in one scope (all requests, a class, a tenant). Its p-values are adjusted together by Holm's method.
-Every table, report and file reads its answer from here, so that one pair has one adjusted p-value in one metric wherever it is shown. Other metrics are secondary: they have a
-p-value that is not adjusted, and no verdict.
+A *family* consists of all combinations of a primary metric and a pair of settings under one load, in one scope (all
+requests, a class, a tenant). Its p-values are adjusted together by Holm's method. All tables, reports and files use
+these results, so a pair has the same adjusted p-value in a metric everywhere. Other metrics are secondary: their
+p-values are not adjusted, and they have no verdict.
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ class Versus:
     key: str
     is_primary: bool
     difference: Difference | None
-    """Difference of the setting from the baseline; None where either has fewer than two replications."""
+    """Difference of the setting from the baseline; None if either has fewer than two replications."""
     p_adjusted: float | None
-    """Adjusted for the family; None for secondary metrics and where nothing is tested."""
+    """P-value adjusted for the family; None for secondary metrics or if not tested."""
     untested: str
-    """Reason that no test was made; empty if one was."""
+    """Reason why no test was made; empty if one was made."""
 
     @property
     def p_value(self) -> float | None:
-        """Two-sided, of no difference, not adjusted; None where nothing is tested."""
+        """Two-sided p-value of no difference, not adjusted; None if not tested."""
         return None if self.difference is None or self.untested else self.difference.p_value
 
     @property
     def is_significant(self) -> bool | None:
-        """Adjusted p-value below 5 %; None for secondary metrics and where nothing is tested."""
+        """True if the adjusted p-value is below 5 %; None for secondary metrics or if not tested."""
         return None if self.p_adjusted is None else self.p_adjusted < SIGNIFICANT_P
 
     @property
     def better_fraction(self) -> float | None:
-        """Probability that a replication of the setting is better than one of the baseline; None in a metric without a direction."""
+        """Estimated probability that a replication of the setting is better than one of the baseline; None for a metric
+        without a better direction.
+        """
         lower_is_better = BY_KEY[self.key].lower_is_better
         if lower_is_better is None or self.difference is None:
             return None
@@ -58,7 +61,9 @@ class Versus:
 
     @property
     def verdict(self) -> str:
-        """`better`, `worse` or `differs` where significant, `no` where not, `not tested: …` or `secondary` otherwise."""
+        """`better`, `worse` or `differs` if significant, `no` if not significant; else `not tested: …` or
+        `secondary`.
+        """
         if self.untested:
             return f"not tested: {self.untested}"
         if self.is_significant is None:
@@ -73,19 +78,19 @@ class Versus:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Settings that may be tested against each other in one scope."""
+    """Inputs of the tests between settings in one scope."""
 
     names: tuple[str, ...]
     loads: tuple[str, ...]
     stability: tuple[str, ...]
     primary: tuple[str, ...]
     samples: Mapping[str, tuple[Samples, ...]]
-    """Samples by metric, for each setting; empty where no setting has replications."""
+    """Samples of each setting, by metric; empty if no setting has replications."""
     one_sample: tuple[str, ...] = ()
-    """Reason that each setting's runs count as one observation; empty if each run is a replication."""
+    """Reason why each setting's runs count as one observation; an empty text if each run is a replication."""
 
     def untested(self, position: int, baseline: int) -> str:
-        """Return the reason that these two are not tested in any metric; empty if they can be."""
+        """Return the reason why these two settings cannot be tested in any metric; empty if they can."""
         if self.loads[position] != self.loads[baseline]:
             return "their loads differ"
         unstable = [self.names[i] for i in (baseline, position) if self.stability[i] == OVERLOADED]
@@ -96,7 +101,7 @@ class Field:
 
 
 def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: tuple[int, int], key: str) -> Versus:
-    """Return the second of the pair against the first; `adjusted` are the p-values of `adjust`."""
+    """Compare a pair (baseline, position) in one metric; `adjusted` has the p-values returned by `adjust`."""
     baseline, position = pair
     samples = field.samples.get(key, ())
     found = difference(samples[position], samples[baseline]) if samples else None
@@ -109,8 +114,8 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
-    """Return the adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each
-    load a family of its own.
+    """Return the adjusted p-values by (metric, lower position, higher position) of all testable pairs; each load is a
+    family of its own.
     """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):
@@ -125,5 +130,5 @@ def adjust(field: Field) -> dict[tuple[str, int, int], float]:
 
 
 def groups(loads: Sequence[str]) -> list[list[int]]:
-    """Return the positions of the settings under one load, a list for each load."""
+    """Return a list for each load with the positions of its settings."""
     return [[i for i, own in enumerate(loads) if own == load] for load in dict.fromkeys(loads)]

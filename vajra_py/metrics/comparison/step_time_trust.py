@@ -1,5 +1,5 @@
-"""Origins of runs' step times, prices and power, and whether differences between settings exceed the known error of
-their step times.
+"""Sources of runs' step times, prices and power, and checks whether differences between settings exceed the known error
+of their step times.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.runs.run_data import RunData
 
 _JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_s"}
-"""Known error in a summary's step times, by metric of a comparison."""
+"""Key of the known error among a summary's step times, by metric of a comparison."""
 
 
 def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Return each origin as one sentence without its full stop, with the runs it applies to (none: all); nothing for
-    runs that do not record it.
+    """Return each origin as one sentence without its full stop, with the names of the runs it applies to (an empty list
+    means all); runs that do not record it are left out.
     """
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -29,8 +29,8 @@ def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def cost_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Return each device's price and power with their sources as one sentence without its full stop, with the runs it
-    applies to (none: all).
+    """Return a sentence per device, without its full stop, with price, power and their sources, and the names of the
+    runs it applies to (an empty list means all).
     """
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -54,8 +54,8 @@ def _cost_origin(device: Mapping[str, Any]) -> str:
 def judged_differences(runs: Sequence[RunData], comparison: ComparedSettings) -> list[str]:
     """Return sentences on whether settings differ by more than the known error of their step times, without full stops.
 
-    Covers mean TTFT, TPOT and E2E of settings under one load. Empty if the errors are unknown, or there is nothing to
-    compare.
+    They cover mean TTFT, TPOT and E2E of settings under the same load. Empty if the errors are unknown or there is
+    nothing to compare.
     """
     errors: dict[str, float] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""Tables as plain data: cells, and splitting a table to a width. `table_renderers` writes them for terminals and as
+"""Tables as plain data, and splitting of a table to a given width. `table_renderers` renders them for terminals and as
 Markdown, LaTeX, CSV and HTML.
 """
 
@@ -19,19 +19,19 @@ class Cell:
 
     text: str
     spread: str = ""
-    """Its interval, in smaller type where there is any."""
+    """Its interval as text, in smaller type if the format has one."""
     mark: str = ""
-    """One of the marks of this module."""
+    """One of this module's marks, or empty."""
     label: str | None = None
-    """A stability label, which has a colour."""
+    """Stability label, which selects a colour."""
     is_quiet: bool = False
-    """Shown in grey: a value that takes no part in comparisons."""
+    """True if shown in grey, for a value that is excluded from comparisons."""
     value: float | int | bool | str | None = None
-    """Raw value for CSV; None: the text."""
+    """Raw value for CSV; None to use the text."""
 
     @property
     def is_bold(self) -> bool:
-        """A mark of the lowest or highest value."""
+        """True if the mark shows the lowest or highest value."""
         return self.mark in (BEST, LOWEST, HIGHEST)
 
     @property
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A heading and its cells."""
+    """Row heading and cells."""
 
     head: str
     cells: tuple[Cell, ...]
@@ -52,31 +52,31 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table, or one piece of a split one."""
+    """Table, or one piece of a split table."""
 
     corner: str
-    """Heading of the column of headings."""
+    """Heading of the column of row headings."""
     heads: tuple[str, ...]
     rows: tuple[Row, ...]
     title: str = ""
     notes: tuple[str, ...] = ()
-    """Sentences without their stops: what the table shows, what its marks mean."""
+    """Sentences without full stops that explain the table and its marks."""
     text_columns: frozenset[int] = frozenset()
-    """Columns of words, which start at the left."""
+    """Positions of the columns of words, which are left-aligned."""
     num_pinned: int = 0
-    """Columns at the start that are repeated in each piece of a table that is cut."""
+    """Number of leading columns that are repeated in each piece of a split table."""
     keys: tuple[str, ...] = ()
-    """Names of the columns in CSV, that of the headings first; by default the heads."""
+    """Names of the columns in CSV, starting with the column of row headings; by default the displayed headings."""
     csv_only: frozenset[int] = frozenset()
-    """Columns that CSV has and readers do not see."""
+    """Positions of the columns that only CSV has."""
 
     @property
     def for_readers(self) -> Table:
-        """The table without the columns that only CSV has."""
+        """The table without its CSV-only columns."""
         return self.part([i for i in range(len(self.heads)) if i not in self.csv_only]) if self.csv_only else self
 
     def part(self, columns: Sequence[int]) -> Table:
-        """Return the table with these columns alone, in their order; without names for CSV."""
+        """Return the table with only these columns, in this order, and without names for CSV."""
         return replace(
             self,
             heads=tuple(self.heads[i] for i in columns),
@@ -88,13 +88,13 @@ class Table:
 
 
 def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> Table:
-    """Return a table of words: the first of each row is its heading."""
+    """Return a table of texts; the first entry of each row is its heading."""
     found = tuple(Row(str(first), tuple(Cell(str(one)) for one in rest)) for first, *rest in rows)
     return Table(heads[0], tuple(heads[1:]), found, title, text_columns=frozenset(range(len(heads) - 1)))
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """Return the cells and words that limit how narrow a column can be; for a wrapped text column, each word."""
+    """Return cells that bound a column's minimum width from below; in a wrapped text column, one cell per word."""
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
         cells = [replace(cell, text=word) for cell in cells for word in cell.text.split()]
@@ -104,10 +104,11 @@ def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
 def fold(
     table: Table, width: float, cell_width: Callable[[Cell], float], padding: float, *, wraps: bool = False
 ) -> list[Table]:
-    """Split the table into pieces that fit the width, each with row headings and pinned columns; notes follow the last.
+    """Split the table into pieces that fit the width, each with row headings and pinned columns; the last piece has the
+    notes.
 
-    `cell_width`: of a cell, in the unit of `width`; `padding`: of a column, beside its cells. Heads are broken between words, and so are columns of words where the form `wraps`
-    them. A column that is too wide by itself is not cut.
+    `cell_width` returns a cell's width; it, `width` and `padding` (added per column) have the same unit. Headings may
+    be broken between words; with `wraps`, so may columns of words. A single column that is too wide is not split.
     """
 
     def width_of(i: int) -> float:

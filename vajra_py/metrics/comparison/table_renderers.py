@@ -1,4 +1,4 @@
-"""Write a table model for a terminal and as Markdown, CSV, LaTeX and HTML."""
+"""Render tables (`table_model`) for a terminal and as Markdown, CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _GAP = 2
-"""Characters between two columns on a terminal."""
+"""Number of characters between two columns on a terminal."""
 _LATEX_MARKS = {BEST: "*", LOWEST: r"\downarrow", HIGHEST: r"\uparrow", WORSE: r"\dagger"}
 _PAGE_PT = 468.0
-"""Width of the text of a page of LaTeX's `article` with margins of an inch, points."""
+"""Text width of a page of LaTeX's `article` class with one-inch margins, in points."""
 _DIGIT_PT = 4.25
-"""Width of a digit in `\\footnotesize` at 10 points."""
+"""Width of a digit in `\\footnotesize` of a 10-point document, in points."""
 _COLUMN_SEPARATION_PT = 4.0
 
 
 def one_line(cell: Cell) -> int:
-    """Return the characters of a cell with its interval beside the value."""
+    """Return the width of a cell in characters, with its interval beside the value."""
     return len(cell.plain)
 
 
 def stacked(cell: Cell) -> int:
-    """Return the characters of a cell with its interval below the value."""
+    """Return the width of a cell in characters, with its interval below the value."""
     return max(len(cell.text) + len(cell.mark), len(cell.spread))
 
 
 @dataclass(frozen=True, slots=True)
 class TerminalTable:
-    """A table that is laid out when the terminal's width is known.
+    """Table that is laid out when it is printed, for the terminal's width.
 
-    Intervals are shown beside their values, or below them where that saves a cut; only then is the table cut into such with the same rows.
+    If the table is too wide with intervals beside the values, they are placed below the values; if that is still too
+    wide, the table is split into pieces with the same rows.
     """
 
     table: Table
@@ -101,7 +102,7 @@ def _marked_up(cell: Cell, *, is_stacked: bool) -> str:
 
 
 def plain_text(table: Table) -> str:
-    """Return the table as it is on a wide terminal, without styles: whole, however long its lines are."""
+    """Return the whole table as plain text, without styles or limit of the line length."""
     table = table.for_readers
     texts = [[table.corner, *table.heads], *([row.head, *(cell.plain for cell in row.cells)] for row in table.rows)]
     widths = [max(map(_displayed, column)) for column in zip(*texts, strict=True)]
@@ -121,12 +122,12 @@ def plain_text(table: Table) -> str:
 
 
 def _displayed(text: str) -> int:
-    """Return the columns of a text in a fixed font."""
+    """Return the number of columns that a text occupies in a fixed-width font."""
     return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in text)
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, its notes below it; bold are the lowest or highest values."""
+    """Return the table as Markdown with its notes below; the lowest or highest values are bold."""
     table = table.for_readers
 
     def line(cells: Sequence[str]) -> str:
@@ -144,12 +145,12 @@ def markdown(table: Table) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return the text, escaped where it would end a cell, begin emphasis or be parsed as HTML."""
+    """Return the text with characters escaped that would end a cell, begin emphasis or be parsed as HTML."""
     return re.sub(r"[\\`*|]|<(?=[a-zA-Z/!?])", r"\\\g<0>", " ".join(text.splitlines()))
 
 
 def csv_table(table: Table) -> str:
-    """Return the table as CSV: raw values where cells have them, under the names that the table has for its columns."""
+    """Return the table as CSV with raw values where cells have them, and `keys` as column names."""
     keys = table.keys or (table.corner, *table.heads)
     return csv_text(
         keys,
@@ -165,7 +166,7 @@ def _raw(cell: Cell) -> Any:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as CSV; no value is an empty field, truth is `true` or `false`."""
+    """Return the rows as CSV; None is an empty field, booleans are `true` or `false`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
     writer.writeheader()
@@ -181,7 +182,7 @@ def html(table: Table, caption: str = "", style: str = "") -> str:
 
 
 def html_templates() -> Environment:
-    """Load the templates of the pages; every one renders its tables by `table.html.j2`."""
+    """Load the templates of the HTML pages; all render their tables with `table.html.j2`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     return Environment(
@@ -194,10 +195,10 @@ def html_templates() -> Environment:
 
 
 def latex(table: Table, label: str = "tab:comparison") -> str:
-    """Return the table as a float of LaTeX (package booktabs), title and notes in its caption, in pieces that fit the
-    text of a page.
+    """Return the table as a LaTeX float (package booktabs) with title and notes in its caption, split into pieces that
+    fit the text width of a page.
 
-    In a page of two columns, `table*` takes the place of `table`.
+    For a two-column page, replace `table` by `table*`.
     """
     caption = " ".join(f"{latex_text(sentence)}." for sentence in (table.title, *table.notes) if sentence)
     table = table.for_readers
@@ -242,7 +243,7 @@ def _tabular(table: Table) -> Iterator[str]:
 
 
 def _head(head: str, width: int, kind: str) -> str:
-    """Return the head of a column in lines that are no wider than its cells where its words allow it."""
+    """Return a column's heading, broken between words into lines that are no wider than its cells if possible."""
     lines: list[str] = []
     for word in head.split():
         if lines and len(lines[-1]) + 1 + len(word) <= max(width, 8):
@@ -272,11 +273,11 @@ _LATEX |= {sign: rf"$\{name}$" for sign, name in zip("ΓΔΘΛΞΠΣΥΦΨΩ", _
 _NOT_IN_LATEX = frozenset("«»ÐÞðþĄąĐđĘęĦħĮįĸĿŀŉŊŋŦŧŲųſ")
 """Latin letters that LaTeX's default fonts lack."""
 _LIGATURE_OR_SIGN = re.compile(r"--+|''+|``+|[?!]`|,,+|.")
-"""Signs that would be drawn as another one where they follow each other, or any other sign."""
+"""Character sequences that LaTeX fonts replace by a ligature, or any single character."""
 
 
 def latex_text(text: str) -> str:
-    """Return the text with LaTeX's special characters escaped; characters that its default fonts lack are named, as
+    """Return the text with LaTeX's special characters escaped; characters missing in its default fonts are written as
     `U+4E2D`.
     """
     return _LIGATURE_OR_SIGN.sub(_latex_signs, unicodedata.normalize("NFC", " ".join(text.split())))

@@ -1,4 +1,4 @@
-"""The tables of a comparison as data: values by setting, differences between settings, and the records of files."""
+"""Tables of a comparison as data: values by setting, differences between settings, and records for files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.comparison.table_renderers import csv_text
 
 WIDE = 6
-"""Largest number of settings shown as columns; more are rows, with fewer metrics."""
+"""Maximum number of settings shown as columns; more settings are shown as rows, with fewer metrics."""
 
 
 def value_table(
     comparison: ComparedSettings, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
 ) -> Table:
-    """Return the values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are
-    named.
+    """Return the values of one scope; few settings are columns, many are rows.
 
     Args:
-        comparison: of settings.
-        scope: one of its scopes.
-        metrics: to show; by default those that the shape has room for.
-        by_setting: a row for each setting; by default where there are more than `WIDE`.
+        comparison: Settings and their values.
+        scope: One of the comparison's scopes.
+        metrics: Metrics to show; by default those that fit the layout.
+        by_setting: Show settings as rows; by default if there are more than `WIDE`.
     """
     is_by_setting = len(comparison.names) > WIDE if by_setting is None else by_setting
     shown = list(metrics) if metrics is not None else comparison.shown(scope, 0 if is_by_setting else 1)
@@ -50,7 +49,7 @@ def value_table(
 
 
 def replication_counts(comparison: ComparedSettings) -> list[str]:
-    """Return each setting's number of runs, with the number of seeds represented by a single run."""
+    """Return each setting's number of runs as text; `1 for 5 equal seeds` if all seeds give the same run."""
     return [
         f"{count} for {comparison.copied[i]} equal seeds" if comparison.is_copied(i) else str(count)
         for i, count in enumerate(comparison.replications)
@@ -58,7 +57,7 @@ def replication_counts(comparison: ComparedSettings) -> list[str]:
 
 
 def cells(comparison: ComparedSettings, metric: Metric, scope: str) -> tuple[Cell, ...]:
-    """Value, interval and mark for each setting."""
+    """Return a cell with value, interval and mark for each setting."""
     marks = comparison.marks(metric.key, scope)
     return tuple(
         Cell(
@@ -72,7 +71,7 @@ def cells(comparison: ComparedSettings, metric: Metric, scope: str) -> tuple[Cel
 
 
 def interval_text(comparison: ComparedSettings, metric: Metric, position: int, scope: str) -> str:
-    """Return the interval as `±0.12`, as a range where it is lopsided, or nothing."""
+    """Return the interval as `±0.12`, as a range if it is asymmetric, or an empty text if there is none."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
     if interval is None or value is None:
         return ""
@@ -83,7 +82,7 @@ def interval_text(comparison: ComparedSettings, metric: Metric, position: int, s
 
 
 def value_notes(comparison: ComparedSettings, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Return sentences without full stops: the meaning of values and marks, the comparisons made, the origin of step
+    """Yield sentences without full stops on the meaning of values and marks, the tests made, and the origin of step
     times.
     """
     marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
@@ -119,7 +118,7 @@ def family_notes(comparison: ComparedSettings, scope: str) -> Iterator[str]:
 
 
 def pool_table(comparison: ComparedSettings) -> Table | None:
-    """Return the figures of each pool, a row for each setting that has it; None where no setting has pools."""
+    """Return a table of pools with a row per pool and setting; None if no setting has pools."""
     rows: list[Row] = []
     metrics = [metric for metric in BY_KEY.values() if _is_of_pools(comparison, metric)]
     for position in comparison.by_load():
@@ -147,8 +146,8 @@ def _is_of_pools(comparison: ComparedSettings, metric: Metric) -> bool:
 
 
 def origins(comparison: ComparedSettings) -> Iterator[str]:
-    """Yield a sentence without its full stop for each origin of the settings' step times, with its settings if origins
-    differ.
+    """Yield a sentence, without its full stop, for each origin of step times; if there are several, it names their
+    settings.
     """
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
@@ -160,8 +159,8 @@ def origins(comparison: ComparedSettings) -> Iterator[str]:
 
 
 def records(comparison: ComparedSettings, scope: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the
-    difference from the best setting of the load.
+    """Yield a row per scope (by default all scopes) and setting, with raw values, ends of intervals, and p-values of
+    the difference from the best setting of the load.
     """
     for own in comparison.scopes if scope is None else (scope,):
         for i, name in enumerate(comparison.names):
@@ -203,8 +202,8 @@ DIFFERENCE_COLUMNS = (
 def difference_records(
     comparison: ComparedSettings, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain
-    values; see `DIFFERENCE_COLUMNS`.
+    """Yield a row of plain values (`DIFFERENCE_COLUMNS`) per metric and pair of settings under the same load; with a
+    baseline, only its pairs.
     """
     for own in comparison.scopes if scope is None else (scope,):
         for first, second in comparison.pairs(baseline):

@@ -16,16 +16,16 @@ from vajra_py.metrics.summary.warnings import MIN_COMPLETED
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
 _P99_COMPLETED = 5000
 _WIDE_FRACTION = 0.25
-"""Relative half width of an interval above which its number carries little information."""
+"""Relative half width of an interval above which a warning is given."""
 
 _WARMUP_FRACTION = 0.02
-"""Fraction of the requests above which a warm-up is reported."""
+"""Minimum fraction of the requests for a warm-up to be reported."""
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
 
 
 def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
-    """Return warnings, each with the settings or runs that it applies to (none: all)."""
+    """Return warnings, each with the names of the settings or runs that it applies to (an empty list means all)."""
     runs = [run for setting in settings for run in setting.runs]
     found: dict[str, list[str]] = {}
     notes: dict[str, list[str]] = {}
@@ -38,7 +38,7 @@ def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> li
                 run.name
             )
         for sentence in run.summary.value("warnings") or []:
-            # The stability label already has its reason.
+            # The reason of the stability label is already shown with the label.
             if not sentence.startswith("The run is ") and sentence not in notes:
                 found.setdefault(sentence, []).append(run.name)
     warnings = [
@@ -78,12 +78,12 @@ def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> lis
 
 
 def _is_of_one_seed(setting: Setting) -> bool:
-    """True where further seeds would show variation by chance."""
+    """Return whether more seeds would be needed to show the random variation."""
     return len(setting.runs) == 1 and not setting.is_copied
 
 
 def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
-    """Return warnings about runs without replications that are too short for their P99, or that begin with a warm-up."""
+    """Return warnings about runs without replications that are too short for a P99 or start with a warm-up."""
     runs = [setting.first for setting in settings if len(setting.runs) == 1]
     short = [run.name for run in runs if MIN_COMPLETED <= _completed(run) < _P99_COMPLETED]
     warm = [f"{run.name}: {count}" for run in runs if (count := warmup_requests(run))]
@@ -117,7 +117,7 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: ComparedSettings, position: int) -> float:
-    """Return the largest relative half width among the relevant intervals."""
+    """Return the largest relative half width of the relevant intervals."""
     shares = [0.0]
     for key in _NAMED:
         value, interval = comparison.values[OVERALL][key][position], comparison.interval(key, position)

@@ -1,7 +1,7 @@
 """Figures of runs. Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
 
-Every figure takes one to about forty runs and shows a message if there is nothing to plot. Matplotlib is loaded at the
-first figure.
+Every figure takes one to about forty runs and shows a message if there is nothing to plot. Matplotlib is imported when
+the first figure is drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The curve of a capacity search: each metric of the SLO against rate or cost, with its limit and the knee of each setting."""
+"""Figure of a capacity search: each metric of the SLO against rate or cost, with its limit and the settings'
+capacities.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A condition of the SLO."""
+    """Condition of the SLO: a metric and its limit."""
 
     condition: str
     metric: str
@@ -31,21 +33,25 @@ class CapacityCurve:
 
     label: str
     points: Sequence[tuple[float, Mapping[str, tuple[float | None, ...]]]]
-    """Rate or cost, rising; by metric the values of the seeds."""
+    """(Rate or cost, values of the seeds by metric), in ascending order."""
     knee: float | None
     interval: Interval | None = None
     lines: Mapping[str, Sequence[tuple[float, float]]] | None = None
-    """Points (rate, value) by condition: the curve of a typical seed, which crosses the limit at the condition's own capacity. None: a line through the means."""
+    """Fitted curve by condition, as points (rate, value): it describes a typical seed and crosses the limit at the
+    condition's own capacity. None to draw a line through the means.
+    """
     ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
-    """Own capacity of each condition, and its interval."""
+    """Capacity with its interval if only this condition counted, by condition."""
 
 
 @styled
 def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_label: str) -> Figure:
-    """One panel for each condition of the SLO: a line for each setting, its capacity as a vertical line with its interval as a band; the limit is dashed.
+    """Draw a panel for each condition of the SLO, with a line for each setting; a vertical line with a band shows its
+    capacity with the interval, and the limit is dashed.
 
-    Of rates, every run is a point, and a ring on the limit is the condition's own capacity with its interval: the vertical line passes through that of the condition that decides. Of
-    numbers of replicas, points are means over seeds with 95 % intervals. The rate is linear and a latency logarithmic.
+    With rates on the x axis, every run is a point, and a ring on the limit shows the condition's own capacity with its
+    interval; the vertical line passes through the ring of the deciding condition. With numbers of replicas, points are
+    means over seeds with 95 % intervals. The rate axis is linear, latency axes are logarithmic.
     """
     figure, axes = new_figure(1, len(limits), 3.0)
     looks = [Look(k % 8, k // 8) for k in range(len(curves))]
@@ -111,7 +117,7 @@ def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
 
 
 def _range(curves: Sequence[CapacityCurve]) -> tuple[float, float]:
-    """Return a range from zero to half above the highest capacity: points further out are not of interest."""
+    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant."""
     knees = [one.knee for one in curves if one.knee is not None]
     rates = [x for one in curves for x, _ in one.points]
     return 0.0, 1.5 * max(knees) if knees else max(rates, default=1.0)

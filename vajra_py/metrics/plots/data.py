@@ -1,6 +1,7 @@
-"""Reduce a run of a million requests to the few hundred points that a figure shows.
+"""Reduce a run of a million requests to the few hundred points of a figure.
 
-Reductions of the tables to what a figure draws: quantiles, time bins, cumulative service. Times are seconds from the start of the measurement window.
+The functions compute distributions, means over time bins, and cumulative service from a run's tables. Times are seconds
+from the start of the measurement window.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ TIME_BINS = 200
 
 @dataclass(frozen=True, slots=True)
 class Cdf:
-    """A cumulative distribution: `shares[i]` of the population is at most `values[i]`."""
+    """Cumulative distribution: a fraction `shares[i]` of the population is at most `values[i]`."""
 
     values: Floats
     shares: Floats
 
 
 def request_cdf(run: RunData, column: str) -> Cdf:
-    """Return the distribution of a latency over the requests that arrived in the window; those without a value never
-    arrive at 100 %.
+    """Return the distribution of a latency over the requests that arrived in the window. Requests without a value
+    count, so the curve then ends below 100 %.
     """
     values = run.measured(column)[column]
     known = np.sort(values[np.isfinite(values)])
@@ -44,7 +45,7 @@ def request_cdf(run: RunData, column: str) -> Cdf:
 
 
 def gap_cdf(run: RunData) -> Cdf:
-    """Return the distribution of the gaps between tokens, each counted once for each request that saw it."""
+    """Return the distribution of the gaps between tokens over all requests."""
     table = run.tbt("gap_s", "weight")
     gaps, weights = table.column("gap_s").to_numpy(), table.column("weight").to_numpy()
     if not weights.sum() > 0:
@@ -57,7 +58,7 @@ def gap_cdf(run: RunData) -> Cdf:
 
 
 def time_edges(run: RunData, num_bins: int = TIME_BINS) -> Floats:
-    """Borders of equal time bins over the window and what followed it, on the run's clock."""
+    """Return the edges of equal time bins, in seconds on the run's clock, over the window and the time after it."""
     window = run.window
     ended_at = run.requests("ended_at").column("ended_at").to_numpy()
     last = float(np.nanmax(ended_at)) if np.isfinite(ended_at).any() else window.end_at
@@ -65,7 +66,7 @@ def time_edges(run: RunData, num_bins: int = TIME_BINS) -> Floats:
 
 
 def waiting_over_time(run: RunData, edges: Floats) -> Floats:
-    """Return the mean number of requests waiting for their first admission, in each bin."""
+    """Return the mean number of requests waiting for their first admission in each bin."""
     table = run.requests("arrived_at", "admitted_at", "ended_at")
     arrived_at, admitted_at, ended_at = (table.column(name).to_numpy() for name in table.column_names)
     left_at = np.fmin(admitted_at, ended_at)
@@ -73,8 +74,8 @@ def waiting_over_time(run: RunData, edges: Floats) -> Floats:
 
 
 def kv_use_over_time(run: RunData, edges: Floats, pool: PoolReplicas | None = None) -> Floats:
-    """Return the fraction of KV blocks in use, mean over time and replicas (of a pool), in each bin; an idle replica uses
-    none.
+    """Return the fraction of KV blocks in use in each bin, as a mean over time and replicas (of a pool if given); an
+    idle replica uses none.
     """
     table = run.steps(
         "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"
@@ -109,7 +110,7 @@ class PoolReplicas:
 
 
 def pools_of(run: RunData) -> dict[str, PoolReplicas]:
-    """Return the pools of a run by title; none for a run without pools."""
+    """Return the pools of a run by title; empty for a run without pools."""
     return {
         title: PoolReplicas(
             one["replicaset"], range(one["first_replica_id"], one["first_replica_id"] + one["num_replicas"])
@@ -119,7 +120,7 @@ def pools_of(run: RunData) -> dict[str, PoolReplicas]:
 
 
 def busy_replicas_over_time(run: RunData, edges: Floats, pool: PoolReplicas) -> Floats:
-    """Return the number of a pool's replicas that have a step in flight, mean over time, in each bin."""
+    """Return the mean number of a pool's replicas with a step in flight in each bin."""
     table = run.steps("replicaset", "replica_id", "formed_at", "duration_s")
     columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
     inside = pool.holds(columns)
@@ -128,7 +129,7 @@ def busy_replicas_over_time(run: RunData, edges: Floats, pool: PoolReplicas) -> 
 
 
 def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
-    """Mean (decode, prefill) tokens of the steps formed in each bin; 0 in a bin without steps."""
+    """Return the mean (decode, prefill) tokens per step of the steps formed in each bin; 0 for a bin without steps."""
     table = run.steps("formed_at", "decode_tokens", "prefill_tokens")
     formed_at = table.column("formed_at").to_numpy()
     count = np.histogram(formed_at, edges)[0]
@@ -140,7 +141,9 @@ def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
 
 
 def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> dict[str, Floats]:
-    """Service that each tenant had got by each edge: its prompts when their first tokens are seen, its output tokens evenly until the end."""
+    """Return each tenant's cumulative weighted service at each edge. Prompt tokens count when the first output token is
+    emitted, output tokens evenly until the end.
+    """
     table = run.requests("tenant", "num_prompt_tokens", "num_output_tokens", "first_token_at", "ended_at")
     encoded = table.column("tenant").combine_chunks().dictionary_encode()
     codes: Ints = encoded.indices.to_numpy(zero_copy_only=False)
@@ -159,7 +162,9 @@ def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> d
 
 
 def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
-    """Differences of service between tenants that are backlogged together; None where no two ever are."""
+    """Return the differences of service between tenants that are backlogged together; None if no two tenants
+    ever are.
+    """
     table = run.requests(
         "tenant", "arrived_at", "admitted_at", "first_token_at", "ended_at", "num_prompt_tokens", "num_output_tokens"
     )
@@ -174,7 +179,7 @@ def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:
-    """Return the integral over each bin of the number of these moments that have passed."""
+    """Return the integral over each bin of the number of moments that have passed."""
     ordered = np.sort(moments)
     passed = np.searchsorted(ordered, edges, side="right")
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
@@ -182,8 +187,8 @@ def _area(moments: Floats, edges: Floats) -> Floats:
 
 
 def _mean_held(columns: dict[str, NDArray[Any]], edges: Floats) -> Floats:
-    """Return the mean in each bin of a replica's use: that of a step until it ends, or until the next one if requests
-    stay on the replica.
+    """Return the mean use of a replica's KV blocks in each bin. A step's use lasts until the step ends, or until the
+    next step if requests remain on the replica.
     """
     order = np.argsort(columns["formed_at"], kind="stable")
     formed_at, use = columns["formed_at"][order], columns["used_fraction"][order]
@@ -204,9 +209,7 @@ def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
 
 
 def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
-    """Return the sum at each edge of amounts that flow evenly from their begin to their end (at once where both are one
-    moment).
-    """
+    """Return the sum at each edge of amounts that accrue evenly from begin to end, or at once if both are equal."""
     span = ends - begins
     instant = span <= 0
     rate = amounts[~instant] / span[~instant]
@@ -217,14 +220,14 @@ def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -
 
 
 def _replica_codes(columns: dict[str, NDArray[Any]]) -> Ints:
-    """Replicas of all replicasets, numbered from 0."""
+    """Return the number of each row's replica; replicas of all replicasets are numbered from 0."""
     keys = list(zip(columns["replicaset"].tolist(), columns["replica_id"].tolist(), strict=True))
     numbers = {key: i for i, key in enumerate(sorted(set(keys)))}
     return np.array([numbers[key] for key in keys], dtype=np.int64)
 
 
 def bucket_edges(lengths: Sequence[int]) -> list[int]:
-    """Borders of prompt length buckets, powers of four from 64 up, that cover these lengths."""
+    """Return the edges of prompt length buckets that cover these lengths: 0, 64, and so on in factors of four."""
     longest = max(lengths, default=1)
     edges = [0, 64]
     while edges[-1] < longest:

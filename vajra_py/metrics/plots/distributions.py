@@ -1,4 +1,4 @@
-"""Distributions of latencies, and of waits that the length of a prompt does not explain."""
+"""Figures of distributions: latencies, times of moves, and slowdown by prompt length."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ _MOVEMENT_TIMES = (
 
 @styled
 def latency_cdfs(runs: Sequence[RunData]) -> Figure:
-    """Cumulative distributions of TTFT, TBT and E2E latency, a line per run; logarithmic seconds.
+    """Draw cumulative distributions of TTFT, TBT and E2E latency with a line per run, on a logarithmic axis in seconds.
 
-    TTFT and E2E count all requests that arrived in the window: the line of a run that left requests unanswered ends below 100 %.
+    TTFT and E2E count all requests that arrived in the window, so the line of a run with unanswered requests ends below
+    100 %.
     """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]
@@ -85,7 +86,7 @@ def _draw_cdfs(axes: Any, named: tuple[Sequence[str], Sequence[Cdf]], arrangemen
 
 
 def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
-    """One logarithmic range that holds every curve, without the empty decades of a few instant answers."""
+    """Set one logarithmic range that covers every curve, without empty decades caused by a few instant answers."""
     known = [curve.values for curve in curves if curve.values.size and curve.values[-1] > 0]
     for axes in column_axes:
         if not known:
@@ -99,23 +100,27 @@ def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
 
 @styled
 def latency_ranges(runs: Sequence[RunData]) -> Figure:
-    """P50 to P99 of TTFT, TBT, TPOT and E2E, a row per setting; the dot is P50, the bar's end P99, the cross the mean (means over replications)."""
+    """Draw P50 to P99 of TTFT, TBT, TPOT and E2E with a row per setting: a dot at P50, a bar up to P99, and a cross at
+    the mean. Values are means over replications.
+    """
     return _ranges(group_replications(runs), _RANGE_METRICS)
 
 
 def has_movement(runs: Sequence[RunData]) -> bool:
-    """Return whether requests of any run went from one replica to another with their KV."""
+    """Return whether requests of any run moved between replicas with their KV."""
     return any(run.summary.value("movement.held_s.count") for run in runs)
 
 
 @styled
 def movement_times(runs: Sequence[RunData]) -> Figure:
-    """P50 to P99 of the times in which requests were held at their source, in transfer, and waiting at their target, a row per setting, as in `latency_ranges`."""
+    """Draw P50 to P99 of the times that requests were held at their source, in transfer, and waiting at their target,
+    with a row per setting as in `latency_ranges`.
+    """
     return _ranges(group_replications(runs), _MOVEMENT_TIMES)
 
 
 def _ranges(settings: Sequence[Setting], metrics: Sequence[tuple[str, str, float, str]]) -> Figure:
-    """Draw a panel for each metric: its path in the summary, label, scale and unit."""
+    """Draw a panel for each metric, given as (path in the summary, label, scale, unit)."""
     figure, axes = new_figure(1, len(metrics), max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
     looks = arrange_runs([setting.first for setting in settings]).looks
     rows = np.arange(len(settings))
@@ -152,10 +157,11 @@ def _ranges(settings: Sequence[Setting], metrics: Sequence[tuple[str, str, float
 
 @styled
 def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
-    """TTFT relative to the fastest prefill of prompts of that length, by length bucket: dot = median, whisker up to P99.
+    """Draw TTFT relative to the fastest prefill by bucket of prompt lengths: a dot at the median, a whisker up to P99.
 
-    The fastest prefill of a bucket is the least time per prompt token that any of these runs took from first admission to first token, so a slowdown
-    of 1 is the best that was seen. Head-of-line blocking shows as short prompts that slow down most.
+    The fastest prefill of a bucket is the shortest time per prompt token from first admission to first token in any of
+    these runs, so a slowdown of 1 is the best observed value. With head-of-line blocking, short prompts have the
+    largest slowdown.
     """
     columns = [run.measured("num_prompt_tokens", "arrived_at", "admitted_at", "first_token_at") for run in runs]
     longest = [int(own["num_prompt_tokens"].max()) for own in columns if own["num_prompt_tokens"].size]
@@ -217,7 +223,9 @@ def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
 
 
 def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: Any) -> Floats:
-    """Return for each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
+    """Return a statistic (`reduce`) per bucket of the seconds per prompt token from `since` to the first token; NaN
+    without requests.
+    """
     took_s = columns["first_token_at"] - columns[since]
     lengths = columns["num_prompt_tokens"]
     rates = took_s / np.maximum(lengths, 1)

@@ -1,4 +1,4 @@
-"""Figures that policies emitted of their own, over time."""
+"""Figure of the values emitted by policies over time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PANELS = 8
-"""Figures that get a panel, the first by name."""
+"""Maximum number of panels; figures are taken in order of their names."""
 _MAX_POINTS = 2000
-"""Points of a line, spread evenly over what was emitted."""
+"""Maximum number of points of a line; points are sampled evenly."""
 
 
 def has_emitted(runs: Sequence[RunData]) -> bool:
-    """Return whether a policy of any run emitted figures."""
+    """Return whether a policy of any run emitted values."""
     return any(run.summary.value("emitted") for run in runs)
 
 
 @styled
 def emitted_over_time(runs: Sequence[RunData]) -> Figure:
-    """Plot emitted figures over time: a panel for each figure, a line for each run."""
+    """Draw emitted values over time, with a panel for each name and a line for each run."""
     arrangement = arrange_runs(runs)
     tables = [run.emitted().to_pandas() for run in runs]
     pairs = {pair for table in tables for pair in zip(table["policy"], table["name"], strict=True)}

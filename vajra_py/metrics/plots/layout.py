@@ -1,8 +1,9 @@
-"""Panels, colours and dashes of runs, so that a figure of forty runs stays readable.
+"""Assignment of panels, colours and dashes to runs, so that a figure of forty runs stays readable.
 
-Up to eight runs share a panel, each with a colour. More runs that form a grid (as sweeps do) get one axis of the grid as panels, one as colours and one
-as dashes; the axis of the load, if there is one, makes the panels, so that what shares a panel shares a load. More runs without such an order: the
-seven with the lowest P99 TTFT are drawn in colour, the others in grey behind them.
+Up to eight runs share a panel, each with its own colour. If more runs form a grid, as in a sweep, one axis of the grid
+determines the panel, one the colour and one the dashes; a load axis determines the panel, so that the runs of a panel
+have the same load. If they do not form a grid, the seven runs with the lowest P99 TTFT are coloured, and the others are
+grey in the background.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ class Arrangement:
     """Panel, colour and dashes of each series."""
 
     panels: tuple[str, ...]
-    """Titles; one empty title when there is one panel."""
+    """Titles of the panels; a single panel has an empty title."""
     panel_of: tuple[int, ...]
     looks: tuple[Look, ...]
     legend: tuple[tuple[str, Look], ...]
 
     def members(self, panel: int) -> list[int]:
-        """Return the positions of the series in this panel, muted ones first (that is, behind)."""
+        """Return the positions of the series in this panel, with muted ones first so that they are drawn behind."""
         found = [i for i, own in enumerate(self.panel_of) if own == panel]
         return sorted(found, key=lambda i: not self.looks[i].is_muted)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Settings of one system under different rates; a single setting is a series of one."""
+    """Settings of one system under different rates (possibly only one)."""
 
     label: str
     settings: tuple[Setting, ...]
@@ -52,7 +53,9 @@ def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
 
 
 def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement]:
-    """Settings that differ in nothing but their rate, taken together; one series for each system (and workload of another kind)."""
+    """Group settings that differ only in their rate; return one series for each system and kind of workload, and their
+    arrangement.
+    """
     settings = group_replications(runs)
     firsts = [setting.first for setting in settings]
     own_axes = [axis for axis in axes(firsts) if not is_rate(axis) and axis.path != SEED_PATH]
@@ -72,9 +75,10 @@ def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement
 
 
 def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
-    """At most `limit` runs, in the given order, for a figure that needs a panel for each.
+    """Return at most `limit` runs, in the given order, for a figure with a panel per run.
 
-    Of more, those under the highest load, and among them those of the lowest P99 TTFT; other loads only where this leaves fewer than three.
+    If there are more, the runs under the highest load with the lowest P99 TTFT are selected; other loads only if fewer
+    than three runs would remain.
     """
     if len(runs) <= limit:
         return list(runs)
@@ -93,8 +97,8 @@ def _arrange(names: tuple[str, ...], varied: Sequence[Axis], ranks: Sequence[flo
 
 
 def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
-    """Return panels, colours and dashes by the axes of the runs' grid; None if they cannot distinguish the runs within
-    the limits.
+    """Return an arrangement by the axes of the runs' grid; None if panels, colours and dashes cannot distinguish the
+    runs.
     """
     roles = _roles(varied)
     if roles is None or len(set(zip(*(axis.values for axis in varied), strict=True))) < count:
@@ -117,12 +121,14 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
 
 
 def _called(axis: Axis, level: str) -> str:
-    """Return a level of an axis for the legend: a policy by its name, as in the names of runs; a number with its unit."""
+    """Return the legend text of an axis level: a policy's name alone, other values after the axis' label."""
     return level if axis.path.endswith(".policy") else f"{axis.label} {level}"
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Return the axes drawn as dashes, as colours and as panels; smaller axes of the system come first."""
+    """Return the axes drawn as (dashes, colours, panels); system axes with fewer levels are assigned first. None if
+    there are too many levels.
+    """
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))
     if not systems:
@@ -153,7 +159,7 @@ def _rank(run: RunData) -> float:
 
 
 def _offered_by_load(runs: Sequence[RunData]) -> list[float]:
-    """Return for each run the mean offered rate of the runs under its configured load."""
+    """Return, for each run, the mean offered rate of the runs under the same configured load."""
     offered: dict[str, list[float]] = {}
     labels = load_labels(runs)
     for label, run in zip(labels, runs, strict=True):

@@ -1,4 +1,4 @@
-"""Time series: queues, KV memory, batches, steps, and service by tenant."""
+"""Figures over time: queues, KV memory, batches, steps, and service by tenant."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _TIME_LABEL = "time (s)"
 MAX_RUN_PANELS = 9
-"""Runs that a figure with a panel for each shows."""
+"""Maximum number of runs in a figure with a panel per run."""
 MAX_TIMELINES = 6
 _TIMELINE_STEPS = 70
 _MAX_REPLICAS = 8
@@ -53,9 +53,9 @@ _MAX_REPLICAS = 8
 
 @styled
 def queue_and_kv(runs: Sequence[RunData]) -> Figure:
-    """Requests waiting for their first step (left) and KV blocks in use (right) over time, a line per run.
+    """Draw requests waiting for their first step (left) and KV blocks in use (right) over time, with a line per run.
 
-    Each line is the mean over bins of 1/200 of the time shown; KV use is the mean over replicas.
+    Points are means over bins of 1/200 of the displayed time; KV use is a mean over replicas.
     """
     arrangement = arrange_runs(runs)
     rows = len(arrangement.panels)
@@ -68,7 +68,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             width = 0.7 if arrangement.looks[i].is_muted else 0.8 * tapered(place, len(members))
             look = arrangement.looks[i].line | {"linewidth": width}
             if not has_dashes:
-                # Dashes are hard to follow in a noisy line; here the colour alone distinguishes the runs.
+                # Dashes are hard to follow in a noisy line; each panel's runs differ in colour.
                 look["linestyle"] = "-"
             _draw_queue_and_kv(axes[panel], runs[i], look | {"label": names[i]})
     for row, title in enumerate(arrangement.panels):
@@ -109,7 +109,9 @@ def _draw_queue_and_kv(pair: Any, run: RunData, look: dict[str, Any]) -> None:
 
 @styled
 def batch_composition(runs: Sequence[RunData]) -> Figure:
-    """Tokens of a step, decode below prefill, mean over bins of time; a panel per run (at most nine, those under the highest load)."""
+    """Draw the mean decode and prefill tokens per step over time, stacked, with a panel per run (at most nine, of the
+    highest load).
+    """
     shown, figure, axes = _run_panels(runs, MAX_RUN_PANELS, row_height_in=2.0)
     for run, own in zip(shown, axes, strict=True):
         edges = time_edges(run, 120)
@@ -135,7 +137,9 @@ def batch_composition(runs: Sequence[RunData]) -> Figure:
 
 @styled
 def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
-    """Service that each tenant has got so far, in weighted tokens; the seven tenants with most service by name, the rest together; a panel per run."""
+    """Draw each tenant's cumulative service in weighted tokens, with a panel per run. The seven tenants with the most
+    service are named, the others merged.
+    """
     shown, figure, axes = _run_panels(runs, MAX_RUN_PANELS, row_height_in=2.2)
     service = []
     for run in shown:
@@ -167,7 +171,9 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
 
 @styled
 def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
-    """Largest difference of service between two tenants, over the time that both have been backlogged without a break; a line per run, a panel per load where there are many."""
+    """Draw the largest difference of service between two tenants since both have been continuously backlogged, with a
+    line per run, and a panel per load if there are many runs.
+    """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]
     rows = len(arrangement.panels)
@@ -196,10 +202,11 @@ def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None =
 
 @styled
 def step_timeline(runs: Sequence[RunData], start_at: float | None = None, duration_s: float | None = None) -> Figure:
-    """Steps of each replica as bars, coloured by what they computed; a panel per run (at most six), the same stretch of time in all.
+    """Draw the steps of each replica as bars coloured by kind, with a panel per run (at most six) over the same period.
 
-    Without `start_at` (seconds on the runs' clock) the stretch is centred where most requests of the first run shown waited, and without `duration_s` it is long
-    enough for about 70 steps. A triangle marks a step that preempted a request.
+    Without `start_at` (seconds on the runs' clock) the period is centred at the time with the most waiting requests of
+    the first run shown; without `duration_s` it covers about 70 steps. A triangle marks a step that preempted a
+    request.
     """
     shown = select(distinct(runs), MAX_TIMELINES)
     stretches = [_stretch(run, start_at, duration_s) for run in shown]
@@ -256,7 +263,9 @@ def _stretch(run: RunData, start_at: float | None, duration_s: float | None) -> 
 
 
 def _steps_between(run: RunData, stretch: tuple[float, float]) -> dict[str, Any] | None:
-    """Bars by replica: `rows` of ((start, duration), kind), `labels`, and `preemptions` as (row, moment)."""
+    """Return bars by replica: `rows` of ((start, duration), kind), `labels`, and `preemptions` as (row, time); None
+    without steps.
+    """
     names = ("replicaset", "replica_id", "formed_at", "duration_s", "num_decodes", "num_prefills", "num_preempted")
     table = run.steps(*names)
     formed_at = table.column("formed_at").to_numpy()
@@ -282,7 +291,9 @@ def _steps_between(run: RunData, stretch: tuple[float, float]) -> dict[str, Any]
 
 
 def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tuple[list[RunData], Figure, list[Any]]:
-    """Return a panel for each run, up to three in a row, with its name above where there are several."""
+    """Return (runs shown, figure, panels): a panel for each run, up to three in a row, with the run's name as title if
+    there are several.
+    """
     shown = select(distinct(runs), limit)
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
@@ -301,7 +312,7 @@ def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tu
 
 
 def _label_grid(panels: Sequence[Any], label: str, name: str) -> None:
-    """The y label at the first panel of each row; the shared y axis starts at 0."""
+    """Set the y label at the first panel of each row, and start the shared y axis at 0."""
     if any(own.has_data() for own in panels):
         panels[0].set_ylim(bottom=0)
     for own in panels:

@@ -1,4 +1,6 @@
-"""Figures of an atlas: the map of policies, latency against load, fairness against throughput, cost, and a policy's effect."""
+"""Figures of an atlas: map of policies, latency against load, fairness against throughput, cost, and a
+policy's effect.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 
 BETTER_COLOUR, WORSE_COLOUR = COLOURS[0], COLOURS[1]
 _FULL_GAP = 0.5
-"""Relative difference from the baseline that has the full colour: a half, or twice as much."""
+"""Relative difference from the baseline (`relative_gap`) with full colour: half or twice the value."""
 _SECONDARY_ALPHA = 0.3
-"""Strength of the colour of a difference that may be chance."""
+"""Opacity of the colour of a difference that is not significant."""
 _LATENCIES = ("ttft_mean_s", "ttft_p99_s", "tbt_p99_s")
 _THROUGHPUT, _FAIRNESS, _COST = (
     "throughput_output_tokens_per_s",
@@ -45,7 +47,7 @@ _THROUGHPUT, _FAIRNESS, _COST = (
 
 
 def looks(policies: Sequence[str]) -> dict[str, Look]:
-    """Return the colour, dash and marker of each policy; the baseline has the colour of text."""
+    """Return the colour, dash and marker of each policy; the baseline has the text colour."""
     found = {BASELINE: Look(None)}
     others = [policy for policy in policies if policy != BASELINE]
     return found | {policy: Look(i % MAX_SERIES, i // MAX_SERIES) for i, policy in enumerate(others)}
@@ -57,9 +59,11 @@ def _load(own: WorkloadComparison, rank: int | None) -> str:
 
 @styled
 def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
-    """Draw a table for each workload, under the load of this rank, or under its main load: rows are policies, columns metrics.
+    """Draw a table for each workload under the load with this rank (by default its main load); rows are policies,
+    columns metrics.
 
-    Colours show by how much a value is better or worse than the baseline's, pale where that may be chance.
+    Colours show how much better or worse than the baseline a value is; they are pale if the difference is not
+    significant.
     """
     policies = workloads[0].policies
     widths = [max(1, len(own.metrics)) for own in workloads]
@@ -109,7 +113,7 @@ def _draw_cell(
 
 
 def _shade(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> tuple[str, float]:
-    """Return the colour of a cell and its strength."""
+    """Return the colour of a cell and its opacity."""
     if own.is_overloaded(policy, load):
         return MUTED, 0.35
     versus = own.versus(policy, load, metric.key)
@@ -123,7 +127,9 @@ def _shade(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> t
 
 
 def relative_gap(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> float | None:
-    """Return a policy's difference from the baseline over the larger of the two values: from -1 to 1, equally far for a half and for twice."""
+    """Return a policy's difference from the baseline divided by the larger of the two values: from -1 to 1, with equal
+    magnitude for half and for twice the baseline; None if unknown.
+    """
     value, base = (own.value(one, load, metric.key) for one in (policy, BASELINE))
     if value is None or base is None:
         return None
@@ -133,7 +139,9 @@ def relative_gap(own: WorkloadComparison, policy: str, load: str, metric: Metric
 
 @styled
 def latency_by_load(workloads: Sequence[WorkloadComparison], only: str | None = None) -> Figure:
-    """Draw latencies against the offered load, a line for each policy; with `only`, the others in grey behind it and the baseline."""
+    """Draw latencies against the offered load, with a line for each policy. With `only`, policies other than it and the
+    baseline are grey in the background.
+    """
     return _by_load(workloads, _LATENCIES if only is None else _LATENCIES[:1], only)
 
 
@@ -166,7 +174,9 @@ def _look(style: dict[str, Look], policy: str, only: str | None) -> Look:
 
 
 def _draw_line(panel: Axes, own: WorkloadComparison, policy: str, key: str, look: Look) -> bool:
-    """Draw a policy's means and intervals over the loads; overloaded ones are hollow. Return False if there is none."""
+    """Draw a policy's means and intervals over the loads, with hollow markers if overloaded. Return False if there are
+    no values.
+    """
     scale = BY_KEY[key].scale
     loads = [load for load in own.loads if own.value(policy, load, key) is not None]
     if not loads:
@@ -188,7 +198,9 @@ def _draw_line(panel: Axes, own: WorkloadComparison, policy: str, key: str, look
 
 @styled
 def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
-    """Draw the largest difference of service between backlogged tenants against throughput, under the load of this rank, or the main load."""
+    """Draw the largest difference of service between backlogged tenants against throughput, under the load with this
+    rank (by default the main load).
+    """
     policies = workloads[0].policies
     style = looks(policies)
     figure, axes = new_figure(1, len(workloads), 3.0)
@@ -201,7 +213,7 @@ def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | 
             panel.set_xlabel(titled(BY_KEY[_THROUGHPUT]))
             panel.set_ylabel("service difference (tokens)")
             values = [own.value(policy, load, _FAIRNESS) or 0.0 for policy in policies]
-            panel.set_ylim(0, 1.2 * max(values) or 1.0)  # a wide interval would hide the means
+            panel.set_ylim(0, 1.2 * max(values) or 1.0)  # not autoscaled: wide intervals would compress the means
             big_numbers(panel.yaxis)
         else:
             note_empty(panel, "no two tenants were backlogged")
@@ -237,7 +249,7 @@ def _marker_entries(policies: Sequence[str], style: dict[str, Look]) -> list[tup
 
 @styled
 def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
-    """Draw the cost per million output tokens of each policy, a dot for each load; overloaded ones are hollow."""
+    """Draw the cost per million output tokens of each policy, with a dot for each load, hollow if overloaded."""
     policies = workloads[0].policies
     figure, axes = new_figure(1, len(workloads), 0.26 * len(policies) + 0.8, sharey=True)
     for own, panel in zip(workloads, axes[0], strict=True):
@@ -268,7 +280,9 @@ def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
 
 @styled
 def effect(workloads: Sequence[WorkloadComparison], policy: str, rank: int | None = None) -> Figure:
-    """Draw a policy's mean difference from the baseline with its 95 % interval, in percent of the baseline, for each primary metric."""
+    """Draw a policy's mean difference from the baseline with its 95 % interval, in percent of the baseline's value, for
+    each primary metric.
+    """
     metrics = list({metric.key: metric for own in workloads for metric in own.metrics}.values())
     figure, axes = new_figure(1, len(workloads), 0.28 * len(metrics) + 0.5, sharey=True)
     for own, panel in zip(workloads, axes[0], strict=True):

@@ -1,4 +1,4 @@
-"""Makespans of programs, in seconds and against those of the programs alone."""
+"""Figure of programs' makespans, in seconds and relative to their ideal makespans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_programs(runs: Sequence[RunData]) -> bool:
 
 @styled
 def program_makespans(runs: Sequence[RunData]) -> Figure:
-    """Cumulative distributions of makespan and slowdown over all programs, a line per run."""
+    """Draw cumulative distributions of makespan and slowdown over all programs, with a line per run."""
     arrangement = arrange_runs(runs)
     tables = [run.programs() for run in runs]
     names = [run.name for run in distinct(runs)]

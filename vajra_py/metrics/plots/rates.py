@@ -1,7 +1,8 @@
-"""Latency, attainment and goodput against the load.
+"""Figures of latency, SLO attainment and goodput against the load.
 
-A load is a configured setting. A point is one setting: at the mean of its replications' offered rates (arrivals per second in the measurement window) and the mean of their
-values, with a bar that is the 95 % confidence interval of that mean. Settings that differ in their rate only are one line.
+Each point is one setting. Its x value is the mean of the replications' offered rates (arrivals per second in the
+measurement window), its y value the mean of their values, with a bar for the 95 % confidence interval of that mean.
+Settings that differ only in their configured rate form a line.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ class _Point:
 
 
 def has_rate_sweep(runs: Sequence[RunData]) -> bool:
-    """Return whether some system was run at two configured rates or more."""
+    """Return whether any system was run at two or more configured rates."""
     series, _ = series_by_system(runs)
     return any(len(_points(one, _offered, 1.0)) > 1 for one in series)
 
 
 def has_slo(runs: Sequence[RunData]) -> bool:
-    """Return whether requests of some run have SLOs."""
+    """Return whether requests of any run have SLOs."""
     return any(_value(run, _ATTAINMENT) is not None for run in runs)
 
 
 @styled
 def latency_by_rate(runs: Sequence[RunData]) -> Figure:
-    """P50 (upper row) and P99 (lower row) of TTFT, TPOT and E2E against the offered load, a line per system; logarithmic latency."""
+    """Draw P50 (upper row) and P99 (lower row) of TTFT, TPOT and E2E against the offered load, with a line per system
+    and a logarithmic latency axis.
+    """
     series, arrangement = series_by_system(runs)
     figure, axes = new_figure(2, 3, 2.4, sharex=True)
     columns = (("ttft_s", "TTFT", 1.0, "s"), ("tpot_s", "TPOT", 1000.0, "ms"), ("e2e_s", "E2E", 1.0, "s"))
@@ -88,7 +91,9 @@ def class_names(runs: Sequence[RunData]) -> list[str]:
 
 @styled
 def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None = None) -> Figure:
-    """Median TTFT, P99 TTFT and P99 E2E latency of each SLO class (a row each) against the offered load of all; logarithmic latency."""
+    """Draw median TTFT, P99 TTFT and P99 E2E latency against the offered load of all classes, with a row per SLO class
+    and a logarithmic latency axis.
+    """
     series, arrangement = series_by_system(runs)
     names = list(classes or class_names(runs))[:_MAX_CLASSES] or ["(none)"]
     figure, axes = new_figure(len(names), 3, 2.5, sharex=True)
@@ -109,7 +114,9 @@ def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None
 
 @styled
 def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
-    """Share of requests that did not meet all their SLOs (1 - attainment) against the offered load, logarithmic, with lines at 10 % and 1 %."""
+    """Draw the fraction of requests that missed an SLO (1 - attainment) against the offered load, on a logarithmic axis
+    with lines at 10 % and 1 %.
+    """
     series, arrangement = series_by_system(runs)
     figure, axes = new_figure(1, 1, 3.2)
     own = axes[0, 0]
@@ -132,9 +139,9 @@ def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
 
 @styled
 def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
-    """Requests per second, completed (left) and, where there are SLOs, completed within them (right), against the offered load.
+    """Draw throughput (left) and, if there are SLOs, goodput (right) in requests per second against the offered load.
 
-    The grey line is all that was offered.
+    The grey line is the offered load.
     """
     series, arrangement = series_by_system(runs)
     shown = ["throughput", "goodput"] if has_slo(runs) else ["throughput"]
@@ -156,7 +163,9 @@ def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
 
 @styled
 def delivery_bars(runs: Sequence[RunData]) -> Figure:
-    """SLO attainment, and throughput (light) with the goodput in it (solid), a row per setting; without SLOs throughput alone."""
+    """Draw bars of SLO attainment, and of throughput (light) with goodput (solid), with a row per setting; without SLOs
+    only throughput.
+    """
     settings = group_replications(runs)
     hues = [look.hue for look in arrange_runs([setting.first for setting in settings]).looks]
     rows = np.arange(len(settings))
@@ -225,7 +234,7 @@ def _draw(
 
 
 def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = positive_interval) -> list[_Point]:
-    """One for each setting of the series, by rising rate."""
+    """Return a point for each setting of the series, by ascending rate."""
     points = []
     for setting in series.settings:
         rates, values = (floats([own(run) for run in setting.runs]) for own in (_offered, read))
@@ -235,7 +244,7 @@ def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = p
 
 
 def _one_panel(arrangement: Arrangement) -> Arrangement:
-    """Return the same looks with every series in one panel: lines of points can share it where clouds could not."""
+    """Return the arrangement with all series in one panel, which suits lines with few points."""
     return Arrangement(("",), (0,) * len(arrangement.panel_of), arrangement.looks, arrangement.legend)
 
 
@@ -257,7 +266,9 @@ def _offered(run: RunData) -> float | None:
 
 
 def _of_class(name: str, latency: str, statistic: str) -> _Reader:
-    """Return a latency of one class; its name may hold dots, and is not a path."""
+    """Return a function that reads a statistic of one class's latency. A class name may contain dots, so it is not part
+    of a path.
+    """
 
     def read(run: RunData) -> float | None:
         group = (run.summary.value("by_slo_class") or {}).get(name) or {}

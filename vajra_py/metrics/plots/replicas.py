@@ -1,4 +1,4 @@
-"""Replicas over time: how many there are, where a scaler changes it, and how busy those of each pool are."""
+"""Figures of replicas over time: their number under a scaler, and the utilisation of each pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 _NUM_BINS = 120
 MAX_PANELS = 8
-"""Replicasets that get a panel, the first by name."""
+"""Maximum number of panels; replicasets are taken in order of their names."""
 
 
 def has_scaling(runs: Sequence[RunData]) -> bool:
@@ -42,7 +42,9 @@ def has_scaling(runs: Sequence[RunData]) -> bool:
 
 @styled
 def replicas_over_time(runs: Sequence[RunData]) -> Figure:
-    """Plot the replicas that start, are up or drain: a panel for each replicaset or pool, a line for each run."""
+    """Draw the number of replicas that are starting, up or draining, with a panel per replicaset or pool and a line per
+    run.
+    """
     arrangement = arrange_runs(runs)
     tables = [run.replicas() for run in runs]
     groups = [_scaled_groups(run, table) for run, table in zip(runs, tables, strict=True)]
@@ -71,7 +73,9 @@ def replicas_over_time(runs: Sequence[RunData]) -> Figure:
 
 
 def _scaled_groups(run: RunData, table: ArrowTable) -> dict[str, tuple[str, range | None]]:
-    """Return the replicaset and replicas (None: all) of each replicaset with a scaler, or of its pools, by title."""
+    """Return (replicaset, replica ids; None for all) of each replicaset with a scaler, or of each of its pools, by
+    title.
+    """
     scaled, found = scaled_replicasets(table), dict[str, tuple[str, range | None]]()
     for title, pool in pools_of(run).items():
         if pool.replicaset in scaled:
@@ -87,7 +91,9 @@ def has_pools(runs: Sequence[RunData]) -> bool:
 
 @styled
 def pools_over_time(runs: Sequence[RunData]) -> Figure:
-    """Plot the busy replicas (left) and the KV blocks in use (right) of each pool: a row for each pool, a line for each run (at most eight, those under the highest load)."""
+    """Draw busy replicas (left) and KV blocks in use (right), with a row per pool and a line per run (at most eight, of
+    the highest load).
+    """
     runs = select(distinct(runs), MAX_SERIES)
     arrangement = arrange_runs(runs)
     pools = [pools_of(run) for run in runs]

@@ -1,4 +1,4 @@
-"""Common style of all figures: colours, lines, type, axes, units.
+"""Common style of all figures: colours, lines, fonts, axes and units.
 
 A run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any
 colour vision) without yellow and black, and dashes and markers repeat the distinction. `INK` and `GRID` are used only
@@ -35,23 +35,23 @@ PREFILL_COLOUR = COLOURS[4]
 MIXED_COLOUR = COLOURS[2]
 
 MAX_SERIES = len(COLOURS)
-"""Lines that one panel can carry."""
+"""Maximum number of distinguishable lines in a panel."""
 
 WIDTH_IN = 10.0
-"""Width of every figure of a report, inches."""
+"""Width of a report's figures, in inches."""
 _NARROW_IN = 8.0
-"""Width below which type is smaller, and a figure is for a page: it is no taller than one."""
+"""Width in inches below which fonts are smaller and a figure is at most as tall as a page, for use in a paper."""
 _NARROW_TYPE = 0.8
 _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
-"""Least width of a panel, where the page has room for all of them below each other."""
+"""Minimum width of a panel in inches, if the rows of panels fit on a page."""
 _SMALL_PANEL_IN = 1.2
-"""Least width of a panel where it has not."""
+"""Minimum width of a panel in inches if they do not."""
 MAX_HEIGHT_IN = 9.0
-"""Height of the text of a page, inches."""
+"""Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
-"""Height of the labels below the last row of panels and a short legend, inches."""
+"""Height of the labels below the last row of panels and of a short legend, in inches."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -94,32 +94,32 @@ class Look:
     """Style of a series: positions in `COLOURS` and `DASHES`; a muted one is grey in the background."""
 
     colour: int | None
-    """None in the legend of dashes, which belong to every colour."""
+    """None in a legend of dashes, which apply to all colours."""
     dash: int = 0
     is_muted: bool = False
 
     @property
     def line(self) -> dict[str, Any]:
-        """Keywords for a line."""
+        """Keyword arguments for drawing a line."""
         if self.is_muted:
             return {"color": MUTED, "linestyle": "-", "linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
         return {"color": self.hue, "linestyle": DASHES[self.dash % len(DASHES)]}
 
     @property
     def hue(self) -> str:
-        """Its colour."""
+        """Colour as a hex string."""
         if self.colour is None:
             return INK
         return MUTED if self.is_muted else COLOURS[self.colour % len(COLOURS)]
 
     @property
     def marker(self) -> str:
-        """Marker, which repeats the distinction of the dash."""
+        """Marker that corresponds to the dash."""
         return MARKERS[self.dash % len(MARKERS)]
 
 
 def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Draw under this module's settings and leave the user's own untouched."""
+    """Decorate a drawing function to use this module's settings without changing the user's matplotlib settings."""
 
     @functools.wraps(draw)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -133,7 +133,9 @@ def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def draw_at(width_in: float, draw: Callable[..., Figure], *args: Any, **kwargs: Any) -> Figure:
-    """Draw one of the package's figures at another width, inches: type and panels are arranged for it (a column of a paper has 3.3 to 3.5 inches)."""
+    """Draw one of the package's figures at another width in inches, with fonts and panels to match (a column of a paper
+    is 3.3 to 3.5 inches wide).
+    """
     import matplotlib
 
     with matplotlib.rc_context():
@@ -142,7 +144,9 @@ def draw_at(width_in: float, draw: Callable[..., Figure], *args: Any, **kwargs: 
 
 
 def _use_settings(width_in: float) -> None:
-    """Make this module's settings those of matplotlib, with type for a figure of this width; a caller restores what was there."""
+    """Apply this module's settings to matplotlib, with font sizes for a figure of this width. The caller restores the
+    previous settings.
+    """
     import matplotlib
 
     matplotlib.rcdefaults()
@@ -162,9 +166,10 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """Return a figure of the width in force with a grid of axes (always a 2-D array).
+    """Return a figure of the current width with a grid of axes (always a 2-D array); `row_height_in` is in inches.
 
-    Panels that a narrow figure has no room for are put below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
+    Panels that do not fit side by side in a narrow figure are wrapped to further rows. If these would be taller than a
+    page, more panels are placed side by side, and then their height is reduced.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -183,13 +188,13 @@ def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: 
         axes = _stacked(figure, (num_rows, num_columns, across), shared)
     size = matplotlib.rcParams["xtick.labelsize"]
     for own in axes.flat:
-        # Ticks are created when the figure is drawn, outside these settings, so their style is set on the axes.
+        # Ticks are created later, when the figure is drawn without these settings, so their style is set on the axes.
         own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
 
 
 def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> tuple[int, float]:
-    """Panels side by side, and the height of each, inches."""
+    """Return (number of panels side by side, height of each in inches)."""
     across = min(num_columns, max(1, int(width_in / _PANEL_IN)))
     if width_in >= _NARROW_IN:
         return across, height_in
@@ -201,7 +206,9 @@ def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> 
 
 
 def label_all(axes: NDArray[Any]) -> None:
-    """Give every panel of a grid the title of its row and the labels of its row and column, shown unless a panel above or beside it shows them."""
+    """Set on every panel of a grid the title of its row and the labels of its row and column; they are hidden where a
+    neighbouring panel shows them.
+    """
     geometry = axes.flat[0].get_subplotspec().get_geometry()
     across = int(geometry[1])
     is_wrapped = tuple(geometry[:2]) != axes.shape
@@ -223,12 +230,12 @@ def label_all(axes: NDArray[Any]) -> None:
 
 
 def name_panel(axes: Axes, name: str) -> None:
-    """Name a panel for `--panel`: `ttft_p99`."""
+    """Name a panel for the option `--panel`, such as `ttft_p99`."""
     axes.set_label(name)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
-    """Return the panels that have a name, in reading order; those of one name have their titles behind it:
+    """Return the named panels in reading order. Panels that share a name are distinguished by their titles:
     `ttft_p99/interactive`.
     """
     named = [own for own in figure.axes if own.get_visible() and own.get_label()]
@@ -241,7 +248,7 @@ def panels(figure: Figure) -> dict[str, Axes]:
 
 
 def keep_panel(figure: Figure, kept: Axes) -> None:
-    """Take every other panel out of a figure, and make it as low as one panel is."""
+    """Remove every other panel from a figure and reduce its height to that of one panel."""
     from matplotlib.gridspec import GridSpec
 
     width_in, height_in = figure.get_size_inches()
@@ -262,7 +269,9 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """Return a grid of axes with `across` side by side, in reading order; axes are shared as in the grid."""
+    """Return a (rows, columns) grid of axes, laid out in reading order with `across` side by side; axes are shared as
+    in the unwrapped grid.
+    """
     import numpy as np
 
     num_rows, num_columns, across = shape
@@ -288,7 +297,7 @@ def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, A
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | None = None) -> None:
-    """One legend below all axes; `entries` are (label, artist) pairs. Nothing for a single unnamed series."""
+    """Add one legend below all axes from (label, artist) pairs; without entries there is no legend."""
     if not entries:
         return
     longest = max(len(label) for label, _ in entries)
@@ -309,7 +318,7 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | 
 
 
 def line_entries(labelled: Iterable[tuple[str, Look]], with_marker: bool = False) -> list[tuple[str, Any]]:
-    """Legend entries that show lines, with their markers where the figure has some."""
+    """Return legend entries that show lines, with markers if `with_marker`."""
     from matplotlib.lines import Line2D
 
     entries = []
@@ -324,19 +333,21 @@ def line_entries(labelled: Iterable[tuple[str, Look]], with_marker: bool = False
 
 
 def patch_entries(labelled: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
-    """Legend entries that show areas of a colour."""
+    """Return legend entries that show coloured areas, from (label, colour) pairs."""
     from matplotlib.patches import Patch
 
     return [(label, Patch(facecolor=colour, edgecolor="none")) for label, colour in labelled]
 
 
 def tapered(place: int, count: int) -> float:
-    """Width of the line drawn at this place of several: later ones are thinner, so that equal lines do not hide each other."""
+    """Return the width in points of line number `place` of `count`: later lines are thinner, so that equal lines do not
+    hide each other.
+    """
     return 2.4 - 1.2 * place / (count - 1) if count > 1 else 1.7
 
 
 def note_empty(axes: Axes, text: str = "no data") -> None:
-    """Write the reason into an empty plot."""
+    """Write a text, such as the reason, into an empty plot."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -356,7 +367,9 @@ def plain_log(axis: Any, most: int = 8) -> None:
 
 
 def number(value: float) -> str:
-    """Return a tick's number: no exponent, no trailing zeros, thousands as k and M."""
+    """Return a tick label without trailing zeros, with k and M for thousands and millions; only tiny values have an
+    exponent.
+    """
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:
@@ -367,7 +380,7 @@ def number(value: float) -> str:
 
 
 def big_numbers(axis: Any) -> None:
-    """Ticks of a linear axis written by `number`."""
+    """Format the ticks of a linear axis with `number`."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
@@ -379,7 +392,9 @@ def token_count(value: int) -> str:
 
 
 def misses(axis: Any, least: float) -> None:
-    """Make an axis of fractions show small ones as well: logarithmic down to the decade of `least`, linear from there to 0."""
+    """Scale an axis of fractions to show small values: logarithmic down to the decade of `least`, linear from there to
+    0.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     decade = min(-1, math.floor(math.log10(least)))
@@ -392,7 +407,7 @@ def misses(axis: Any, least: float) -> None:
 
 
 def percent(axis: Any) -> None:
-    """Ticks of an axis of fractions as percentages."""
+    """Format the ticks of an axis of fractions as percentages."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1.0, decimals=0))

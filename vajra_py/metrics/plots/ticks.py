@@ -1,6 +1,6 @@
 """Tick positions of logarithmic axes, from a tenth of a decade to eight decades.
 
-Imports matplotlib: imported by functions that draw, never at import of the package.
+This module imports matplotlib, so only drawing functions import it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ _STEPS: tuple[tuple[float, ...], ...] = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1
 
 
 class ReadableLogLocator(Locator):
-    """Three ticks or more, at most `most`: round numbers within decades, evenly spaced ones where the axis is shorter than that."""
+    """Locator of three to `most` ticks: round numbers within decades, or evenly spaced ones on axes shorter than a
+    decade.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
 
     def __call__(self) -> Sequence[float]:
-        """Ticks of the axis as it is shown now."""
+        """Return the ticks of the axis' current view."""
         low, high = self.axis.get_view_interval() if self.axis is not None else (1.0, 10.0)
         return self.tick_values(low, high)
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
-        """Ticks from `vmin` to `vmax`."""
+        """Return the ticks from `vmin` to `vmax`."""
         low, high = sorted((vmin, vmax))
         if not (low > 0 and math.isfinite(high) and high > low):
             return [high if high > 0 else 1.0]

@@ -1,4 +1,4 @@
-"""Plots of a workload: arrivals, burstiness, lengths, repeated prefixes, sessions."""
+"""Figure of a workload: arrivals, burstiness, lengths, repeated prefixes, sessions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _PROMPT, _OUTPUT = COLOURS[0], COLOURS[1]
 
 @styled
 def workload_figure(workload: Workload) -> Figure:
-    """Six panels: arrivals over time, gaps between them, their dispersion, lengths, repeated prefixes, turns of sessions.
+    """Draw six panels: arrivals over time, gaps between them, their dispersion, lengths, repeated prefixes, turns of
+    sessions.
 
-    Arrivals are nominal where requests follow one another: a turn comes when the one before has ended. The index of dispersion is variance over mean of the number of
-    arrivals in windows of a length; 1 at every length is Poisson, and what rises with the length is bursty on that scale.
+    Arrival times are nominal for requests that follow others, since a turn arrives only after the previous one has
+    ended. The index of dispersion is the variance divided by the mean of the number of arrivals in windows of a given
+    length: it is 1 at every length for Poisson arrivals, and rises at lengths at which arrivals are bursty.
     """
     from matplotlib.lines import Line2D
 
@@ -127,7 +129,7 @@ def _prefixes(axes: Any, workload: Workload) -> None:
 
 
 def _turns(sessions: StringColumn | None) -> Any:
-    """Requests of each session; None where requests name none."""
+    """Return the number of requests of each session; None if there are no sessions."""
     if sessions is None:
         return None
     counts = Counter(sessions[row] for row in range(len(sessions)))

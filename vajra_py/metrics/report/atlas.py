@@ -1,4 +1,4 @@
-"""The page of an atlas and its files: the map of policies, figures, numbers, and a card for each policy."""
+"""HTML page of an atlas with its files: map of policies, figures, numbers, and a card for each policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAGE = "atlas.html"
 FIGURES = "figures"
 """Folder of the figures beside the page."""
 _FURTHER = ("throughput_output_tokens_per_s", "max_service_difference", "jain_index", "cost_per_million_output_tokens")
-"""Metrics of the table of numbers beside the primary ones."""
+"""Metrics in the table of numbers, besides the primary ones."""
 _MAP_CAPTION = (
     "Means over the seeds, under the highest load that the baseline kept up with. Blue is better than the baseline and orange worse, full from half or twice its value, "
     "pale where the difference may be chance. A frame marks the best of its column, a thick one and * where it is significantly better than every other policy; † is "
@@ -67,16 +67,16 @@ _SECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class CardPart:
-    """One policy of a card, from its own declaration."""
+    """Policy described on a card, from its own declaration."""
 
     name: str
     place: str
-    """Layer, or kind beside the layers."""
+    """Layer of the policy, or its kind if it belongs to no layer."""
     package: str
     summary: str
     source: str
     statement: str
-    """Documentation of its class; empty if there is none."""
+    """Docstring of its class; empty if there is none."""
     parameters: Table
     advice: str = ""
     """Advice in two sentences; empty if there is none."""
@@ -92,17 +92,19 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class AtlasPage:
-    """Content of a page."""
+    """Content of an atlas page."""
 
     workloads: Sequence[WorkloadComparison]
     cards: Sequence[Card]
-    """One for each policy of the map, in its order."""
+    """Cards of the map's policies, in the order of the map."""
     failures: Sequence[tuple[str, str]] = ()
     title: str = "Atlas of policies"
 
 
 def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
-    """Write the page, its figures in these formats with their numbers as CSV, and the values as CSV and JSON; return the paths, the page first."""
+    """Write the page, its figures in these formats with their data as CSV, and all values as CSV and JSON; return the
+    paths, with the page first.
+    """
     pictures = folder / FIGURES
     pictures.mkdir(parents=True, exist_ok=True)
     figures = _drawn(page)
@@ -115,7 +117,7 @@ def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", 
     }
     written = []
     for key, figure in figures.items():
-        figure.set_layout_engine("none")  # the page has arranged it
+        figure.set_layout_engine("none")  # the layout was already computed for the page
         written += [save_figure(figure, pictures / f"{key}.{form}") for form in formats]
         with (pictures / f"{key}.csv").open("w", newline="", encoding="utf-8") as text:
             writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
@@ -129,7 +131,7 @@ def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", 
 
 
 def _drawn(page: AtlasPage) -> dict[str, Figure]:
-    """Return the figures by the names of their files."""
+    """Return the figures by file name without suffix."""
     workloads = page.workloads
     others = [card.name for card in page.cards if card.name != BASELINE]
     ranks = max(len(own.loads) for own in workloads)
@@ -149,7 +151,7 @@ def _slug(name: str) -> str:
 
 
 def _rendered(page: AtlasPage, figures: Mapping[str, Figure]) -> str:
-    """Return the page as HTML text; it loads nothing and has no script."""
+    """Return the page as self-contained HTML text without scripts."""
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
     workloads = page.workloads
@@ -197,7 +199,7 @@ def _lead(workloads: Sequence[WorkloadComparison], cards: Sequence[Card]) -> Ite
 
 
 def _winners(workloads: Sequence[WorkloadComparison]) -> str:
-    """Return the winners under the main loads in words, as a text alternative of the map."""
+    """Return a sentence on the best policies under the main loads, as the map's text alternative."""
     found = []
     for own in workloads:
         for metric in own.metrics:

@@ -1,4 +1,6 @@
-"""Writes the figures of a report as files for a paper, at the width of a column, each with the numbers that it shows, and the table as LaTeX, Markdown and CSV."""
+"""Write a report's figures as files for a paper, at column width and with their data as CSV, and its table as LaTeX,
+Markdown and CSV.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMN_IN = 3.35
-"""Width of a column of a two-column paper, inches."""
+"""Width of a column of a two-column paper, in inches."""
 MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
-"""Columns of a figure's data: `category` names the row of a bar, `y_high` is the upper end of an interval (or of an area) that begins at `y`."""
+"""Columns of a figure's data. `category` names the row of a bar; `y_high` is the upper end of an interval or area whose
+lower end is `y`.
+"""
 _PNG_DPI = 300
 
 
@@ -40,10 +44,24 @@ def write_figures(
     only: Sequence[str] = (),
     panels: Sequence[str] = (),
 ) -> list[Path]:
-    """Write every figure of the runs' report (or `only` these) in each format, its numbers as CSV beside it, and the comparison as `table.tex`, `table.md` and `table.csv`.
+    """Write the figures of the runs' report in each format with their data as CSV, and the comparison as `table.tex`,
+    `table.md` and `table.csv`.
 
-    `panels` takes single panels out of the figures, such as `ttft_p99`, each as a file of its own. No figure is taller than a page. Returns the paths. `formats` are some of `FORMATS`. Raises
-    `RunError` for another format or width, or an unknown figure or panel. The same runs give the same bytes.
+    No figure is taller than a page. The same runs give the same bytes.
+
+    Args:
+        runs: Runs to show.
+        folder: Destination, created if it does not exist.
+        formats: File formats among `FORMATS`.
+        width_in: Width of the figures in inches.
+        only: Names of the figures to write; by default all.
+        panels: Names of single panels, such as `ttft_p99`, to write as files of their own.
+
+    Returns:
+        Paths of the written files.
+
+    Raises:
+        RunError: For an unknown format, figure or panel, or an invalid width.
     """
     known = {spec.key: spec for spec in FIGURES}
     formats, only, panels = ([one] if isinstance(one, str) else one for one in (formats, only, panels))
@@ -81,7 +99,7 @@ def write_figures(
 
 
 def _by_load(runs: Sequence[RunData]) -> list[RunData]:
-    """Return the runs in the order of a report: those of one load together, loads by their size."""
+    """Return the runs in the order of a report: grouped by load, with loads in natural order."""
     settings = group_replications(runs)
     return [run for i in compare(runs).by_load() for run in settings[i].runs] if runs else []
 
@@ -94,7 +112,9 @@ def _whole(specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float
 def _single_panels(
     specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float, wanted: Sequence[str]
 ) -> list[tuple[str, Figure]]:
-    """Return a figure for each panel of a name, or of a name before its `/`; RunError when a name is that of no panel."""
+    """Return a figure for each panel whose name, or the part of it before `/`, is wanted; RunError for an
+    unknown name.
+    """
     found, names = [], dict[str, None]()
     for spec in specs:
         own = list(named_panels(draw_at(width_in, spec.draw, spec.runs_of(runs))))
@@ -134,7 +154,7 @@ def _lines(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def _intervals(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Vertical bars, and the boxes of a timeline."""
+    """Yield error bars, and the boxes of a timeline."""
     for collection in axes.collections:
         label = str(collection.get_label())
         if label.startswith("_"):
@@ -169,7 +189,7 @@ def _areas(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format that the path ends in; the same figure gives the same bytes."""
+    """Write a figure in the format of the path's suffix and return the path; the same figure gives the same bytes."""
     import matplotlib
 
     settings = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "pdf.fonttype": 42}

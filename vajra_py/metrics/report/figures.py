@@ -1,4 +1,4 @@
-"""Figures of a report, with captions and conditions."""
+"""Figures of a report with their captions and the conditions for showing them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FigureSpec:
-    """A figure of the report."""
+    """Specification of a figure of the report."""
 
     key: str
     group: str
     title: str
     caption: str
     draw: Callable[..., Figure]
-    """Takes the runs, and `page`."""
+    """Called with the runs; returns the figure."""
     numbers: str | None = None
-    """Metric whose values the figure's text alternative lists."""
+    """Key of the metric whose values are listed in the figure's text alternative."""
     wanted: Callable[[Sequence[RunData]], bool] = lambda runs: True
     most_runs: int | None = None
-    """Runs that the figure has panels for."""
+    """Maximum number of runs that the figure shows; None if unlimited."""
     slo_caption: str = ""
     """Text added to the caption if requests have SLOs."""
     takes_replications: bool = False

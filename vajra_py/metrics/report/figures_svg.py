@@ -21,9 +21,10 @@ _SIZE = re.compile(r'\s(?:width|height)="[\d.]+pt"')
 
 
 def inline_svg(figure: Figure, key: str, alt: str) -> str:
-    """Return the figure as an `<svg>` element with an accessible name, without script, link or metadata.
+    """Return the figure as an `<svg>` element with an accessible name (`alt`) and without scripts, links or metadata.
 
-    `key` is unique in the page: identifiers inside start with it. Text and frames take the page's text colour, grids its `--grid`.
+    `key` must be unique in the page; it prefixes the identifiers inside. Text and frames use the page's text colour,
+    grids its `--grid` colour.
     """
     import matplotlib
 
@@ -43,7 +44,7 @@ def inline_svg(figure: Figure, key: str, alt: str) -> str:
 
 
 def _squeezed(svg: str) -> str:
-    """Without indentation and empty lines, and with a tenth of a point as the finest coordinate."""
+    """Return the SVG without indentation and empty lines, with coordinates rounded to a tenth of a point."""
     lines = (line.strip() for line in svg.splitlines())
     text = "\n".join(line for line in lines if line)
     return _PATH.sub(lambda path: _LONG_NUMBER.sub(r"\1", path.group()), text)

@@ -1,7 +1,8 @@
 """Self-contained HTML report with verdict, tables, figures and configurations.
 
-The page loads nothing: styles, figures (inline SVG) and data are inside. It follows the reader's light or dark setting, has no script, and is the same bytes for
-the same runs. The reading order is: what was compared and on what, whether the runs were stable, warnings, numbers, pictures, details.
+The page contains all styles, figures (inline SVG) and data, and has no scripts. It follows the browser's light or dark
+setting, and the same runs give the same bytes. Its order is: compared settings and workloads, stability, warnings,
+tables, figures, details.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ from vajra_py.metrics.runs.workload_words import workload_words
 
 _MAX_NAMES = 8
 _MAX_NAMED = 3
-"""Settings that a sentence names before it counts the rest."""
+"""Maximum number of settings named in a sentence; the rest are counted."""
 
 
 def write_report(
     runs: Sequence[RunData], path: str | Path, title: str | None = None, metrics: Sequence[str] = ()
 ) -> None:
-    """Write the report of these runs; the file appears when it is whole, and folders on its way are made. Raises `RunError` for a folder's name."""
+    """Write the report of these runs atomically: the file exists only once it is complete. Parent folders are created.
+    Raises `RunError` if `path` is a folder.
+    """
     target = Path(path)
     if target.is_dir():
         raise RunError(f"report {target}: is a folder. Name a file, such as {target / 'report.html'}.")
@@ -57,8 +60,8 @@ def write_report(
 
 
 def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
-    """Return the report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's
-    tables cannot be read.
+    """Return the report as HTML text. `metrics` are the primary metrics. Raises `RunError` if there are no runs, or a
+    run's tables cannot be read.
     """
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
@@ -100,7 +103,7 @@ def _known(comparison: Comparison) -> list[str]:
 
 
 def _counted(settings: Sequence[Setting]) -> str:
-    """Return the number of runs, or of settings and seeds, in words."""
+    """Return a text with the number of runs, or of settings and seeds."""
     counts = sorted({len(setting.runs) for setting in settings})
     if counts == [1]:
         return f"{len(settings)} runs"
@@ -109,7 +112,7 @@ def _counted(settings: Sequence[Setting]) -> str:
 
 
 def _lead(settings: Sequence[Setting]) -> list[str]:
-    """Return sentences on the settings and workloads compared."""
+    """Return sentences on the compared settings and workloads."""
     runs = [run for setting in settings for run in setting.runs]
     varied = system_axes(runs)
     if len(runs) == 1:
@@ -152,7 +155,7 @@ def _described(axis: Axis) -> str:
 
 
 def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one entry per stability label: its settings, and the reasons of unstable ones."""
+    """Return one entry per stability label, with its settings and the reasons why unstable ones are unstable."""
     found = []
     for label in ("stable", "backlogged", "overloaded", "unknown"):
         members = [i for i, own in enumerate(comparison.stability) if own == label]
@@ -170,14 +173,18 @@ def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[
 
 
 def _reason(setting: Setting, label: str) -> str:
-    """Return the reason of a setting's label: that of its first run with it, and the number of runs with it."""
+    """Return the reason of a setting's label, taken from its first run with that label, and the number of
+    runs with it.
+    """
     runs = [run for run in setting.runs if (run.summary.value("stability.label") or "unknown") == label]
     reason = str(runs[0].summary.value("stability.reason") or "") if runs else ""
     return reason if len(setting.runs) == 1 else f"{len(runs)} of {len(setting.runs)} seeds, such as: {reason}"
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return the best value of each primary metric, under the highest load that at least two settings kept up with."""
+    """Return a sentence per primary metric on the best value under the highest load with which at least two settings
+    kept up.
+    """
     if len(comparison.names) < 2:
         return []
     order = dict.fromkeys(comparison.loads[i] for i in comparison.by_load() if len(comparison.of_load(i)) > 1)
@@ -200,7 +207,7 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    """Return the lowest (or highest) value, the settings whose difference from it is not significant, and the furthest
+    """Return a sentence with the best value, the settings that do not differ significantly from it, and the worst
     value.
     """
     metric, row = BY_KEY[key], comparison.values[OVERALL][key]
@@ -230,7 +237,7 @@ def _named(comparison: Comparison, members: Sequence[int]) -> str:
 
 
 def _judged(comparison: Comparison, i: int) -> str:
-    """Return a run's name, with its verdict where it is not stable."""
+    """Return a setting's name, followed by its stability label if it is not stable."""
     label = comparison.stability[i]
     return comparison.names[i] if label == "stable" else f"{comparison.names[i]}, {label}"
 
@@ -251,7 +258,7 @@ def _figures(runs: Sequence[RunData], comparison: Comparison) -> list[dict[str, 
 
 
 def _spelled(comparison: Comparison, key: str) -> str:
-    """Return a metric's values in words, as a text alternative of the figure."""
+    """Return a metric's values as text, for the figure's text alternative."""
     metric = BY_KEY[key]
     row = comparison.values[OVERALL][key]
     known = [(value, name) for value, name in zip(row, comparison.names, strict=True) if value is not None]
@@ -264,7 +271,7 @@ def _spelled(comparison: Comparison, key: str) -> str:
 
 
 def _shared(runs: Sequence[RunData]) -> list[tuple[str, str]]:
-    """Configuration that all runs have in common."""
+    """Return the configuration that all runs have in common, as (path, value)."""
     flats = [flatten(run.config) for run in runs]
     return [(path, value) for path, value in flats[0].items() if all(flat.get(path) == value for flat in flats)]
 

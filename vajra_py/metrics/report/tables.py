@@ -1,4 +1,4 @@
-"""The tables of a report, folded to the width of the page."""
+"""Tables of a report, split to fit the width of the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vajra_py.metrics.runs.run_data import RunData
 MAX_SCOPES = 24
 _MAX_DIFFERENCES = 40
 _PAGE_CHARACTERS = 132
-"""Characters of a table's type that fit next to each other on the page."""
+"""Number of characters of a table's font that fit on a line of the page."""
 _PADDING = 2
 _VERSUS_KEYS = (
     "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tbt_p99_s", "e2e_p99_s", "slo_attainment_fraction", "goodput_requests_per_s", "throughput_requests_per_s",
@@ -30,7 +30,7 @@ Folded: TypeAlias = list[Table]
 
 
 def _characters(cell: Cell) -> int:
-    """Return the characters of a cell, with its interval below the value in smaller type."""
+    """Return the width of a cell in characters, with its interval below the value in smaller type."""
     return max(len(cell.text) + len(cell.mark), (7 * len(cell.spread) + 7) // 8)
 
 
@@ -39,17 +39,17 @@ def _folded(table: Table) -> Folded:
 
 
 def main_table(comparison: Comparison, scope: str, level: int) -> Folded:
-    """Metrics as rows for a few settings, settings as rows for many."""
+    """Return the values of a scope: metrics as rows for few settings, settings as rows for many."""
     return _folded(value_table(comparison, scope, comparison.shown(scope, level)))
 
 
 def full_table(comparison: Comparison) -> Folded:
-    """Return a row for each setting and a column for every metric."""
+    """Return a table with a row for each setting and a column for every metric."""
     return _folded(value_table(comparison, OVERALL, comparison.shown(OVERALL, 2), by_setting=True))
 
 
 def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
-    """Return a table for each class and tenant; of a single setting, one table with all of them."""
+    """Return (title, tables) for each class and tenant; for a single setting, one table with all of them."""
     scopes = comparison.groups[:MAX_SCOPES]
     if len(comparison.names) > 1 or not scopes:
         return [(scope_title(scope), main_table(comparison, scope, 0)) for scope in scopes]
@@ -67,20 +67,20 @@ def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
 
 
 def pool_tables(comparison: Comparison) -> Folded:
-    """Return the figures of each pool; empty where no setting has pools."""
+    """Return the table of pools; empty if no setting has pools."""
     table = pool_table(comparison)
     return [] if table is None else _folded(table)
 
 
 def reason_tables(comparison: Comparison) -> Folded:
-    """Return moves, deferrals and refusals by reason; empty where there were none."""
+    """Return the table of moves, deferrals and refusals by reason; empty if there were none."""
     table = reason_table(comparison)
     return [] if table is None else _folded(table)
 
 
 def versus_table(comparison: Comparison) -> Folded:
-    """Return a comparison of each setting with the first one of its load, the primary metrics first; empty without
-    replications.
+    """Return the comparisons of each setting with the first one under its load, with primary metrics first; empty
+    without replications.
     """
     starts = [i for i in comparison.by_load() if i in comparison.load_starts()]
     pairs = [pair for start in starts for pair in comparison.pairs(start)]
@@ -118,7 +118,7 @@ def _difference_cell(versus: Versus) -> Cell:
 
 
 def difference_table(runs: Sequence[RunData]) -> tuple[Folded, int]:
-    """Settings in which the configurations differ, a row per run; and how many more differences are not shown."""
+    """Return (table of the differing configuration values with a row per run, number of differences not shown)."""
     found = list(differences(runs).items())
     shown = found[:_MAX_DIFFERENCES]
     rows = tuple(Row(run.name, tuple(Cell(values[i]) for _, values in shown)) for i, run in enumerate(runs))

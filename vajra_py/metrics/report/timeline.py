@@ -2,16 +2,19 @@
 
 Tracks, from the tables and the decision log of a run:
 
-* per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
-* per replica the transfers that leave it and come to it, with a flow from one to the other;
+* per replica its steps, with their contents as arguments; steps in flight at the same time (pipeline stages) are on
+  separate lanes;
+* per replica its outgoing and incoming transfers, connected by flow arrows;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
-* per replicaset (or pool) with a scaler a counter: replicas that start, are up, and drain;
-* marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
-* per request one line: the request as a whole, and inside it the time for which admission deferred it, the time in the queue, each prefill chunk, each unbroken run of decode steps,
-  each time spent preempted, and each time held at its source, in transfer, and waiting at its target.
+* per replicaset (or pool) with a scaler a counter of replicas that are starting, up, or draining;
+* marks for swapped policies, lost and restored replicas, and replicasets that went out of service;
+* per request one line with a span for the whole request; inside it are spans for the time deferred by admission, the
+  time in the queue, each prefill chunk, each unbroken sequence of decode steps, each time preempted, and each time held
+  at its source, in transfer, and waiting at its target.
 
-Times are microseconds from the run's zero with nanosecond precision. Spans of one track nest: none ends after the span that it lies in. A run without a decision log
-gets its steps, counters and, per request, queue, prefill and decode from the requests table.
+Times are microseconds on the run's clock with nanosecond precision. Spans of a track nest: an inner span ends no later
+than its outer span. For a run without a decision log, the spans of requests (queue, prefill, decode) come from the
+requests table.
 """
 
 from __future__ import annotations
@@ -62,13 +65,15 @@ _ADMISSION_COLUMNS = ("admission", "num_deferrals", "deferred_at", "deferred_s")
 
 @dataclass(frozen=True, slots=True)
 class TimelineOptions:
-    """Part of a run to write."""
+    """Selection of the part of a run to write."""
 
     start_at: float = -math.inf
     end_at: float = math.inf
-    """End of the interval to show, seconds on the run's clock."""
+    """End of the displayed interval, in seconds on the run's clock."""
     max_requests: int = 5000
-    """Lines of requests, in order of arrival; viewers grow slow beyond some thousands. 0 leaves requests out."""
+    """Maximum number of requests, in order of arrival; 0 leaves requests out. Viewers become slow with more than some
+    thousands.
+    """
 
     def __post_init__(self) -> None:
         if not self.start_at < self.end_at:
@@ -80,9 +85,11 @@ class TimelineOptions:
 
 
 def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | None = None) -> int:
-    """Write a run's timeline and return the number of its events; gzipped when the name ends in `.gz`, which viewers open too.
+    """Write a run's timeline and return the number of its events. The file is gzipped if the name ends in `.gz`, which
+    viewers can open.
 
-    Equal runs give equal bytes. Events are written as they are made; memory goes with the requests written, not with the steps.
+    Equal runs give equal bytes. Events are streamed to the file, so memory grows with the number of requests, not of
+    steps.
     """
     count = 0
     with _open(Path(path)) as out:
@@ -96,7 +103,7 @@ def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | No
 
 
 def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Iterator[Event]:
-    """Yield the events of `write_timeline`, one by one."""
+    """Yield the events that `write_timeline` writes."""
     chosen = options or TimelineOptions()
     requests = _requests(run, chosen)
     transfers = transfer_rows(run)
@@ -131,16 +138,16 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
 
 @dataclass(slots=True)
 class _Line:
-    """The spans of one request, made as its steps come by; `facts` is its row of the requests table."""
+    """Spans of one request, built from its steps in order; `facts` is its row of the requests table."""
 
     facts: Mapping[str, Any]
     processes: Mapping[ReplicaKey, int]
     stops: Sequence[Stop] = ()
-    """Intervals in which the request did not compute because it moved, in order."""
+    """Intervals, in order, in which the request did not run because it was moving."""
     decode: list[int] | None = None
-    """[start, end, steps] of the unbroken run of decode steps so far."""
+    """[start, end, number of steps] of the current unbroken sequence of decode steps; times in nanoseconds."""
     preempted: tuple[int, str] | None = None
-    """Since when, and how; None while it is not preempted."""
+    """(Start in nanoseconds, mode) of the current preemption; None if not preempted."""
     is_admitted: bool = False
     ended_ns: int | None = field(default=None)
 
@@ -150,12 +157,12 @@ class _Line:
 
     @property
     def pid(self) -> int:
-        """Process of the requests of its replica; those that never got to one share a process of their own."""
+        """Trace process id for the requests of its replica; requests that never reached a replica share one id."""
         key = (self.facts["replicaset"], self.facts["replica_id"])
         return self.processes.get(key, -1) + 1
 
     def opening(self) -> Iterator[Event]:
-        """Name of the line."""
+        """Yield the events that name the line, and the spans of its stops."""
         tid = self.facts["index"] + 1
         yield meta("thread_name", self.pid, tid, {"name": str(self.facts["request_id"])})
         yield meta("thread_sort_index", self.pid, tid, {"sort_index": tid})
@@ -163,7 +170,7 @@ class _Line:
             yield self._span(stop.name, stop.start, stop.end, {})
 
     def chunk(self, step: tuple[int, int, int], num_tokens: int, computed_before: int) -> Iterator[Event]:
-        """A step (start, end, index) computed this many tokens of it."""
+        """Yield spans that end with a step (start, end, index) that computed `num_tokens` of the request."""
         start, end, step_index = step
         if not self.is_admitted:
             self.is_admitted = True
@@ -190,7 +197,7 @@ class _Line:
         self.preempted = (at, mode)
 
     def closing(self, until: int) -> Iterator[Event]:
-        """Yield ends of open spans at the request's or run's end, then the span of the whole request."""
+        """Yield the open spans, closed at the request's or run's end, and the span of the whole request."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         if not self.is_admitted:
             yield from self._queue(end)
@@ -200,7 +207,7 @@ class _Line:
         yield self._whole(end)
 
     def from_table(self, until: int) -> Iterator[Event]:
-        """Yield the coarse spans known from the requests table alone."""
+        """Yield the coarse spans that the requests table alone gives."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         admitted, first = self.facts["admitted_at"], self.facts["first_token_at"]
         admitted_ns = nanoseconds(admitted) if math.isfinite(admitted) else end
@@ -252,7 +259,9 @@ class _Line:
 
 
 def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
-    """Spans that end with one record of the decision log; a step that never came back lasts until the run's end."""
+    """Yield the spans that end with one record of the decision log; a step that never returned lasts until the run's
+    end.
+    """
     ended_at = record["ended_at"]
     step = (nanoseconds(record["formed_at"]), until if ended_at is None else nanoseconds(ended_at), int(record["step"]))
     for request_id, mode in record["preempted"]:
@@ -266,7 +275,7 @@ def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) 
 
 
 def _requests(run: RunData, options: TimelineOptions) -> dict[str, Mapping[str, Any]]:
-    """Rows of the requests that are written, by id, in order of arrival."""
+    """Return the rows of the selected requests, by id, in order of arrival."""
     if not options.max_requests:
         return {}
     table = run.requests(*_REQUEST_COLUMNS, *(_ADMISSION_COLUMNS if run.has_admission else ()))
@@ -296,7 +305,7 @@ def _process_names(run: RunData, processes: Mapping[ReplicaKey, int]) -> Iterato
 
 
 def _step_events(run: RunData, processes: Mapping[ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
-    """Steps and counters, in the order of the steps table."""
+    """Yield steps and counters, in the order of the steps table."""
     lanes: dict[int, list[int]] = {}
     for batch in run.steps().to_batches(max_chunksize=8192):
         for row in batch.to_pylist():
@@ -322,7 +331,7 @@ def _step_events(run: RunData, processes: Mapping[ReplicaKey, int], options: Tim
 
 
 def _marks(run: RunData, processes: Mapping[ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
-    """Yield marks for changes during the run, from the manifest, on the replicas concerned."""
+    """Yield marks on the affected replicas for the changes listed in the manifest."""
     for row in run.manifest.get("changes", ()):
         at_s, replicaset = row["at_s"], row["replicaset"]
         if not options.start_at <= at_s <= options.end_at:
@@ -338,7 +347,7 @@ def _marks(run: RunData, processes: Mapping[ReplicaKey, int], options: TimelineO
 
 
 def _replica_counts(run: RunData, pid: int, options: TimelineOptions) -> Iterator[Event]:
-    """Yield a counter of replicas by state for each replicaset (or pool) with a scaler, at the times at which it changes."""
+    """Yield a counter of replicas by state for each replicaset (or pool) with a scaler, at each change."""
     rows = run.replicas().to_pylist()
     if not rows:
         return
@@ -396,7 +405,7 @@ def _open(path: Path) -> Iterator[IO[str]]:
         with path.open("w", encoding="utf-8") as plain:
             yield plain
         return
-    # No name and no time in the header: the same run gives the same bytes.
+    # The gzip header has no name and no time, so that the same run gives the same bytes.
     with (
         path.open("wb") as raw,
         gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as binary,

@@ -1,4 +1,4 @@
-"""Events of the trace-event format; times are nanoseconds, which become microseconds."""
+"""Construction of events in the trace-event format; arguments are nanoseconds, events have microseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ReplicaKey: TypeAlias = tuple[str, int]
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time in nanoseconds."""
+    """Convert seconds to integer nanoseconds."""
     return round(seconds * 1e9)
 
 
@@ -29,10 +29,10 @@ def span(name: str, track: tuple[int, int], start: int, end: int, arguments: Eve
 
 
 def meta(kind: str, pid: int, tid: int, arguments: Event) -> Event:
-    """Return an event that names a process or thread, or gives its position."""
+    """Return a metadata event that sets the name or position of a process or thread."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
 def free_lane(ends: list[int], start: int) -> int:
-    """Return the first lane that is free at a time; a new one if all are occupied."""
+    """Return the index of the first lane that is free at `start`, or of a new lane if all are occupied."""
     return next((lane for lane, end in enumerate(ends) if end <= start), len(ends))

@@ -1,4 +1,6 @@
-"""Movement in a timeline: transfers as spans on both replicas with a flow between them, and the times in which requests do not compute."""
+"""Moves of requests in a timeline: transfers as spans on both replicas with a flow between them, and the times in which
+requests do not run.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from vajra_py.metrics.tables.transfers import MOVE
 
 Row: TypeAlias = Mapping[str, Any]
 _OUT, _IN = 1_000_000, 2_000_000
-"""First thread ids of transfers out of a replica and into it; smaller ids are those of steps."""
+"""First thread ids of outgoing and incoming transfers of a replica; smaller ids belong to steps."""
 _STATED = ("kind", "stage", "num_tokens", "num_bytes", "link", "outcome", "reason")
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A time in which a request did not compute, nanoseconds."""
+    """Interval in which a request did not run because it was moving, in nanoseconds."""
 
     name: str
     start: int
@@ -27,7 +29,9 @@ class Stop:
 
 
 def stops_of(rows: list[Row]) -> list[Stop]:
-    """Return the times in which a request was held, in transfer, or waiting at a target, by its rows of the transfers table."""
+    """Return the intervals in which a request was held, in transfer, or waiting at a target, given its rows of the
+    transfers table.
+    """
     found = []
     for row in rows:
         held_at, start_at, arrived_at, over_at = (row[key] for key in ("held_at", "start_at", "arrived_at", "over_at"))
@@ -47,7 +51,7 @@ def stops_of(rows: list[Row]) -> list[Stop]:
 
 
 def replicas_of(rows: list[Row]) -> set[ReplicaKey]:
-    """Return the replicas between which KV went."""
+    """Return the sources and targets of the KV transfers."""
     sent = [row for row in rows if _is_sent(row)]
     return {(row["replicaset"], row[f"{end}_replica_id"]) for row in sent for end in ("source", "target")}
 
@@ -55,9 +59,10 @@ def replicas_of(rows: list[Row]) -> set[ReplicaKey]:
 def transfer_events(
     rows: list[Row], processes: Mapping[ReplicaKey, int], start_at: float, end_at: float
 ) -> Iterator[Event]:
-    """Yield for each transfer in this stretch of time a span on either replica, and a flow from one to the other.
+    """Yield, for each transfer between `start_at` and `end_at` (seconds), a span on both replicas and a flow between
+    them.
 
-    Transfers of a replica at once lie on lanes of their own, like steps.
+    Simultaneous transfers of a replica are on separate lanes, like steps.
     """
     lanes: dict[tuple[int, int], list[int]] = {}
     sent = sorted((row for row in rows if _is_sent(row)), key=lambda row: float(row["start_at"]))
@@ -86,7 +91,7 @@ def transfer_events(
 
 
 def _flow(number: int, tracks: list[tuple[int, int]], start: int, end: int) -> Iterator[Event]:
-    """Yield the two ends of an arrow; its end lies within the span that it points to."""
+    """Yield the start and end of a flow arrow; its end lies within the target's span."""
     for phase, (pid, tid), at in (("s", tracks[0], start), ("f", tracks[1], end)):
         event = {"ph": phase, "cat": "kv", "name": "KV", "id": number, "pid": pid, "tid": tid, "ts": at / 1000}
         yield event if phase == "s" else {**event, "bp": "e"}

@@ -12,7 +12,7 @@ _LONG_NAME = 28
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
-    """Open several runs, each under a name of its own (see `distinct`)."""
+    """Open several runs under distinct names (see `distinct`)."""
     return distinct([RunData.load(path) for path in paths])
 
 

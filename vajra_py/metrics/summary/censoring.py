@@ -23,7 +23,6 @@ def censored_section(values: Floats, least: Floats, missing: Bools) -> dict[str,
         values: One entry per request; NaN = no value.
         least: Lower bound of each request's value.
         missing: Mask of the requests whose value is censored.
-
     """
     count = int(missing.sum())
     if not count:

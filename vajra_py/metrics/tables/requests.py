@@ -202,9 +202,7 @@ class RequestsBuilder:
         self.extend({name: [getattr(row, name)] for name in names})
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-        """Append several requests, given a column of values for each field of `RequestRow`. Reasons must be ones of
-        `REASONS`.
-        """
+        """Append several requests, given a column for each field of `RequestRow`; reasons must be in `REASONS`."""
         self.has_programs = self.has_programs or any(columns["program_id"]) or any(columns["adapter"])
         for name, texts in self._texts.items():
             for text in columns[name]:
@@ -361,9 +359,7 @@ TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 
 
 class TbtBuilder:
-    """Builder of the table of gaps between tokens (TBT): the length of each distinct gap and the number of times it
-    occurred.
-    """
+    """Builder of the table of gaps between tokens (TBT): each distinct gap with its number of occurrences."""
 
     layout: Mapping[str, Any] = {"use_dictionary": ["replicaset", "slo_class"]}
 
@@ -383,9 +379,7 @@ class TbtBuilder:
         return found
 
     def add(self, replicaset: str, slo_class: str, gap_s: float, weight: int) -> None:
-        """Add a gap of `gap_s` seconds that `weight` requests saw; shorthand for `gaps(replicaset,
-        slo_class).add(...)`.
-        """
+        """Add a gap of `gap_s` seconds that `weight` requests saw."""
         self.gaps(replicaset, slo_class).add(gap_s, weight)
 
     def schema(self) -> ArrowSchema:
@@ -399,9 +393,7 @@ class TbtBuilder:
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """Yield the table in slices of at most `num_rows` rows; a slice has gaps of one replicaset and SLO
-        class only.
-        """
+        """Yield slices of at most `num_rows` rows, each of one replicaset and SLO class."""
         import pyarrow as pa
 
         for (replicaset, slo_class), gap_list in sorted(self._lists.items()):
@@ -416,16 +408,12 @@ class TbtBuilder:
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return masks of the requests with these end reasons: (completed, dropped). Dropped ones were rejected, expired or
-    failed.
-    """
+    """Return masks (completed, dropped) for these end reasons; dropped: rejected, expired or failed."""
     return is_among(reasons, COMPLETED_REASONS), is_among(reasons, ("rejected", "expired", "failed"))
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """Return these columns of a requests table; a stated fact whose column an older table lacks counts as not
-    stated.
-    """
+    """Return these columns of a requests table; a stated fact without a column counts as not stated."""
     import pyarrow as pa
 
     builder = RequestsBuilder()
