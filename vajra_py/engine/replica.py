@@ -163,4 +163,4 @@ class LoopOptions:
     isolates_policies: bool = False
     """True if a policy that breaks the contract takes its replicaset out of service instead of ending the run."""
     policy_timeout_s: float | None = 60.0
-    """Seconds after which a policy call counts as a breach of the contract; None: no limit."""
+    """Seconds after which a policy call counts as a violation of the contract; None: no limit."""

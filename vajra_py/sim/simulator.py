@@ -77,7 +77,7 @@ class SimulationOptions:
     """True if a policy that breaks the contract takes its replicaset out of service instead of ending the
     simulation."""
     policy_timeout_s: float | None = 60.0
-    """Real seconds after which a policy call counts as a breach of the contract; None: no limit."""
+    """Real seconds after which a policy call counts as a violation of the contract; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

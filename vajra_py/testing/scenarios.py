@@ -146,13 +146,13 @@ class Rules:
     check_every_step: bool = True
     """True if requests and blocks are counted after every step; False: only at the end."""
     policy_timeout_s: float | None = None
-    """Real seconds after which a policy call counts as a breach of the contract; None: no limit."""
+    """Real seconds after which a policy call counts as a violation of the contract; None: no limit."""
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     """Run the policies in the scenario.
 
-    Raises errors of the mechanism (`PolicyError` for a breach of the contract), and `StuckError`.
+    Raises errors of the mechanism (`PolicyError` for a violation of the contract), and `StuckError`.
     """
     options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
     harness = Harness(

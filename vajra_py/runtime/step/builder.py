@@ -19,7 +19,7 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
-from vajra_py.runtime.step.plan import Executor, PlannedDrafts, StepPlan, new_chunk
+from vajra_py.runtime.step.plan import Executor, PlannedChunk, PlannedDrafts, StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
@@ -330,7 +330,7 @@ class Builder(PlanDraft):
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
-            chunks[request] = new_chunk((request, 1 + num_drafts, computed, "running"))
+            chunks[request] = PlannedChunk(request, 1 + num_drafts, computed, "running")
             if drafts.num_tokens != num_drafts or drafts.num_kept_blocks != kept or drafts.num_unverified != num_open:
                 drafts = PlannedDrafts(num_drafts, kept, num_unverified=num_open)
             planned[request] = drafts

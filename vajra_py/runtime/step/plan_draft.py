@@ -11,8 +11,8 @@ from vajra_py.runtime.requests.lifecycle import MOVED
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
-from vajra_py.runtime.step.features import GroupFeatures, decode_features, features_of
-from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order, new_chunk
+from vajra_py.runtime.step.features import GroupFeatures, features_of
+from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
 
 _num_tokens = attrgetter("num_tokens")
 _computed_before = attrgetter("num_computed_before")
@@ -220,7 +220,7 @@ class PlanDraft:
                 if num_drafts:
                     features = [features[0].with_drafts(num_drafts)]
             else:
-                features = [decode_features(len(decodes), context)]
+                features = [BatchFeatures(len(decodes), context)]
         else:
             features = self._group_features.of(self.chunks.values(), decodes, self._swap_bytes)
         self._features = features
@@ -234,7 +234,7 @@ class PlanDraft:
     # Adding and removing entries
 
     def _put_chunk(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
-        self.chunks[request] = new_chunk((request, num_tokens, computed, kind))
+        self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
         self.slots_left -= 1
         self.tokens_left -= num_tokens
         self.num_tokens += num_tokens
@@ -363,7 +363,7 @@ class PlanDraft:
             self._memory.reserve_blocks(num_blocks)
         plan.step_index += num_steps
         plan.formed_at = formed_at
-        plan.features = decode_features(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes)
+        plan.features = BatchFeatures(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes)
         plan.free_blocks = self._memory.free_blocks
         plan.num_waiting = num_waiting
         plan.copies = ()
