@@ -341,7 +341,7 @@ def accepted_by(acceptance: RatesByPosition, lengths: Sequence[int]) -> list[int
     found = []
     for count in lengths:
         found.append(acceptance.num_accepted(request, count))
-        request.add_outputs(1 + found[-1], 0)
+        request.add_outputs(0, found[-1], 0)
     return found
 
 

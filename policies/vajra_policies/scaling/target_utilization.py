@@ -126,6 +126,6 @@ SPEC = ScalerSpec(
     source="Kubernetes, HorizontalPodAutoscaler",
     advice=(
         "Use it where one figure of load shows when replicas are full, as for services on Kubernetes. Not where "
-        "replicas take longer to start than a peak lasts: it reacts, and expects nothing."
+        "replicas take longer to start than a peak lasts: it reacts, and does not predict."
     ),
 )
