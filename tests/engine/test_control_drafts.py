@@ -97,13 +97,13 @@ def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytes
     from vajra_py.runtime.requests.request import Request
 
     counted: list[tuple[int, int]] = []
-    count = Request.count_drafts
+    count = Request._count_drafts
 
-    def counting(self: Request, num_drafts: int, num_accepted: int) -> None:
+    def counting(self: Request, num_before: int, num_drafts: int, num_accepted: int) -> None:
         counted.append((num_drafts, num_accepted))
-        count(self, num_drafts, num_accepted)
+        count(self, num_before, num_drafts, num_accepted)
 
-    monkeypatch.setattr(Request, "count_drafts", counting)
+    monkeypatch.setattr(Request, "_count_drafts", counting)
     rng = np.random.default_rng(0)
     prompts = [(rng.integers(5, 60, size=6).tolist() * 5)[: int(rng.integers(10, 30))] for _ in range(6)]
 
