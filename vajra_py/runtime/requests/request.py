@@ -375,7 +375,7 @@ class Request(_Stated):
         return self._output
 
     def add_outputs(self, num_drafts: int, num_accepted: int, tick: int) -> None:
-        """Count the tokens of a step with drafts that came at this tick, one and the accepted drafts, whose predecessors are computed by now."""
+        """Count the tokens of a step with drafts that ended at this tick: one, and the accepted drafts."""
         assert self._pool is None
         if num_drafts:
             self._count_drafts(self._output, num_drafts, num_accepted)
@@ -384,7 +384,7 @@ class Request(_Stated):
         self.token_log += [tick] * (1 + num_accepted)
 
     def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
-        """Count drafts that a step has verified, which had so many output tokens before."""
+        """Count the drafts that a step has verified; `num_before` is the number of output tokens before that step."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         log = self._draft_log
