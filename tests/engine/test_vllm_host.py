@@ -42,6 +42,7 @@ def options(**given: Any) -> Any:
             "is_hybrid": False,
             "is_encoder_decoder": False,
         },
+        "cache_config": {"enable_prefix_caching": True},
         "parallel_config": {},
         "scheduler_config": {
             "max_num_scheduled_tokens": None,
@@ -94,10 +95,16 @@ def test_drafts_and_a_connector_are_taken_together() -> None:
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
-        ({"model_config__is_hybrid": True}, "model"),
-        ({"model_config__has_inner_state": True}, "model"),
-        ({"model_config__hf_text_config": SimpleNamespace(layer_types=["full_attention", "mamba"])}, "model"),
-        ({"model_config__hf_text_config": SimpleNamespace(layer_types=["linear_attention"])}, "model"),
+        ({"model_config__is_hybrid": True}, "--enable-prefix-caching"),
+        ({"model_config__has_inner_state": True}, "--enable-prefix-caching"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(layer_types=["full_attention", "mamba"])},
+            "--enable-prefix-caching",
+        ),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(layer_types=["linear_attention"])},
+            "--enable-prefix-caching",
+        ),
         ({"model_config__is_encoder_decoder": True}, "model"),
         ({"model_config__is_diffusion": True}, "model"),
         ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
