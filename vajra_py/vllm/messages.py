@@ -166,7 +166,7 @@ class Messages:
             return
         computed = self._computed
         new: dict[int, Sequence[int] | Tables] = {}
-        for index in (computed % self._block_size == 0).nonzero()[0].tolist():
+        for index in np.flatnonzero(computed % self._block_size == 0).tolist():
             blocks = self._new_blocks(self._decodes[index], order[index])
             if blocks:
                 new[index] = blocks

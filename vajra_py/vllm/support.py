@@ -51,7 +51,7 @@ def check_options(config: Any, *, has_core: bool = True) -> None:
         if window is not None:
             message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
             problems.append(Problem("model", message, otherwise))
-        if has_states(config.model_config):
+        if _has_states(config.model_config):
             message = "is a hybrid with states beside attention, and one table of blocks is kept for each request here"
             problems.append(Problem("model", message, otherwise))
         if config.lora_config is not None:
@@ -106,13 +106,10 @@ def block_size_of(kv_cache_config: Any, block_size: int) -> int:
     A state stands for `max_model_len` tokens, and vLLM passes the common multiple of both to its scheduler.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not any(map(holds_states, specs)):
+    sizes = [one.block_size for one in specs if not holds_states(one)]
+    if len(sizes) == len(specs):
         return block_size
-    return int(
-        min(
-            (one for one in specs if not holds_states(one)), default=specs[0], key=lambda one: one.block_size
-        ).block_size
-    )
+    return int(min(sizes, default=specs[0].block_size))
 
 
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
@@ -201,14 +198,14 @@ def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
         yield "--per-request-spec-decode-metrics", "drafts are counted for all requests together"
 
 
-def has_states(model: Any) -> bool:
+def _has_states(model: Any) -> bool:
     """Return whether layers of a model keep states instead of KV."""
     return bool(model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model))
 
 
 def _unsupported_states(config: Any) -> Iterator[tuple[str, str]]:
     """Yield the options that are refused for models with states, each with the reason."""
-    if not has_states(config.model_config):
+    if not _has_states(config.model_config):
         return
     if config.cache_config.enable_prefix_caching:
         why = "the model is a hybrid, and states of its layers are not shared among requests here"

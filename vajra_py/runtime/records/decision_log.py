@@ -151,7 +151,7 @@ class DecisionLog(StepLog):
         is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_pool_decodes and not plan.chunks:
-            self._end(replicaset, plan, ONLY_PREEMPTED)
+            self._take(replicaset, plan, ONLY_PREEMPTED, plan.formed_at, ())
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
@@ -165,15 +165,9 @@ class DecisionLog(StepLog):
         self.hand_on()
         self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):
-            self._end(replicaset, plan, NEVER_CAME_BACK)
+            self._take(replicaset, plan, NEVER_CAME_BACK, plan.formed_at, ())
         self.hand_on()
         self._finish()
-
-    def _end(self, replicaset: str, plan: StepPlan, status: int) -> None:
-        """Record a plan from which nothing comes back."""
-        self._tick = max(self._tick, plan.formed_at)
-        self._ends.append(plan.formed_at)
-        self._record(replicaset, plan, status, (), plan.num_waiting)
 
     def _count_lists(
         self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]

@@ -29,6 +29,6 @@ class OutputLog(JsonLinesFile):
         }
         if request.proposals:
             row["proposals"] = request.proposals
-        if request.draft_log:
-            row["drafts"] = request.draft_log
+        if drafts := request.draft_log:
+            row["drafts"] = drafts
         self.write(row)

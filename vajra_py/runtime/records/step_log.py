@@ -149,10 +149,7 @@ class StepLog(Observer):
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
     ) -> None:
         """Record a plan whose step came back."""
-        if now > self._tick:
-            self._tick = now
-        self._ends.append(now)
-        self._record(replicaset, plan, CAME_BACK, finished, plan.num_waiting)
+        self._take(replicaset, plan, CAME_BACK, now, finished)
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
@@ -167,6 +164,13 @@ class StepLog(Observer):
         self._ends += ended_at
         self._growth += growth
         self._record(replicaset, plan, CAME_BACK, (), num_waiting, (len(ended_at), len(growth)))
+
+    def _take(self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: _Finished) -> None:
+        """Record one step, which ended at this tick."""
+        if ended > self._tick:
+            self._tick = ended
+        self._ends.append(ended)
+        self._record(replicaset, plan, status, finished, plan.num_waiting)
 
     def _record(
         self,

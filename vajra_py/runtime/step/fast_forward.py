@@ -52,7 +52,7 @@ class Repeats:
             return 0  # an event at a known time ends the run
         num_steps = pool.steps_to_next_end() - 1
         free = memory.repeat_headroom
-        most = -(-num_steps // memory.block_size) * len(pool.members)
+        most = -(-num_steps // memory.block_size) * len(pool)
         if most <= free:
             return num_steps
         for step, num_blocks in enumerate(pool.growth_by_step(num_steps)):
