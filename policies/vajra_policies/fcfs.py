@@ -15,8 +15,7 @@ class FcfsConfig(PolicyConfig):
     preempted: Literal["by_arrival", "first"] = Field(
         "by_arrival",
         description=(
-            "Where requests stand that were preempted: by their arrival, like all others, or before all that never "
-            "were, the latest preempted first."
+            "Position of preempted requests: by arrival, like all others, or before all that were never preempted, the latest preempted first."
         ),
     )
 

@@ -15,9 +15,7 @@ class LeastLoadedConfig(PolicyConfig):
 
     by: LoadUnit = Field(
         "requests",
-        description=(
-            "What load is counted in: requests that wait and run, or all their tokens, computed and still to compute."
-        ),
+        description=("Unit of load: waiting and running requests, or all their tokens, computed and still to compute."),
     )
 
 

@@ -24,9 +24,7 @@ class PowerOfTwoConfig(PolicyConfig):
 
     by: LoadUnit = Field(
         "requests",
-        description=(
-            "What load is counted in: requests that wait and run, or all their tokens, computed and still to compute."
-        ),
+        description=("Unit of load: waiting and running requests, or all their tokens, computed and still to compute."),
     )
 
 

@@ -15,8 +15,7 @@ class PreemptionConfig(PolicyConfig):
     preemption: Literal["recompute", "swap"] = Field(
         "recompute",
         description=(
-            "What a preempted request's KV becomes: it is freed and computed again, or it moves to host memory and back "
-            "(where the host is full, it is freed)."
+            "Treatment of a preempted request's KV: freed and recomputed, or swapped to host memory and back (freed where the host is full)."
         ),
     )
 

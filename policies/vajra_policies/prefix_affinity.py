@@ -14,10 +14,12 @@ class PrefixAffinityConfig(PolicyConfig):
     """Parameters of `prefix_affinity`."""
 
     min_hit_fraction: float = Field(
-        0.1, ge=0, le=1, description="Cached part of a prompt from which on it is worth following, fraction."
+        0.1, ge=0, le=1, description="Cached fraction of a prompt from which its replica is preferred."
     )
     max_imbalance_requests: int = Field(
-        10, ge=0, description="Requests that the replica with the prefix may have above the least loaded one."
+        10,
+        ge=0,
+        description="Maximum number of requests that the replica with the prefix may have above the least loaded one.",
     )
 
 

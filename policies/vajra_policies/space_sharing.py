@@ -32,18 +32,17 @@ class SpaceSharingConfig(TargetTimeConfig):
     long_seq_kv_cache_len_threshold: int = Field(
         262_144,
         ge=1,
-        description="Tokens in KV from which on a prefill counts as long.",
+        description="Number of tokens in KV from which a prefill counts as long.",
         json_schema_extra={"unit": "tokens"},
     )
     class_shares: Mapping[str, Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=dict,
         description=(
-            "Part of the target time that prompts of each class may take in a step, by class, fraction; classes that are "
-            "not listed share the rest. Empty: classes are not kept apart."
+            "Fraction of the target time that prompts of each class may take in a step, by class; classes that are not listed share the rest. Empty: no shares."
         ),
     )
     class_by: Literal["slo_class", "tenant"] = Field(
-        "slo_class", description="What a request's class is, for `class_shares`."
+        "slo_class", description="Attribute of a request that is its class, for `class_shares`."
     )
 
     @model_validator(mode="after")

@@ -26,21 +26,21 @@ class TargetTimeConfig(PreemptionConfig):
         32,
         ge=GRAIN_TOKENS,
         multiple_of=GRAIN_TOKENS,
-        description="Least tokens of a chunk that is not a prompt's last, a multiple of 32.",
+        description="Minimum number of tokens of a chunk that is not a prompt's last, a multiple of 32.",
         json_schema_extra={"unit": "tokens"},
     )
     max_chunk: int = Field(
         8192,
         ge=GRAIN_TOKENS,
         multiple_of=GRAIN_TOKENS,
-        description="Most tokens of a chunk, a multiple of 32.",
+        description="Maximum number of tokens of a chunk, a multiple of 32.",
         json_schema_extra={"unit": "tokens"},
     )
     tolerance_fraction: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="How close to the target a step counts as full: then no further prompt gets a chunk, fraction.",
+        description="Fraction of the target within which a step counts as full, so that no further prompt gets a chunk.",
     )
 
     @model_validator(mode="after")

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     metavar="POLICIES",
     default="fcfs+least_loaded+fixed_chunk",
     show_default=True,
-    help="What all are compared with, and where each policy takes its place.",
+    help="Policies that all others are compared with, and into which each policy is put at its layer.",
 )
 @click.option(
     "--workload",
     "workloads",
     multiple=True,
     metavar="NAME|FILE",
-    help="chats, documents, agents, or an experiment file whose sweep gives the loads. May be repeated. Default: the three.",
+    help="chats, documents, agents, or an experiment file whose sweep gives the loads. May be repeated. Default: all three.",
 )
 @click.option(
     "--replications",
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Seeds of each setting; further ones can be added later.",
+    help="Number of seeds of each setting; more can be added later.",
 )
 @click.option(
     "--metrics",
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     default="runs/atlas",
     show_default=True,
-    help="Folder of page and runs.",
+    help="Folder for the page and its runs.",
 )
 @on_option
-@click.option("--workers", type=click.IntRange(min=1), help="Runs to make at once. Default: one for each core there.")
-@click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of runs at a time. Default: one for each core.")
+@click.option("--overwrite", is_flag=True, help="Run again and overwrite existing results.")
 @click.option(
     "--figure-format",
     "figure_formats",
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     type=click.Choice(["svg", "png", "pdf"]),
     default=("svg", "png"),
     show_default=True,
-    help="Of the figures beside the page. May be repeated.",
+    help="File format of the figures beside the page. May be repeated.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar and no findings; only where the page is.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no progress bar and no findings, only the page's path.")
 def atlas(  # noqa: PLR0913 - one argument for each option
     policies: tuple[str, ...],
     presets: tuple[str, ...],

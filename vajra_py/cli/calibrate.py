@@ -24,12 +24,12 @@ from vajra_py.cli.options import NumberRange, engine_option, latency_option
     type=NumberRange(0, 1, min_open=True, max_open=True),
     default=1 / 3,
     show_default="1/3",
-    help="Part of the requests that is fitted, the first ones; the rest judges the fit.",
+    help="Fraction of the requests, from the first on, that the calibration is fitted to; the rest tests it.",
 )
 @engine_option
 @latency_option
-@click.option("--overwrite", is_flag=True, help="Replace a calibration that is there.")
-@click.option("--quiet", "-q", is_flag=True, help="Do not count the simulations.")
+@click.option("--overwrite", is_flag=True, help="Overwrite an existing calibration.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no progress.")
 def calibrate(  # noqa: PLR0913 - one argument for each option
     measured: Path,
     profile: Path | None,

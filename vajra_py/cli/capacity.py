@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path))
 @overrides_option
 @on_option
-@click.option("--workers", type=click.IntRange(min=1), help="Runs to make at once. Default: one for each core there.")
-@click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of runs at a time. Default: one for each core.")
+@click.option("--overwrite", is_flag=True, help="Run again and overwrite existing results.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["table", "markdown", "latex", "csv", "json"]),
     default="table",
     show_default=True,
-    help="Form of the printed answers; CSV has raw values.",
+    help="Format of the printed answers; CSV has raw values.",
 )
 @click.option(
     "--figure-format",
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     type=click.Choice(["pdf", "svg", "png"]),
     default=("svg",),
     show_default=True,
-    help="Of the curve; may be repeated.",
+    help="File format of the curve's figure. May be repeated.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress and no table; only the answers.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no progress and no table, only the answers.")
 def capacity(  # noqa: PLR0913 - one argument for each option
     file: Path,
     overrides: tuple[str, ...],

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command(no_args_is_help=True)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @overrides_option
-@click.option("--effective", is_flag=True, help="Print the complete settings, defaults written out.")
-@click.option("--llm-d", "llm_d", is_flag=True, help="FILES are of llm-d: print what they become here.")
+@click.option("--effective", is_flag=True, help="Print the complete settings, with all defaults.")
+@click.option("--llm-d", "llm_d", is_flag=True, help="Read FILES as llm-d's, and print the settings that they become.")
 def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, llm_d: bool) -> None:
     """Check FILES of experiments and systems: print every mistake with file, line and allowed values. Nothing is run.
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--scope",
-    help="A class, tenant or pool named in the output, in place of all requests. CSV and JSON hold every scope without it.",
+    help="Class, tenant or pool to compare, in place of all requests. Without it, CSV and JSON have all of them.",
 )
 @click.option(
-    "--each-run", is_flag=True, help="Show every run; without it, runs that differ in their seed only are one."
+    "--each-run", is_flag=True, help="Show every run. Without it, runs that differ only in their seed form one setting."
 )
-@click.option("--baseline", help="Show differences of the other settings from the one of this name.")
+@click.option("--baseline", help="Name of the setting that the others are compared with.")
 @click.option(
     "--metrics",
     multiple=True,

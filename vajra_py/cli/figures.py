@@ -30,7 +30,7 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("figures"),
     show_default=True,
-    help="Folder.",
+    help="Folder for the figures.",
 )
 @click.option(
     "--format",
@@ -39,7 +39,7 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
     type=click.Choice(["pdf", "svg", "png"]),
     default=("pdf",),
     show_default=True,
-    help="May be repeated.",
+    help="File format. May be repeated.",
 )
 @click.option(
     "--width",
@@ -58,7 +58,7 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
     "panels",
     multiple=True,
     metavar="NAME",
-    help="Single panels of the figures, each as a file of its own: a metric such as ttft_p99, or one panel of it; may be repeated.",
+    help="Write this panel as a file of its own: a metric such as ttft_p99, or one panel of it. May be repeated.",
 )
 def figures(
     runs: tuple[Path, ...],

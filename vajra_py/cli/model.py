@@ -15,8 +15,8 @@ def model() -> None:
 @model.command("tiny", no_args_is_help=True)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--family", default="llama", show_default=True, help="Architecture: llama, qwen3, gemma2, mixtral, …")
-@click.option("--size", default="1m", show_default=True, help="About how many parameters: 1m, 10m or 30m.")
-@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
+@click.option("--size", default="1m", show_default=True, help="Approximate number of parameters: 1m, 10m or 30m.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny(directory: Path, family: str, size: str, seed: int) -> None:
     """Write a small model to DIRECTORY: random weights, a real tokenizer, a chat template; no network needed."""
     from vajra_py.engine.tiny import write_tiny_model

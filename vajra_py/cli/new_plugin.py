@@ -9,12 +9,16 @@ import click
 
 @click.command("new-plugin", no_args_is_help=True)
 @click.argument("name")
-@click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where to put it. Default: here.")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder to create it in. Default: the current one.",
+)
 @click.option(
     "--kind",
     type=click.Choice(["policies", "admission", "scaler", "retention", "scorer", "filter", "picker", "decider"]),
-    help="What it offers: a policy for each layer (the default), an admission policy, a scaler, a retention policy, or a part of "
-    "composable routers.",
+    help="Kind of plug-in: a policy for each layer (the default), an admission policy, a scaler, a retention policy, or a part of composable routers.",
 )
 @click.option("--from", "original", metavar="POLICY", help="Start from a copy of this policy of the library instead.")
 def new_plugin(name: str, directory: Path, kind: str | None, original: str | None) -> None:

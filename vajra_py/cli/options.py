@@ -53,7 +53,7 @@ engine_option = click.option(
     "engine",
     multiple=True,
     metavar="ARGUMENT=VALUE",
-    help="What the measured file does not say about the engine, by vLLM's names, such as `--engine max_num_seqs=128`. May be repeated.",
+    help="Engine setting that the measured file lacks, by vLLM's name, such as `--engine max_num_seqs=128`. May be repeated.",
 )
 
 
@@ -62,8 +62,7 @@ latency_option = click.option(
     "latency",
     multiple=True,
     metavar="SETTING=VALUE",
-    help="Setting of the latency model, such as `--latency link_latency_us=8`. Without --profile the operator tables of aiconfigurator "
-    "answer: `--latency system=h200_sxm --latency precision=fp8`. May be repeated.",
+    help="Setting of the latency model, such as `--latency link_latency_us=8`. Without --profile, aiconfigurator's operator tables are used: `--latency system=h200_sxm --latency precision=fp8`. May be repeated.",
 )
 
 

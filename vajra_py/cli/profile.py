@@ -15,21 +15,23 @@ _QUIET_CORES = 0.2
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Directory of the model. Default: the one that --config's engine has.",
+    help="Directory of the model. Default: that of the engine in --config.",
 )
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: profile.json in the model's directory.")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="An experiment's file: its replica and engine settings are measured under.",
+    help="Experiment file whose replica and engine settings the measurement uses.",
 )
 @overrides_option
-@click.option("--passes", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each shape.")
 @click.option(
-    "--random", "num_random", type=click.IntRange(min=0), default=40, show_default=True, help="Random shapes."
+    "--passes", type=click.IntRange(min=1), default=5, show_default=True, help="Number of measurements of each shape."
 )
-@click.option("--overwrite", is_flag=True, help="Measure again, over a profile that is there.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar; only where the profile is.")
+@click.option(
+    "--random", "num_random", type=click.IntRange(min=0), default=40, show_default=True, help="Number of random shapes."
+)
+@click.option("--overwrite", is_flag=True, help="Measure again and overwrite an existing profile.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no progress bar, only the profile's path.")
 def profile(  # noqa: PLR0913 - one argument for each option
     model: Path | None,
     output: Path | None,

@@ -21,11 +21,17 @@ _COUNT = click.IntRange(min=1)
 @click.argument("file", type=click.Path(path_type=Path))
 @overrides_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0: any free one.")
 @click.option("--api-key", multiple=True, help=f"Bearer key that requests must carry; better: {API_KEY_VARIABLE}.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="Keys, a line each: KEY, or KEY and TENANT.")
 @click.option(
-    "--max-concurrent", type=_COUNT, default=4096, show_default=True, help="Most requests at once; more: 429."
+    "--api-key-file", type=click.Path(path_type=Path), help="File of keys, one a line: KEY, or KEY and TENANT."
+)
+@click.option(
+    "--max-concurrent",
+    type=_COUNT,
+    default=4096,
+    show_default=True,
+    help="Maximum number of concurrent requests; more are answered 429.",
 )
 @click.option(
     "--grace",
@@ -33,14 +39,14 @@ _COUNT = click.IntRange(min=1)
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Seconds that a shutdown lets requests finish.",
+    help="Seconds that requests have to finish at a shutdown.",
 )
-@click.option("--access-log/--no-access-log", default=True, help="A log line for each request.")
+@click.option("--access-log/--no-access-log", default=True, help="Log a line for each request.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-@click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder.")
+@click.option("--save-run", type=click.Path(path_type=Path), help="Record the session as a run in this folder.")
 @limits_options
 def route(file: Path, overrides: tuple[str, ...], **given: Any) -> None:
     """Route requests to the servers of FILE (`backend: {route: …}`) by its policies, and pass their answers on."""

@@ -32,20 +32,18 @@ MOSTLY_REJECTED = 5
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Points of a sweep to run at once, by default one for each core there; a single run is divided among so many, where that is exact.",
+    help="Number of processes, by default one for each core: for the points of a sweep, or for the replicas of a single run where that is exact.",
 )
-@click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
+@click.option("--overwrite", is_flag=True, help="Run again and overwrite existing results.")
 @click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report of the runs here."
+    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report of the runs to this file."
 )
-@click.option(
-    "--validate", is_flag=True, help="Simulate each run of the engine too, and show how far the simulation is off."
-)
+@click.option("--validate", is_flag=True, help="Simulate each run of the engine too, and show the simulation's errors.")
 @click.option(
     "--quiet",
     "-q",
     is_flag=True,
-    help="No progress bar and no table; only where the results are, and warnings of rejected requests.",
+    help="Print no progress bar and no table, only the results' path and warnings of rejected requests.",
 )
 def run(  # noqa: PLR0913 - one argument for each option
     file: Path,

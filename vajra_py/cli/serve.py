@@ -41,25 +41,43 @@ def _flags(command: click.Command | Any) -> Any:
     """Add the flags that replace an experiment file, under vLLM's names."""
     options = (
         click.option("--model", help="Serve the model of this directory, without an experiment file."),
-        click.option("--preset", help="Policies and sizes of a whole system; `vajra presets` lists them."),
-        click.option("--scheduling-policy", help="fcfs or priority: vLLM's, as presets."),
-        click.option("--max-num-seqs", type=_COUNT, help="Most requests in a step."),
-        click.option("--max-num-batched-tokens", type=_COUNT, help="Most tokens in a step."),
-        click.option("--max-model-len", type=_COUNT, help="Longest sequence, prompt and output."),
-        click.option("--block-size", type=_COUNT, help="Tokens of a KV block."),
-        click.option("--num-gpu-blocks-override", type=_COUNT, help="KV blocks of a replica."),
         click.option(
-            "--gpu-memory-utilization", type=float, help="Part of the memory to take, if blocks are not given."
+            "--preset", help="Preset with the policies and sizes of a whole system; `vajra presets` lists them."
         ),
-        click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Share equal prefixes."),
-        click.option("--tensor-parallel-size", "-tp", type=_COUNT, help="Devices that share every layer."),
-        click.option("--data-parallel-size", "-dp", type=_COUNT, help="Replicas; on a CPU each is a process."),
+        click.option("--scheduling-policy", help="fcfs or priority, as in vLLM."),
+        click.option("--max-num-seqs", type=_COUNT, help="Maximum number of requests in a step."),
+        click.option("--max-num-batched-tokens", type=_COUNT, help="Maximum number of tokens in a step."),
+        click.option("--max-model-len", type=_COUNT, help="Maximum length of a sequence, prompt and output."),
+        click.option("--block-size", type=_COUNT, help="Number of tokens in a KV block."),
+        click.option("--num-gpu-blocks-override", type=_COUNT, help="Number of KV blocks of a replica."),
+        click.option(
+            "--gpu-memory-utilization",
+            type=float,
+            help="Fraction of the memory to use where the number of KV blocks is not given.",
+        ),
+        click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Reuse the KV of common prefixes."
+        ),
+        click.option(
+            "--tensor-parallel-size", "-tp", type=_COUNT, help="Number of devices that each layer is divided among."
+        ),
+        click.option(
+            "--data-parallel-size", "-dp", type=_COUNT, help="Number of replicas; on a CPU, each is a process."
+        ),
         click.option("--dtype", help="auto, float32, float16 or bfloat16."),
         click.option("--device", help="cpu, cuda or cuda:N."),
-        click.option("--load-format", type=click.Choice(["auto", "dummy"]), help="dummy: random weights."),
-        click.option("--seed", type=click.IntRange(min=0), help="Of every random stream."),
-        click.option("--max-num-queued-reqs", type=_COUNT, help="Requests that may wait; more are answered 429."),
-        click.option("--max-num-queued-tokens", type=_COUNT, help="Prompt tokens that may wait; likewise."),
+        click.option(
+            "--load-format", type=click.Choice(["auto", "dummy"]), help="Source of the weights; dummy: random ones."
+        ),
+        click.option("--seed", type=click.IntRange(min=0), help="Seed of every random stream."),
+        click.option(
+            "--max-num-queued-reqs", type=_COUNT, help="Maximum number of waiting requests; more are answered 429."
+        ),
+        click.option(
+            "--max-num-queued-tokens",
+            type=_COUNT,
+            help="Maximum number of waiting prompt tokens; requests beyond it are answered 429.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -105,7 +123,7 @@ def _operations(command: click.Command | Any) -> Any:
 
     default = ServeOptions()
     options = (
-        click.option("--access-log/--no-access-log", default=True, help="A log line for each request."),
+        click.option("--access-log/--no-access-log", default=True, help="Log a line for each request."),
         click.option(
             "--log-format", type=click.Choice(["text", "json"]), default=default.log_format, show_default=True
         ),
@@ -115,14 +133,20 @@ def _operations(command: click.Command | Any) -> Any:
             default=default.log_level,
             show_default=True,
         ),
-        click.option("--uds", type=_PATH, help="Listen on this Unix socket, and not on --host and --port."),
-        click.option("--root-path", default=default.root_path, help="Prefix under which a proxy shows the server."),
-        click.option("--ssl-certfile", type=_PATH, help="Certificate, PEM: speak TLS."),
-        click.option("--ssl-keyfile", type=_PATH, help="Its private key."),
+        click.option("--uds", type=_PATH, help="Listen on this Unix socket instead of --host and --port."),
         click.option(
-            "--ssl-keyfile-password", help=f"Of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
+            "--root-path", default=default.root_path, help="Path prefix under which a proxy serves this server."
         ),
-        click.option("--ssl-ca-certs", type=_PATH, help="Ask clients for a certificate that one of these signed."),
+        click.option("--ssl-certfile", type=_PATH, help="Certificate file (PEM); turns TLS on."),
+        click.option("--ssl-keyfile", type=_PATH, help="Private key file of the certificate."),
+        click.option(
+            "--ssl-keyfile-password", help=f"Password of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
+        ),
+        click.option(
+            "--ssl-ca-certs",
+            type=_PATH,
+            help="File of certificate authorities; clients need a certificate that one of them signed.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -136,24 +160,28 @@ def _server_options(command: click.Command | Any) -> Any:
     default = ServeOptions()
     options = (
         click.option("--host", default=default.host, show_default=True, help="Address to listen on."),
-        click.option("--port", type=int, default=default.port, show_default=True, help="0 takes a free one."),
-        click.option("--served-model-name", "served_names", multiple=True, help="Name of the model. May be repeated."),
+        click.option(
+            "--port", type=int, default=default.port, show_default=True, help="Port to listen on; 0: any free one."
+        ),
+        click.option(
+            "--served-model-name", "served_names", multiple=True, help="Model name in the API. May be repeated."
+        ),
         click.option(
             "--max-choices",
             type=_COUNT,
             default=default.max_choices,
             show_default=True,
-            help="Most outputs of one HTTP request: prompts times n.",
+            help="Maximum number of outputs of one HTTP request (prompts times n).",
         ),
         click.option(
             "--max-concurrent",
             type=_COUNT,
             default=default.max_concurrent,
             show_default=True,
-            help="Most HTTP requests that generate at once; more are answered 429.",
+            help="Maximum number of HTTP requests that generate at once; more are answered 429.",
         ),
         click.option(
-            "--strict-fields", is_flag=True, help="Refuse unknown fields of a request; else they are ignored."
+            "--strict-fields", is_flag=True, help="Refuse requests with unknown fields, which are ignored otherwise."
         ),
         click.option(
             "--grace",
@@ -161,27 +189,27 @@ def _server_options(command: click.Command | Any) -> Any:
             type=click.FloatRange(min=0),
             default=default.grace_s,
             show_default=True,
-            help="Seconds that a shutdown lets requests finish.",
+            help="Seconds that requests have to finish at a shutdown.",
         ),
         click.option(
             "--metric-names",
             type=click.Choice(["vajra", "vllm", "both"]),
             default=default.metric_names,
             show_default=True,
-            help="Prefixes in /metrics of what vLLM has too.",
+            help="Prefixes in /metrics of metrics that vLLM has too.",
         ),
         click.option(
             "--otlp-traces-endpoint",
-            help="Send spans there (OTLP over HTTP, a whole URL); the variables OTEL_* do as well.",
+            help="URL to send spans to (OTLP over HTTP); the OTEL_* variables work too.",
         ),
         click.option(
-            "--admin", is_flag=True, help="Let policies be swapped while the server serves: POST /admin/policy."
+            "--admin", is_flag=True, help="Allow policies to be swapped while the server runs (POST /admin/policy)."
         ),
         click.option(
             "--admin-api-key",
             help=f"Bearer key of /admin, in the place of --api-key; better: the variable {ADMIN_KEY_VARIABLE}.",
         ),
-        click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
+        click.option("--save-run", type=click.Path(path_type=Path), help="Record the session as a run in this folder."),
     )
     for option in reversed(options):
         command = option(command)
@@ -220,14 +248,10 @@ def _access_options(command: click.Command | Any) -> Any:
             multiple=True,
             help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}. May be repeated.",
         ),
-        click.option(
-            "--api-key-file", type=_PATH, help="Keys, a line each: KEY, or KEY and the TENANT that it stands for."
-        ),
-        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
-        click.option("--guard-metrics", is_flag=True, help="Ask for the key at /metrics too."),
-        click.option(
-            "--allow-credentials", is_flag=True, help="Pages of --allowed-origins may send cookies and the like."
-        ),
+        click.option("--api-key-file", type=_PATH, help="File of keys, one a line: KEY, or KEY and its TENANT."),
+        click.option("--guard-health", is_flag=True, help="Require the key at /health and /ready too."),
+        click.option("--guard-metrics", is_flag=True, help="Require the key at /metrics too."),
+        click.option("--allow-credentials", is_flag=True, help="Allow pages of --allowed-origins to send credentials."),
     )
     for option in reversed(options):
         command = option(command)

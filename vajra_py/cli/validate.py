@@ -13,16 +13,20 @@ from vajra_py.cli.options import engine_option, latency_option
 @click.argument("measured", type=click.Path(path_type=Path))
 @click.argument("simulated", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--profile", type=click.Path(path_type=Path), help="Profile bundle to simulate the run with, in place of SIMULATED."
+    "--profile",
+    type=click.Path(path_type=Path),
+    help="Profile bundle with which the run is simulated, in place of SIMULATED.",
 )
-@click.option("--calibration", type=click.Path(path_type=Path), help="Calibration for bundle or tables.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Calibration of the bundle or tables.")
 @engine_option
 @latency_option
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation; default: runs/validation/NAME."
+    "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation. Default: runs/validation/NAME."
 )
 @click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with table and pictures here."
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write an HTML page with the table and figures to this file.",
 )
 def validate(  # noqa: PLR0913 - one argument for each option
     measured: Path,

@@ -51,7 +51,7 @@ def workloads() -> None:
     "figures",
     multiple=True,
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw it into this file (pdf, svg or png by its ending); may be repeated.",
+    help="Write a figure to this file (.pdf, .svg or .png). May be repeated.",
 )
 @click.option(
     "--width", type=NumberRange(2.0, 40.0), default=7.0, show_default=True, help="Width of the figure, inches."

@@ -21,11 +21,11 @@ AdapterFolder: TypeAlias = Annotated[Text, AfterValidator(_seen_from_base_folder
 class AdapterConfig(Section):
     """One adapter."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="Name by which requests ask for it.")
-    num_blocks: Count = Field(0, description="KV blocks that its weights take the place of, while a slot holds it.")
+    name: str = Field(pattern=NAME_PATTERN, description="Name by which requests select the adapter.")
+    num_blocks: Count = Field(0, description="Memory that its weights occupy while it is in a slot, KV blocks.")
     load_s: Seconds = Field(
         0.0,
-        description="Time to load it into a slot, beside computing, seconds; the engine takes the time that it takes.",
+        description="Simulated time to load it into a slot while steps run, seconds.",
     )
     path: AdapterFolder | None = Field(
         None, description="Folder that `peft` wrote, with adapter_config.json; the engine needs one, simulations none."
@@ -36,7 +36,8 @@ class AdaptersConfig(Section):
     """The adapters that a replica can load, and the slots for them."""
 
     max_loras: PositiveCount = Field(
-        1, description="Slots: most adapters that a replica holds at once, and most that the requests of a step have."
+        1,
+        description="Number of slots: the maximum number of adapters that a replica holds, and that the requests of a step use.",
     )
     unmerged_factor: float = Field(
         1.0,
@@ -47,11 +48,10 @@ class AdaptersConfig(Section):
     )
     switch_s: Seconds = Field(
         0.0,
-        description="Simulated time that a step takes longer which merges or unmerges weights, seconds; only with `unmerged_factor`.",
+        description="Simulated time that merging or unmerging weights adds to a step, seconds; only with `unmerged_factor`.",
     )
     models: tuple[AdapterConfig, ...] | None = Field(
-        description="Adapters that it can load, one or more; null: every adapter that a request names, at once and without memory, as "
-        "vLLM's scheduler counts them."
+        description="Adapters that replicas can load; null: any adapter that a request names, loaded in no time and without memory, as vLLM's scheduler counts them."
     )
 
     @model_validator(mode="after")

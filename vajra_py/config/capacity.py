@@ -19,9 +19,9 @@ class _Section(BaseModel):
 class RateSearch(_Section):
     """Range of rates in which the highest is searched."""
 
-    path: str = Field("workload.rate", min_length=1, description="Setting that is searched: a rate of requests.")
-    min: _Positive = Field(0.01, description="Lowest rate that is tried, requests per second.")
-    max: _Positive = Field(10_000.0, description="Highest rate that is tried, requests per second.")
+    path: str = Field("workload.rate", min_length=1, description="Setting to search: a rate of requests.")
+    min: _Positive = Field(0.01, description="Lowest rate to try, requests per second.")
+    max: _Positive = Field(10_000.0, description="Highest rate to try, requests per second.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -34,9 +34,10 @@ class ReplicaSearch(_Section):
     """Range of replica counts in which the cheapest is searched."""
 
     min: Annotated[int, Field(strict=True, ge=0)] = Field(
-        1, description="Fewest replicas; 0 (of a named replicaset): it may be left out, and others serve its requests."
+        1,
+        description="Minimum number of replicas; 0 (for a named replicaset): it may be left out, and others serve its requests.",
     )
-    max: _Count = Field(description="Most replicas.")
+    max: _Count = Field(description="Maximum number of replicas.")
     cost: _Positive | None = Field(
         None,
         description=(
@@ -65,17 +66,16 @@ class CapacityConfig(_Section):
         description="Search the cheapest numbers of replicas, by path: `num_replicas: {max: 16}`, or several `replicasets.NAME.num_replicas`.",
     )
     precision_fraction: Annotated[float, Field(strict=True, gt=0, lt=1)] = Field(
-        0.02, description="How exact a rate has to be, as a part of it: half of the interval's width."
+        0.02, description="Precision of a rate: half the width of its interval, as a fraction of the rate."
     )
     replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
         5,
         description=(
-            "Seeds under which every decisive setting is run: `seed`, `seed` + 1, …; for a rate five at least, which an interval takes, "
-            "unless `max_replications` is less."
+            "Number of seeds under which every decisive setting is run (`seed`, `seed` + 1, …); at least five for a rate, as an interval needs, unless `max_replications` is less."
         ),
     )
     max_replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
-        20, description="Seeds that a rate's interval may take while it is wider than `precision_fraction`."
+        20, description="Maximum number of seeds for a rate whose interval is wider than `precision_fraction`."
     )
     curve: tuple[_Positive, ...] = Field(
         (0.5, 0.75, 0.9, 1.1, 1.25), description="Further points of the curve, as multiples of the capacity found."

@@ -19,15 +19,15 @@ class DeviceCostsConfig(_Section):
     """Figures for one kind of device; missing ones come from the description of the device."""
 
     price_per_hour: _Amount | None = Field(None, description="Price of one device for an hour, US dollars.")
-    idle_w: _Amount | None = Field(None, description="Power of one device without a step, watts.")
+    idle_w: _Amount | None = Field(None, description="Power of an idle device, watts.")
     decode_w: _Amount | None = Field(None, description="Power in a step that decodes one sequence, watts.")
     prefill_w: _Amount | None = Field(
         None, description="Power in a step of at least `saturating_tokens` tokens, watts; in between, linear."
     )
     saturating_tokens: _Positive | None = Field(
-        None, description="Tokens of a step from which on power does not rise, tokens."
+        None, description="Number of tokens in a step above which power no longer rises."
     )
-    source: _Text = Field("the experiment's file", description="Where the figures come from, and of which date.")
+    source: _Text = Field("the experiment's file", description="Source and date of the figures.")
 
     @property
     def given(self) -> dict[str, float]:
@@ -45,12 +45,10 @@ class DeviceCostsConfig(_Section):
 class CostsConfig(_Section):
     """Prices and power of the devices, for cost and energy."""
 
-    device: _Text | None = Field(
-        None, description="Device of replicas whose backend or latency model does not name one."
-    )
+    device: _Text | None = Field(None, description="Device of replicas whose backend or latency model names none.")
     devices_per_replica: Annotated[int, Field(strict=True, gt=0)] | None = Field(
-        None, description="Devices of such a replica; null: one."
+        None, description="Number of devices of such a replica; null: one."
     )
     devices: dict[str, DeviceCostsConfig] = Field(
-        default_factory=dict, description="Figures by the device's name, in place of those of its description."
+        default_factory=dict, description="Figures by device name, which replace those of the device's description."
     )

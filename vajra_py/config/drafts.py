@@ -14,9 +14,9 @@ _Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 class DraftConfig(Section):
     """Draft tokens that a step verifies for each decode (speculative decoding)."""
 
-    num_tokens: Count = Field(0, description="Drafts of a decode in a step, where the policy does not say; tokens.")
+    num_tokens: Count = Field(0, description="Number of draft tokens of a decode in a step where the policy sets none.")
     max_tokens: Count | None = Field(
-        None, description="Most drafts that a policy may ask for, tokens; null: `num_tokens`."
+        None, description="Maximum number of drafts that a policy may ask for, tokens; null: `num_tokens`."
     )
     lookahead_tokens: Count = Field(
         0,
@@ -24,10 +24,11 @@ class DraftConfig(Section):
     )
     rejected_blocks: Literal["free", "keep"] = Field(
         "free",
-        description="What becomes of blocks that hold nothing but rejected drafts: they are free at once, or stay with their request (vLLM).",
+        description="Treatment of blocks that hold only rejected drafts: freed at once, or kept by their request (vLLM).",
     )
     past_max_tokens: Switch = Field(
-        False, description="Make drafts beyond the request's `max_tokens` too, up to the model's length (vLLM)."
+        False,
+        description="Propose drafts beyond the request's `max_tokens` too, up to the model's maximum length (vLLM).",
     )
     publish: Literal["complete", "schedule"] = Field(
         "complete",
@@ -35,7 +36,7 @@ class DraftConfig(Section):
     )
     pad_admitted: Switch = Field(
         False,
-        description="Let a request that is admitted with one token left compute places of `num_tokens` drafts, which are always rejected, where the step has no running prefill: steps of decodes are uniform then (vLLM).",
+        description="In steps without a running prefill, let a request that is admitted with one token left compute `num_tokens` placeholder drafts, which are always rejected, so that steps of decodes are uniform (vLLM).",
     )
 
     @model_validator(mode="after")
@@ -54,17 +55,18 @@ class SimulatedDraftsConfig(Section):
     """Model of drafts in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
 
     rate: _Fraction | None = Field(
-        None, description="Chance that a draft is accepted, given that those before it are, fraction."
+        None, description="Probability that a draft is accepted, given that those before it are."
     )
     rates: tuple[_Fraction, ...] | None = Field(
-        None, min_length=1, description="The same by position, the first draft's first, fractions."
+        None, min_length=1, description="Acceptance probability by position, the first draft's first."
     )
     table: Text | None = Field(
         None,
-        description="CSV file with columns `position` (from 1) and `acceptance`: of all verifications, the part in which the drafts up to this one were accepted.",
+        description="CSV file with columns `position` (from 1) and `acceptance`: the fraction of verifications in which all drafts up to this position were accepted.",
     )
     trace: Text | None = Field(
-        None, description="`drafts.jsonl.gz` of another run, whose requests have the same ids: what was accepted there."
+        None,
+        description="`drafts.jsonl.gz` of another run with the same request ids, whose accepted drafts are repeated.",
     )
     step_s: Seconds = Field(0.0, description="Time that drafting adds to a step with drafts, seconds.")
     token_s: Seconds = Field(0.0, description="Time that each draft adds to its step, seconds.")

@@ -41,72 +41,65 @@ class HandOffConfig(BaseModel):
 
     preset: HandOffPreset | None = Field(
         None,
-        description="Rules of a system: of vLLM, SGLang, Dynamo's replay, DistServe, Splitwise; explicit keys win over it.",
+        description="Rules of a system (vLLM, SGLang, Dynamo's replay, DistServe, Splitwise); explicit keys override them.",
     )
     reserve: Literal["before_prompt", "after_prompt", "at_admission"] = Field(
         "after_prompt",
         description=(
-            "When the target's blocks are taken: before the prompt is computed, so that it waits for them; once it is computed; or when "
-            "the target's scheduler admits the request, which then waits for its KV."
+            "Time at which the target's blocks are allocated: before the prompt is computed, which waits for them; once it is computed; or when the target's scheduler admits the request, which then waits for its KV."
         ),
     )
     reserve_ahead_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
         0,
         description=(
-            "Tokens beyond those that are computed for which blocks are set aside at the target as well (at most those that the "
-            "request may come to hold); not with `at_admission`."
+            "Number of tokens beyond the computed ones for which blocks are reserved at the target (at most as many as the request may come to hold); not with `at_admission`."
         ),
     )
     reservations: Literal["all_that_fit", "one_at_a_time"] = Field(
         "all_that_fit",
         description=(
-            "Waiting requests for which a target takes blocks when it looks: all that fit; or one after each of its steps and one more "
-            "after each that arrives, and none while as many run as its batch holds."
+            "Number of waiting requests for which a target allocates blocks at a time: all that fit; or one after each of its steps and one after each arrival, and none while its batch is full."
         ),
     )
     when_full: Literal["wait", "hold", "retry", "drop"] = Field(
         "wait",
         description=(
-            "What a full target means: the request waits for this one, in order; its source holds it until any has room; this one is "
-            "looked at again after `retry_interval_s`, for each request by itself; or it ends. The source keeps its KV meanwhile."
+            "Treatment of a request whose target is full: it waits for this target, in order; its source holds it until any target has room; it tries this target again after `retry_interval_s`; or it ends. The source keeps its KV meanwhile."
         ),
     )
     retry_interval_s: Annotated[float, Field(strict=True, gt=0, le=LAST_S)] = Field(
-        1.0, description="Time between two looks at a full target, with `when_full: retry`, seconds."
+        1.0, description="Time between two tries at a full target, with `when_full: retry`, seconds."
     )
     first_token: Literal["source", "recompute"] = Field(
         "source",
         description=(
-            "The token that the source samples: the client gets it; or it is dropped, and the target computes the prompt's last token "
-            "again."
+            "Use of the token that the source samples: the client gets it; or it is dropped, and the target computes the prompt's last token again."
         ),
     )
     takes_effect: Literal["at_once", "at_step_boundary"] = Field(
         "at_once",
-        description="When a replica takes and gives KV: at any time, or between two of its steps, as engines do that poll.",
+        description="Time at which a replica sends and receives KV: at any time, or between two of its steps, as engines that poll do.",
     )
     moves: Literal["missing", "whole_prompt"] = Field(
         "missing",
         description=(
-            "What is transferred in a simulation: the blocks that the target's prefix cache lacks, or all of the prompt's; the engine "
-            "copies what is lacking."
+            "Blocks that a simulation transfers: those that the target's prefix cache lacks, or all of the prompt's; the engine copies the missing ones."
         ),
     )
     overlap: Literal["none", "by_chunk", "by_layer"] = Field(
         "none",
         description=(
-            "What is sent while the prompt is computed: nothing; the KV of each of its chunks when its step ends; or the KV of each layer "
-            "when that layer is computed. Needs `reserve: before_prompt`, and a simulation."
+            "KV that is sent while the prompt is computed: none; that of each chunk when its step ends; or that of each layer when the layer is computed. Needs `reserve: before_prompt` and a simulation."
         ),
     )
     overlap_min_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
-        0, description="Prompts of fewer tokens are sent once they are computed (Splitwise: 512)."
+        0, description="Number of tokens below which a prompt is sent only once it is computed (Splitwise: 512)."
     )
     num_layers: Annotated[int, Field(strict=True, gt=0)] | None = Field(
-        None, description="Layers of the model, for `overlap: by_layer`; null: what the latency model says."
+        None, description="Number of layers of the model, for `overlap: by_layer`; null: that of the latency model."
     )
     kv_bytes_per_token: Annotated[int, Field(strict=True, gt=0)] | None = Field(
-        None, description="KV of one token, bytes; null: what the latency model or the engine's model says."
+        None, description="Size of a token's KV, bytes; null: that of the latency model or the engine's model."
     )
 
     @model_validator(mode="after")
@@ -136,11 +129,11 @@ class MigrationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
     max_stages: Annotated[int, Field(strict=True, gt=0)] = Field(
-        3, description="Copies of a request's KV in all; the last one stops it."
+        3, description="Number of copies of a request's KV; the request stops for the last one."
     )
     last_stage_max_blocks: Annotated[int, Field(strict=True, ge=0)] = Field(
-        16, description="Full blocks that are not copied yet at or below which the last copy is made."
+        16, description="Number of full blocks not yet copied at or below which the last copy is made."
     )
     max_per_replica: Annotated[int, Field(strict=True, gt=0)] = Field(
-        1, description="Migrations from and to one replica at a time; more are not begun."
+        1, description="Maximum number of concurrent migrations from and to one replica."
     )

@@ -34,7 +34,6 @@ class LinksConfig(BaseModel):
     contention: Literal["max_min", "none", "fixed_share", "exclusive"] = Field(
         "max_min",
         description=(
-            "What transfers on one link do to each other: share it fairly at every moment; nothing; take an equal share that is "
-            "fixed when a transfer starts; or go one after the other."
+            "Effect of transfers on one link on each other: they share it fairly at every moment; none; they take an equal share that is fixed when a transfer starts; or they go one after the other."
         ),
     )

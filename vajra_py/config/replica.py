@@ -34,63 +34,64 @@ from vajra_py.contract import PoolRole
 class PrefixCacheConfig(Section):
     """Sharing of KV blocks between requests with equal prefixes."""
 
-    enabled: Switch = Field(True, description="Share KV blocks of equal prefixes.")
+    enabled: Switch = Field(True, description="Share the KV blocks of common prefixes.")
     publish: Literal["schedule", "step_end"] = Field(
-        "schedule", description="When a full block can be hit: once its step is formed, or once the step has come back."
+        "schedule",
+        description="Time from which a full block can be hit: once its step is formed, or once the step has ended.",
     )
     reuse_order: Literal["lru", "fifo"] = Field(
         "lru",
-        description="Which idle block is overwritten first: the least recently used, or the first that was freed.",
+        description="Idle block that is evicted first: the least recently used, or the one freed first.",
     )
     release_order: Literal["tail_first", "head_first"] = Field(
-        "tail_first", description="In which order a request's blocks become idle; tail first keeps prefixes longest."
+        "tail_first", description="Order in which a request's blocks become idle; tail first keeps prefixes longest."
     )
-    retain_freed: Switch = Field(True, description="Freed blocks can still be hit until they are overwritten.")
+    retain_freed: Switch = Field(True, description="Keep freed blocks available for hits until they are evicted.")
     drop_last_hit: Switch = Field(
         False,
-        description="Compute the last block that a lookup finds anew, for drafters that need what the model computes there (vLLM with EAGLE).",
+        description="Recompute the last block that a lookup finds, for drafters that need the model's activations there (vLLM with EAGLE).",
     )
     duplicates: Literal["keep_first", "keep_last"] = Field(
-        "keep_first", description="Which of two blocks with the same content answers later hits."
+        "keep_first", description="Block that later hits get where two have the same content."
     )
     unscheduled: Literal["withdraw", "keep"] = Field(
         "withdraw",
         description=(
-            "What becomes of blocks published by a request that is preempted before its step runs; `keep` is vLLM's way and lets "
-            "others read blocks that were never computed."
+            "Treatment of blocks published by a request that is preempted before its step runs; `keep` is vLLM's, and lets others read blocks that were never computed."
         ),
     )
     max_pinned_fraction: float = Field(
-        0.5, strict=True, ge=0, le=1, description="Part of the KV blocks that pins of policies may hold, fraction."
+        0.5, strict=True, ge=0, le=1, description="Fraction of the KV blocks that pins of policies may hold."
     )
 
 
 class MemoryConfig(Section):
     """KV memory of one replica."""
 
-    block_size: BlockSize = Field(16, description="Tokens of a KV block.")
+    block_size: BlockSize = Field(16, description="Number of tokens in a KV block.")
     num_blocks: PositiveCount | None = Field(
-        None, description="KV blocks of a replica; null: what model and device leave."
+        None, description="Number of KV blocks of a replica; null: as many as model and device leave room for."
     )
     memory_fraction: float = Field(
         0.9,
         strict=True,
         gt=0,
         le=1,
-        description="Part of the device's memory that weights and KV blocks may take, fraction.",
+        description="Fraction of the device's memory that weights and KV blocks may take.",
     )
     reservation: Literal["prompt", "incremental"] = Field(
         "prompt",
-        description="Blocks taken at admission: for the whole known sequence, or for the tokens of the first step.",
+        description="Blocks allocated at admission: for the whole known sequence, or for the tokens of the first step.",
     )
     watermark_fraction: float = Field(
-        0.01, strict=True, ge=0, lt=1, description="Part of the KV blocks that admission leaves free, fraction."
+        0.01, strict=True, ge=0, lt=1, description="Fraction of the KV blocks that admission leaves free."
     )
-    host_blocks: Count = Field(0, description="KV blocks in host memory that preempted requests can be swapped to.")
-    tenant_salt: Switch = Field(False, description="Tenants never share cached prefixes with each other.")
-    prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig, description="Sharing of equal prefixes.")
+    host_blocks: Count = Field(0, description="Number of KV blocks in host memory for swapped requests.")
+    tenant_salt: Switch = Field(False, description="Keep the cached prefixes of each tenant apart.")
+    prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig, description="Prefix caching.")
     tiers: TiersConfig | None = Field(
-        None, description="Memory below the device for cached content: host, disk, a store of all replicas; null: none."
+        None,
+        description="Tiers of memory below the device for cached content: host, disk, a store that replicas share; null: none.",
     )
 
     swap_link: SwapLinkConfig | None = Field(
@@ -121,10 +122,11 @@ class KvParallelConfig(Section):
 
     groups: PositiveCount = Field(1, description="KV-parallel groups of a replica; 1: none.")
     group_tokens: PositiveCount | None = Field(
-        None, description="Tokens of one request that one group holds, tokens; needed with more than one group."
+        None,
+        description="Maximum number of tokens of one request that a group holds; required with more than one group.",
     )
     busy_tokens: PositiveCount = Field(
-        500, description="Query tokens in a step from which on a group takes no further request, tokens."
+        500, description="Number of query tokens in a step from which a group takes no further request."
     )
 
     @model_validator(mode="after")
@@ -137,15 +139,19 @@ class KvParallelConfig(Section):
 class ReplicaConfig(Section):
     """Sizes of each replica."""
 
-    max_batch_size: PositiveCount = Field(128, description="Most requests in one step.")
-    max_batch_tokens: PositiveCount | None = Field(None, description="Most tokens in one step; null: no limit.")
-    max_model_len: PositiveCount | None = Field(
-        None, description="Most tokens of a request, prompt and output; null: what the model was trained for."
+    max_batch_size: PositiveCount = Field(128, description="Maximum number of requests in one step.")
+    max_batch_tokens: PositiveCount | None = Field(
+        None, description="Maximum number of tokens in one step; null: no limit."
     )
-    pipeline_stages: StageCount | None = Field(None, description="Pipeline stages; null: what the latency model has.")
+    max_model_len: PositiveCount | None = Field(
+        None, description="Maximum length of a request, prompt and output, tokens; null: the model's."
+    )
+    pipeline_stages: StageCount | None = Field(
+        None, description="Number of pipeline stages; null: that of the latency model."
+    )
     kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
-    adapters: AdaptersConfig | None = Field(None, description="LoRA adapters that it serves; null: none.")
+    adapters: AdaptersConfig | None = Field(None, description="LoRA adapters that the replica serves; null: none.")
     draft: DraftConfig = Field(
         default_factory=DraftConfig, description="Draft tokens that steps verify (speculative decoding)."
     )
@@ -169,17 +175,20 @@ class ReplicaConfig(Section):
 class ElasticConfig(Section):
     """Bounds on the number of replicas that a scaler may choose, and how replicas start and stop."""
 
-    min_replicas: Count = Field(1, description="Fewest replicas, starting or up; 0 lets a scaler stop them all.")
-    max_replicas: ReplicaCount | None = Field(None, description="Most replicas, starting or up; null: `num_replicas`.")
+    min_replicas: Count = Field(
+        1, description="Minimum number of replicas, starting or up; 0 lets a scaler stop them all."
+    )
+    max_replicas: ReplicaCount | None = Field(
+        None, description="Maximum number of replicas, starting or up; null: `num_replicas`."
+    )
     startup_s: Seconds = Field(0.0, description="Time from starting a replica until it takes requests, seconds.")
     startup_spread_s: Seconds = Field(
-        0.0, description="Each start takes up to so much longer, drawn uniformly, seconds."
+        0.0, description="Maximum extra time of each start, drawn uniformly from 0, seconds."
     )
     drain: Literal["wait", "migrate"] = Field(
         "wait",
         description=(
-            "What becomes of requests that have begun on a replica that stops: they are finished there; or they move to other replicas, "
-            "live, by the rules of `migration` and `links`, as far as these have room."
+            "Treatment of running requests on a replica that stops: they finish there; or they migrate live to other replicas that have room, by the rules of `migration` and `links`."
         ),
     )
 
@@ -190,20 +199,20 @@ class PoolConfig(Section):
     role: Literal["mixed", "prefill", "decode"] | None = Field(
         None,
         description=(
-            "Work that its replicas take: prompts, whose requests then leave with their KV; decodes, which come with it; or both. "
-            "null: as its name says, if it is one of the three; else mixed."
+            "Work of its replicas: prefill, after which requests leave with their KV; decode, to which they come with it; or both (mixed). null: the pool's name, if it is one of the three, else mixed."
         ),
     )
-    num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
+    num_replicas: ReplicaCount = Field(1, description="Number of replicas; with a scaler, at the start.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     replica_scheduler: PolicyChoice | None = Field(
-        None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
+        None, description="Replica scheduler of its replicas; null: the replicaset's."
     )
     retention: PolicyChoice | None = Field(
-        None, description="Which idle cached content its replicas overwrite first; null: as the replicaset's say."
+        None, description="Retention policy of its replicas; null: the replicaset's."
     )
     elastic: ElasticConfig | None = Field(
-        None, description="Number of replicas that the replicaset's scaler may choose; null: always `num_replicas`."
+        None,
+        description="Range of the number of replicas that the replicaset's scaler may choose; null: always `num_replicas`.",
     )
 
     @property

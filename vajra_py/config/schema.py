@@ -72,7 +72,7 @@ class SelectConfig(Section):
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
     slo_classes: tuple[str, ...] | None = Field(None, min_length=1, description="Classes of service.")
     models: tuple[str, ...] | None = Field(
-        None, min_length=1, description="Models, as in the request's metadata `model`."
+        None, min_length=1, description="Models, as in the request metadata `model`."
     )
     min_prompt_tokens: PositiveCount | None = Field(None, description="Shortest prompt, tokens.")
     max_prompt_tokens: PositiveCount | None = Field(None, description="Longest prompt, tokens.")
@@ -117,18 +117,18 @@ class ReplicasetConfig(Section):
 
     select: SelectConfig = Field(
         default_factory=SelectConfig,
-        description="Requests that it serves; the first replicaset that matches takes one.",
+        description="Requests that it serves; the first replicaset that matches a request serves it.",
     )
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
-    num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
-    elastic: ElasticConfig | None = Field(None, description="As at the top.")
-    pools: Pools = Field(default_factory=dict, description="As at the top.")
-    hand_off: HandOffConfig = Field(default_factory=HandOffConfig, description="As at the top.")
-    links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
-    migration: MigrationConfig = Field(default_factory=MigrationConfig, description="As at the top.")
-    view_interval_s: Seconds = Field(0.0, description="As at the top.")
-    kv_event_lag_s: Seconds = Field(0.0, description="As at the top.")
+    num_replicas: ReplicaCount = Field(1, description="Number of replicas; with a scaler, at the start.")
+    elastic: ElasticConfig | None = Field(None, description="As at the top level.")
+    pools: Pools = Field(default_factory=dict, description="As at the top level.")
+    hand_off: HandOffConfig = Field(default_factory=HandOffConfig, description="As at the top level.")
+    links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top level.")
+    migration: MigrationConfig = Field(default_factory=MigrationConfig, description="As at the top level.")
+    view_interval_s: Seconds = Field(0.0, description="As at the top level.")
+    kv_event_lag_s: Seconds = Field(0.0, description="As at the top level.")
 
     @model_validator(mode="after")
     def _sized(self) -> Self:
@@ -158,8 +158,12 @@ class ReplicasetConfig(Section):
 class AdmissionConfig(Section):
     """Bounds of the queues; requests that exceed them are rejected."""
 
-    max_queued_requests: PositiveCount | None = Field(None, description="Most waiting requests; null: no limit.")
-    max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
+    max_queued_requests: PositiveCount | None = Field(
+        None, description="Maximum number of waiting requests; null: no limit."
+    )
+    max_queued_tokens: PositiveCount | None = Field(
+        None, description="Maximum number of waiting prompt tokens; null: no limit."
+    )
 
 
 class PoolSimulatorConfig(Section):
@@ -168,7 +172,7 @@ class PoolSimulatorConfig(Section):
     latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the replicaset's.")
     predictions: TypedChoice | None = Field(
         None,
-        description="Latency model that the policies of its replicas ask; null: its own `latency` where it has one.",
+        description="Latency model for the predictions of its replicas' policies; null: its own `latency` where it has one.",
     )
 
 
@@ -178,10 +182,10 @@ class ReplicasetSimulatorConfig(Section):
     latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the simulator's.")
     predictions: TypedChoice | None = Field(
         None,
-        description="Latency model that its policies ask; null: its own `latency` where it has one, else as for the others.",
+        description="Latency model for its policies' predictions; null: its own `latency` where it has one, else as for the others.",
     )
     pools: dict[str, PoolSimulatorConfig] = Field(
-        default_factory=dict, description="By pool, where they are not all of one device."
+        default_factory=dict, description="Latency models by pool, where pools have different devices."
     )
 
 
@@ -190,27 +194,29 @@ class SimulatorConfig(Section):
 
     latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
     predictions: TypedChoice | None = Field(
-        None, description="Latency model that policies ask for predictions; null: `latency`, which is then never wrong."
+        None, description="Latency model for policies' predictions; null: `latency`, whose predictions are then exact."
     )
     replicasets: dict[str, ReplicasetSimulatorConfig] = Field(
         default_factory=dict,
-        description="By replicaset, where they are not all of one model or device (`default` is the only one of a file without names).",
+        description="Latency models by replicaset, where they have different models or devices (`default` names the only one of a file without names).",
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
+        default_factory=lambda: TypedChoice(type="none"), description="Predictor of output lengths for policies."
     )
     horizon_s: PositiveSeconds | None = Field(
         None, description="Simulated time after which the run ends, seconds; null: when everything is served."
     )
-    warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
+    warmup_s: Seconds = Field(
+        0.0, description="Time before which arriving requests are served but not counted, seconds."
+    )
     warmup_requests: Count | Literal["auto"] = Field(
         0,
-        description="So many first requests are served and not counted; auto: those that MSER-5 finds by their end-to-end latencies.",
+        description="Number of first requests that are served but not counted; auto: determined by MSER-5 from end-to-end latencies.",
     )
-    drain: Switch = Field(True, description="Serve what is waiting after the last arrival.")
-    scheduling_overhead_s: Seconds = Field(0.0, description="Time that forming a step takes, seconds a step.")
+    drain: Switch = Field(True, description="Go on after the last arrival until all requests are served.")
+    scheduling_overhead_s: Seconds = Field(0.0, description="Time to schedule a step, seconds.")
     drafts: SimulatedDraftsConfig | None = Field(
-        None, description="How the drafts of `replica.draft` fare; needed where it asks for any."
+        None, description="Acceptance of the drafts of `replica.draft`; required where it has any."
     )
 
     @model_serializer(mode="wrap")
@@ -257,14 +263,14 @@ class ProgramsConfig(Section):
 
     idle_s: PositiveSeconds | None = Field(
         3600.0,
-        description="A program has ended when none of its calls came for so long, seconds; null: when its client says so.",
+        description="Time without calls after which a program has ended, seconds; null: it ends when its client reports it.",
     )
 
 
 class OutputConfig(Section):
     """Output of a run: its files and folder."""
 
-    dir: Text = Field("runs", description="Folder that gets one folder for each run.")
+    dir: Text = Field("runs", description="Folder in which each run gets a folder.")
     decision_log: Switch = Field(True, description="Write every scheduling decision.")
     steps: Switch = Field(True, description="Write the table of steps.")
 
@@ -278,10 +284,12 @@ class SystemConfig(Section):
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
     description: Text | None = Field(
-        None, description="What the experiment is about, in a sentence or two; its report begins with it."
+        None, description="Purpose of the experiment, in a sentence or two; its report begins with it."
     )
     seed: Count = Field(0, description="Seed of every random stream.")
-    preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
+    preset: Text | None = Field(
+        None, description="Preset with the settings of a whole system; explicit keys override it."
+    )
     scheduling: SchedulingConfig | None = Field(
         None, description="Policies of the three layers; may be left out when every replicaset names its own."
     )
@@ -291,51 +299,49 @@ class SystemConfig(Section):
     )
     elastic: ElasticConfig | None = Field(
         None,
-        description="Number of replicas that a scaler (`scheduling.scaling`) may choose; null: always `num_replicas`.",
+        description="Range of the number of replicas that a scaler (`scheduling.scaling`) may choose; null: always `num_replicas`.",
     )
     pools: Pools = Field(
         default_factory=dict,
-        description="Pools that the single replicaset is made of, by name, where its replicas are not all of one kind.",
+        description="Pools of the single replicaset by name, where its replicas are of several kinds.",
     )
     hand_off: HandOffConfig = Field(
-        default_factory=HandOffConfig, description="How requests go from one pool to another with their KV."
+        default_factory=HandOffConfig, description="Hand-off of requests from one pool to another with their KV."
     )
     links: LinksConfig = Field(
         default_factory=LinksConfig, description="Links between replicas, over which KV goes in a simulation."
     )
     migration: MigrationConfig = Field(
         default_factory=MigrationConfig,
-        description="How running requests move, where the replicaset scheduler moves any.",
+        description="Migration of running requests, where the replicaset scheduler migrates any.",
     )
     view_interval_s: Seconds = Field(
         0.0,
         description=(
-            "How old the loads may be by which the replicaset scheduler assigns a request, as those of a router that polls, seconds; "
-            "0: as they are now."
+            "Maximum age of the loads by which the replicaset scheduler assigns a request, as for a router that polls, seconds; 0: current loads."
         ),
     )
     kv_event_lag_s: Seconds = Field(
         0.0,
         description=(
-            "How late policies know what the replicas' prefix caches have come to hold and have lost, as routers that follow KV events, "
-            "seconds; 0: at once."
+            "Delay after which policies see changes of the replicas' prefix caches, as for routers that follow KV events, seconds; 0: at once."
         ),
     )
     replicasets: dict[str, ReplicasetConfig] = Field(
-        default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
+        default_factory=dict,
+        description="Replicasets by name, where there are several; each takes the settings that it leaves out from the top level.",
     )
-    admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
-    programs: ProgramsConfig = Field(default_factory=ProgramsConfig, description="When programs of calls have ended.")
-    backend: BackendConfig = Field(description="What executes it.")
+    admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Limits of the queues.")
+    programs: ProgramsConfig = Field(default_factory=ProgramsConfig, description="End of programs of calls.")
+    backend: BackendConfig = Field(description="Backend that executes the experiment.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
         description=(
-            "Real time after which a policy that has not returned breaks the contract: a run ends with its name, a server takes its "
-            "replicaset out of service, seconds; null: it may take for ever."
+            "Real time after which a policy call that has not returned is an error, seconds: a run ends with the policy's name, a server takes its replicaset out of service; null: no limit."
         ),
     )
     observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
-    output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
+    output: OutputConfig = Field(default_factory=OutputConfig, description="Files that a run writes.")
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
     _admission_policy: PolicyChoice | None = PrivateAttr(None)
@@ -433,12 +439,11 @@ class ExperimentConfig(SystemConfig):
     replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
         1,
         description=(
-            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
-            "compared in pairs."
+            "Number of runs of each setting, with the seeds `seed`, `seed` + 1, …: the same for every point of a sweep, so that settings are compared in pairs."
         ),
     )
     capacity: CapacityConfig | None = Field(
-        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
+        None, description="Question about capacity that `vajra capacity` answers; `vajra run` ignores it."
     )
 
     @property

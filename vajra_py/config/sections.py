@@ -80,7 +80,7 @@ class TypedChoice(Choice):
 
     model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
 
-    type: Text = Field(description="Name of what is installed.")
+    type: Text = Field(description="Name of the installed plug-in.")
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +101,9 @@ class TypedChoice(Choice):
 class SchedulingConfig(Section):
     """Scheduling policies: one for each layer."""
 
-    preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
+    preset: Text | None = Field(
+        None, description="Preset with the settings of a whole system; explicit keys override it."
+    )
     request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
     replicaset_scheduler: PolicyChoice = Field(description="Which replica takes a request?")
     replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
@@ -111,8 +113,7 @@ class SchedulingConfig(Section):
     retention: PolicyChoice | None = Field(
         None,
         description=(
-            "Which idle cached content is overwritten first? A retention policy by name; null: the order of `memory.prefix_cache`, "
-            "which is `lru` unless that says otherwise."
+            "Which idle cached content is evicted first? A retention policy by name; null: the order of `memory.prefix_cache`, by default `lru`."
         ),
     )
 

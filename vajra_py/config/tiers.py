@@ -39,7 +39,7 @@ class TierConfig(Section):
     """One tier: its size, its link to the memory above it, and its retention rules."""
 
     name: str = Field(pattern=NAME_PATTERN, description="Name in results and for policies, such as `host`.")
-    num_blocks: PositiveCount = Field(description="KV blocks that it holds; of a shared tier in all.")
+    num_blocks: PositiveCount = Field(description="Number of KV blocks that it holds; for a shared tier, in total.")
     bandwidth_gb_s: _Bandwidth = Field(
         description="Bandwidth of each replica's link to it, each way, GB/s (of 10^9 bytes).",
         json_schema_extra={"unit": "GB/s"},
@@ -51,27 +51,26 @@ class TierConfig(Section):
     )
     latency_s: Seconds = Field(0.0, description="Time from a transfer's start until its first byte flows, seconds.")
     contention: Literal["max_min", "none", "fixed_share", "exclusive"] = Field(
-        "max_min", description="What transfers on its link do to each other; as for `links`."
+        "max_min", description="Effect of transfers on its link on each other; as for `links`."
     )
     write: Literal["write_back", "write_through", "write_through_selective"] = Field(
         "write_back",
         description=(
-            "When content of the memory above is copied to it: when that gives it up; as soon as it is there; or when it has been used "
-            "`after_uses` times."
+            "Time at which content of the memory above is copied to it: when it is evicted there; as soon as it is stored there; or when it has been used `after_uses` times."
         ),
     )
     after_uses: PositiveCount = Field(
-        2, description="Uses from which `write_through_selective` copies; the first computation is one."
+        2, description="Number of uses from which `write_through_selective` copies; the first computation is one."
     )
     exclusive: Switch = Field(
-        False, description="Content that comes back leaves the tier; only with `write_back`. false: it stays there too."
+        False, description="Remove content from the tier when it is loaded; only with `write_back`."
     )
     shared: Switch = Field(
         False, description="One tier for all replicas of the replicaset; only the last tier, and not exclusive."
     )
     retention: PolicyChoice = Field(
         default_factory=lambda: PolicyChoice(policy="lru"),
-        description="Which of its content it gives up first: a retention policy by name.",
+        description="Retention policy of its content, by name.",
     )
 
     @model_validator(mode="after")
@@ -97,17 +96,16 @@ class SwapLinkConfig(Section):
     )
     latency_s: Seconds = Field(0.0, description="Time from a copy's start until its first byte flows, seconds.")
     contention: Literal["max_min", "none", "fixed_share", "exclusive"] = Field(
-        "max_min", description="What copies in one direction do to each other; as for `links`."
+        "max_min", description="Effect of copies in one direction on each other; as for `links`."
     )
     frees: Literal["copied", "at_once"] = Field(
         "copied",
         description=(
-            "When a preempted request's device blocks are free: when they have been copied; or at once, since a buffer holds what is to "
-            "be copied."
+            "Time at which a preempted request's device blocks are free: when they have been copied; or at once, since a buffer holds their content."
         ),
     )
     kv_bytes_per_token: PositiveCount | None = Field(
-        None, description="Bytes that a token's KV takes on the link; null: what the model has."
+        None, description="Size of a token's KV on the link, bytes; null: the model's."
     )
 
 
@@ -116,51 +114,47 @@ class TiersConfig(Section):
 
     preset: Literal["vllm_offloading", "sglang_hicache"] | None = Field(
         None,
-        description="Rules of a system, for the keys that are left out here and in the levels; null: those of this schema.",
+        description="System whose rules hold for the keys that are left out here and in the tiers; null: the defaults of this schema.",
     )
     levels: tuple[TierConfig, ...] = Field(min_length=1, description="Tiers, nearest to the device first.")
     prefetch: Literal["wait_complete", "timeout", "best_effort"] = Field(
         "wait_complete",
         description=(
-            "What becomes of a request that is looked at while content of tiers beyond the first is on its way to the first: it waits; "
-            "it waits for so long; or it goes on with what has arrived."
+            "Treatment of a request that the scheduler reaches while its content is on the way from a lower tier to the first: it waits; it waits up to a timeout; or it goes on with what has arrived."
         ),
     )
     prefetch_from: Literal["arrival", "admission"] = Field(
         "arrival",
-        description="When that begins: when a request is queued at its replica, or when the scheduler first tries to admit it.",
+        description="Time at which a prefetch begins: when a request is queued at its replica, or when the scheduler first tries to admit it.",
     )
     prefetch_timeout_s: Seconds = Field(
-        1.0, description="Wait of `timeout` from the first look at the request on, seconds."
+        1.0, description="Longest wait with `timeout`, from the scheduler's first try on, seconds."
     )
     prefetch_timeout_s_per_1k_tokens: Seconds = Field(
-        0.25, description="Further wait of `timeout` for each 1024 tokens that are prefetched, seconds."
+        0.25, description="Additional wait with `timeout` for each 1024 prefetched tokens, seconds."
     )
-    min_prefetch_tokens: Count = Field(
-        0, description="Fewest tokens for which a prefetch is begun; what is less is computed."
-    )
+    min_prefetch_tokens: Count = Field(0, description="Minimum number of tokens of a prefetch; fewer are computed.")
     min_load_tokens: Count = Field(
-        0, description="Fewest tokens that are loaded from the first tier to the device; what is less is computed."
+        0, description="Minimum number of tokens that are loaded from the first tier to the device; fewer are computed."
     )
     loads: Literal["in_turn", "reserved"] = Field(
         "in_turn",
         description=(
-            "Blocks that a load to the device may take: free ones; or as in vLLM those that prompts under way do not lack, and "
-            "admission ends at a request whose load does not fit. Loaded requests are then offered by `load_order`."
+            "Blocks that a load to the device may take: all free ones; or, as in vLLM, those that running prompts do not need, where admission ends at a request whose load does not fit. Loaded requests are then offered by `load_order`."
         ),
     )
     load_order: Literal["begin", "urgency"] = Field(
         "begin",
         description=(
-            "Order of requests that are loaded with `loads: reserved`: by the begin of their load, as in vLLM with fcfs; or by the "
-            "prioritizer, as in vLLM with priority."
+            "Order of loaded requests with `loads: reserved`: by the start of their load, as in vLLM with fcfs; or by the prioritizer, as in vLLM with priority."
         ),
     )
     prompts_only: Switch = Field(
-        False, description="Keep content of prompts alone; generated tokens are kept once a later prompt has them."
+        False,
+        description="Keep the content of prompts only; generated tokens are kept once a later prompt contains them.",
     )
     kv_bytes_per_token: PositiveCount | None = Field(
-        None, description="Bytes that a token's KV takes on a link; null: what the model has."
+        None, description="Size of a token's KV on a link, bytes; null: the model's."
     )
 
     @model_serializer(mode="wrap")

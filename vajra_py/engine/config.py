@@ -39,18 +39,25 @@ MAX_STEP_TOKENS = 8192
 class SamplingConfig(Section):
     """Token sampling of an experiment; greedy unless set otherwise."""
 
-    temperature: Number = Field(0.0, description="Logits are divided by it; 0: the likeliest token.")
-    top_k: PositiveCount | None = Field(None, description="Only the k likeliest tokens; null: all.")
-    top_p: Number = Field(1.0, description="The fewest tokens whose probabilities reach this, fraction.")
-    min_p: Number = Field(0.0, description="Only tokens with at least this part of the largest probability, fraction.")
-    presence_penalty: Number = Field(0.0, description="Taken from the logit of every token that was put out already.")
-    frequency_penalty: Number = Field(0.0, description="The same, times how often.")
-    repetition_penalty: Number = Field(1.0, description="Divides the logits of tokens that occurred.")
+    temperature: Number = Field(0.0, description="Sampling temperature; 0: greedy.")
+    top_k: PositiveCount | None = Field(None, description="Sample from the k most likely tokens only; null: all.")
+    top_p: Number = Field(
+        1.0, description="Sample from the smallest set of most likely tokens whose probabilities reach this sum."
+    )
+    min_p: Number = Field(
+        0.0, description="Sample only from tokens with at least this fraction of the largest probability."
+    )
+    presence_penalty: Number = Field(0.0, description="Penalty on the logit of every token already generated.")
+    frequency_penalty: Number = Field(
+        0.0, description="Penalty on a token's logit for each time that it was generated."
+    )
+    repetition_penalty: Number = Field(
+        1.0, description="Factor that reduces the logits of tokens in the prompt or output."
+    )
     ignore_eos: Switch = Field(
         True,
         description=(
-            "Outputs are as long as the workload says, whatever the model puts out; false: a request ends with the model's "
-            "end-of-sequence token, or at the workload's length."
+            "Generate as many tokens as the workload says, whatever they are; false: a request ends with the model's end-of-sequence token, or at the workload's length."
         ),
     )
 
@@ -85,18 +92,17 @@ class PlacementConfig(Section):
 
     cpus_per_rank: PositiveCount = Field(
         1,
-        description="CPUs of a node that each rank reserves; it computes with as many threads unless num_threads says.",
+        description="Number of CPUs that each rank reserves; it computes with as many threads unless num_threads is given.",
     )
     gpus_per_rank: Annotated[float, Field(strict=True, ge=0)] | None = Field(
-        None, description="GPUs that each rank reserves; null: 1 on a CUDA device, else 0."
+        None, description="Number of GPUs that each rank reserves; null: 1 on a CUDA device, else 0."
     )
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = Field(
         "pack",
-        description="Nodes of one replica's ranks, as Ray places them: together where possible, apart where possible, on one "
-        "node, or each on its own.",
+        description="Ray's placement of one replica's ranks: on one node where possible, on different nodes where possible, on one node, or each on its own.",
     )
     timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
-        60.0, description="How long a replica waits for room on the cluster before it counts as not started, seconds."
+        60.0, description="Time that a replica waits for resources of the cluster before its start fails, seconds."
     )
 
     def resources(self, device: str) -> dict[str, float]:
@@ -111,15 +117,19 @@ class ReplicasetEngineConfig(Section):
     """Settings of one replicaset that differ from the engine's section: another model, another device. Null: the same."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
-    random_weights: Switch | None = Field(None, description="Make its weights instead of reading them.")
+    random_weights: Switch | None = Field(None, description="Use random weights instead of reading them.")
     weights_seed: Count | None = Field(None, description="Seed of random weights.")
     device: Device | None = Field(None, description="cpu, cuda or cuda:N.")
     dtype: Dtype | None = Field(None, description="Computing type.")
-    num_threads: PositiveCount | None = Field(None, description="Threads of a replica's CPU computation.")
-    tensor_parallel: PositiveCount | None = Field(None, description="Devices that share every layer.")
-    placement: PlacementConfig | None = Field(None, description="Where its ranks go on a cluster.")
+    num_threads: PositiveCount | None = Field(
+        None, description="Number of threads of a replica's computation on a CPU."
+    )
+    tensor_parallel: PositiveCount | None = Field(
+        None, description="Number of devices that each layer is divided among."
+    )
+    placement: PlacementConfig | None = Field(None, description="Placement of its ranks on a cluster.")
     latency: TypedChoice | None = Field(
-        None, description="Latency model of its predictions; with a `model` of its own, null: none."
+        None, description="Latency model of predictions for it; null: none where it has a `model` of its own."
     )
 
 
@@ -129,32 +139,26 @@ class RecoveryConfig(Section):
     max_reruns: Count | None = Field(
         None,
         description=(
-            "How often a request is computed again, its tokens so far kept, after replicas failed while they computed it "
-            "by itself; then it ends as failed. The requests of a step that failed are computed one by one afterwards, so "
-            "that others answer for nothing. null: 3 on a server; in a run, all requests of a replica that fails end."
+            "Number of times that a request is computed again, with its tokens so far, after replicas failed while computing it alone; then it ends as failed. The requests of a failed step are computed one by one afterwards, so that only the one at fault counts. null: 3 on a server; in a run, all requests of a failed replica end."
         ),
     )
     max_restarts: Count | None = Field(
         None,
         description=(
-            "Starts in a row that may fail (the replica does not load, or is lost before its first step is done) before it "
-            "is given up; a start that computes a step fills the count up again. null: 8 on a server; in a run, a lost "
-            "replica is not started again."
+            "Number of consecutive failed starts (the replica does not load, or is lost before its first step ends) after which it is given up; a start that computes a step resets the count. null: 8 on a server; in a run, a lost replica is not started again."
         ),
     )
     backoff_s: Seconds = Field(
         0.5, description="Pause before the first start; it doubles with each further loss, up to 30 seconds."
     )
-    settled_s: Seconds = Field(60.0, description="After a replica was up for so long, pauses begin anew.")
+    settled_s: Seconds = Field(60.0, description="Uptime of a replica after which the pauses start over.")
     wait_s: Seconds = Field(
-        60.0, description="Time that requests wait while no replica of theirs is up, before they end as failed."
+        60.0, description="Time that requests wait while none of their replicas is up before they end as failed."
     )
     step_timeout_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
         None,
         description=(
-            "How long a step may take; a worker that takes longer hangs: it is killed, and lost as one that died. null: on a "
-            "server ten times the longest step so far, more for a step of more tokens, and at least 10 seconds (60 on a GPU; "
-            "600 for the first eight steps of a worker, 60 once it has been started again); in a run, no limit."
+            "Maximum time of a step; a worker that takes longer is killed and counts as lost. null: on a server ten times the longest step so far, more for a step of more tokens, and at least 10 seconds (60 on a GPU; 600 for the first eight steps of a worker, 60 once it has been started again); in a run, no limit."
         ),
     )
 
@@ -194,41 +198,45 @@ class ModelBackendConfig(Section):
         description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
     )
     random_weights: Switch = Field(
-        False, description="Make weights from the directory's config.json and weights_seed instead of reading them."
+        False, description="Use random weights for the directory's config.json, drawn with weights_seed."
     )
     weights_seed: Count = Field(0, description="Seed of random weights.")
     device: Device = Field("cpu", description="cpu, cuda (replicas take the devices in turn) or cuda:N.")
     dtype: Dtype = Field("auto", description="Computing type; auto: the checkpoint's, float32 on a CPU.")
     num_threads: PositiveCount | None = Field(
-        None, description="Threads of a replica's CPU computation; null: the cores divided among the replicas."
+        None,
+        description="Number of threads of a replica's computation on a CPU; null: the cores divided among the replicas.",
     )
-    tensor_parallel: PositiveCount = Field(1, description="Devices (on a CPU: processes) that share every layer.")
+    tensor_parallel: PositiveCount = Field(
+        1, description="Number of devices (on a CPU: processes) that each layer is divided among."
+    )
     workers: Literal["in_process", "process"] = Field(
         "in_process",
-        description="Where a replica computes; with several ranks (tensor_parallel, replica.pipeline_stages, "
-        "replica.kv_parallel) it is always a process for each.",
+        description="Thread or process in which a replica computes; several ranks (tensor_parallel, replica.pipeline_stages, replica.kv_parallel) always have a process each.",
     )
     placement: PlacementConfig = Field(
-        default_factory=lambda: PlacementConfig(), description="Where a replica's ranks go on a cluster (`--on`)."
+        default_factory=lambda: PlacementConfig(), description="Placement of a replica's ranks on a cluster (`--on`)."
     )
     sampling: SamplingConfig = Field(
-        default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."
+        default_factory=lambda: SamplingConfig(), description="Sampling of tokens, and end of requests."
     )
     time_scale: Annotated[float, Field(strict=True, gt=0)] = Field(
-        1.0, description="Arrival and think times of the workload are multiplied by this."
+        1.0, description="Factor of the workload's arrival and think times."
     )
     latency: TypedChoice | None = Field(
-        None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
+        None, description="Latency model for policies' predictions; null: policies that need one cannot be used."
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
+        default_factory=lambda: TypedChoice(type="none"), description="Predictor of output lengths for policies."
     )
     recovery: RecoveryConfig = Field(
         default_factory=lambda: RecoveryConfig(),
-        description="What becomes of a replica whose worker is lost, and of its requests.",
+        description="Recovery of a replica whose worker is lost, and of its requests.",
     )
-    warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
-    warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+    warmup_s: Seconds = Field(
+        0.0, description="Time before which arriving requests are served but not counted, seconds."
+    )
+    warmup_requests: Count = Field(0, description="Number of first requests that are served but not counted.")
 
     @property
     def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
@@ -269,8 +277,10 @@ class ModelBackendConfig(Section):
 class NgramConfig(Section):
     """Drafts by n-gram lookup: tokens that followed an earlier occurrence of the newest tokens in prompt or output."""
 
-    min_tokens: PositiveCount = Field(2, description="Shortest n-gram that is looked up, tokens.")
-    max_tokens: PositiveCount = Field(5, description="Longest n-gram that is looked up, tokens; it is tried first.")
+    min_tokens: PositiveCount = Field(2, description="Length of the shortest n-gram to look up, tokens.")
+    max_tokens: PositiveCount = Field(
+        5, description="Length of the longest n-gram to look up, tokens; it is tried first."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -286,25 +296,22 @@ class EngineConfig(ModelBackendConfig):
     can_swap: ClassVar[bool] = True
     can_move_kv: ClassVar[bool] = True
 
-    self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
+    self_check: Switch = Field(True, description="Check the attention against that of transformers while loading.")
     fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
     cuda_graphs: Switch = Field(
         True,
-        description="On a GPU, run batches of decodes as captured graphs (up to 256 of them; not with several ranks).",
+        description="On a GPU, run batches of up to 256 decodes as captured graphs (not with several ranks).",
     )
     look_ahead: Switch | None = Field(
         None,
         description=(
-            "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
-            "neither decisions nor tokens. null: on a GPU. On a CPU it needs `workers: process` to gain anything."
+            "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes neither decisions nor tokens. null: on a GPU only. On a CPU it is faster only with `workers: process`."
         ),
     )
-    ngram: NgramConfig = Field(
-        default_factory=NgramConfig, description="How the drafts of `replica.draft` are looked up."
-    )
+    ngram: NgramConfig = Field(default_factory=NgramConfig, description="Lookup of the drafts of `replica.draft`.")
     replicasets: dict[str, ReplicasetEngineConfig] = Field(
         default_factory=dict,
-        description="By name of a replicaset, what it has otherwise: several models in one engine.",
+        description="Settings of a replicaset that differ, by its name: several models in one engine.",
     )
 
     @property

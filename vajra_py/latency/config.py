@@ -78,17 +78,17 @@ class RooflineConfig(SettingsModel):
         "a100-80gb-sxm",
         description="Name of a described device, or a device's figures (base: NAME changes a described one).",
     )
-    tensor_parallel: _Degree = Field(1, description="Devices that share every layer.")
+    tensor_parallel: _Degree = Field(1, description="Number of devices that each layer is divided among.")
     pipeline_parallel: _Degree = Field(1, description="Pipeline stages, each with its part of the layers.")
-    kv_parallel: _Degree = Field(1, description="Groups that one long request's KV cache may be spread over.")
-    dtype: Dtype | None = Field(None, description="Of the weights and products; the model's own when absent.")
-    kv_dtype: Dtype | None = Field(None, description="Of the KV cache; that of the activations when absent.")
+    kv_parallel: _Degree = Field(
+        1, description="Number of groups that the KV cache of a long request may be spread over."
+    )
+    dtype: Dtype | None = Field(None, description="Data type of weights and matrix products; default: the model's.")
+    kv_dtype: Dtype | None = Field(None, description="Data type of the KV cache; default: that of the activations.")
     overlap: Overlap = Field(
         "partial",
         description=(
-            "How arithmetic, memory traffic and exchanges between devices hide each other: not at all (`none`); the first two in part within "
-            "an operator (`partial`); fully within an operator (`operators`), prefill and decode attention being one (`attention`), or over "
-            "the whole step (`step`)."
+            "Overlap of arithmetic, memory traffic and communication between devices: none; of the first two in part within an operator (`partial`); in full within an operator (`operators`), with prefill and decode attention as one (`attention`), or over the whole step (`step`)."
         ),
     )
 
@@ -147,7 +147,7 @@ class ProfiledConfig(SettingsModel):
     path: str = Field(
         description="Profile that `vajra profile` wrote, or a table of measured steps (.csv, .csv.gz, .npz, .parquet)."
     )
-    variation: bool = Field(True, description="Equal steps of a simulation differ as much as those that were measured.")
+    variation: bool = Field(True, description="Vary the times of equal steps as much as the measured ones varied.")
 
     @field_validator("path")
     @classmethod
@@ -171,8 +171,8 @@ class ConstantConfig(SettingsModel):
     """`type: constant`: every step takes the same time."""
 
     type: Literal["constant"] = "constant"
-    step_time_s: Annotated[float, Field(gt=0)] = Field(0.02, description="Seconds of every step.")
-    num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
+    step_time_s: Annotated[float, Field(gt=0)] = Field(0.02, description="Constant time of a step, seconds.")
+    num_stages: _Degree = Field(1, description="Number of pipeline stages, which share the time equally.")
 
     def build(self) -> ConstantModel:
         """Return the latency model."""
@@ -183,18 +183,17 @@ class AffineConfig(SettingsModel):
     """`type: affine`: a base time, plus a time per token, request and attended token."""
 
     type: Literal["affine"] = "affine"
-    base_s: _Seconds = Field(0.01, description="Seconds of every step.")
+    base_s: _Seconds = Field(0.01, description="Constant time of a step, seconds.")
     per_token_s: _Seconds = Field(0.0, description="Seconds per query token.")
     per_request_s: _Seconds = Field(0.0, description="Seconds per request in the batch.")
     per_prefill_pair_s: _Seconds = Field(0.0, description="Seconds per query-key pair of prefill attention.")
     per_decode_context_token_s: _Seconds = Field(0.0, description="Seconds per cached token that decodes attend to.")
     per_swap_byte_s: _Seconds = Field(0.0, description="Seconds per byte swapped.")
-    num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
+    num_stages: _Degree = Field(1, description="Number of pipeline stages, which share the time equally.")
     overlap: bool = Field(
         False,
         description=(
-            "true: time of tokens and prefill pairs (arithmetic) and of attended cached tokens (memory) hide each other, and the longer of the "
-            "two counts. false: their sum."
+            "Overlap the time of tokens and prefill pairs (arithmetic) with that of attended cached tokens (memory), so that the longer of the two counts; false: their sum."
         ),
     )
 
@@ -243,8 +242,12 @@ class ConstantLengthsConfig(SettingsModel):
     """`constant`: one estimate for all requests."""
 
     mean_tokens: Annotated[float, Field(gt=0)] = Field(256.0, description="Mean output length.")
-    p50_tokens: Annotated[float, Field(gt=0)] | None = Field(None, description="Median; the mean when absent.")
-    p90_tokens: Annotated[float, Field(gt=0)] | None = Field(None, description="90th percentile; the mean when absent.")
+    p50_tokens: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Median output length; default: the mean."
+    )
+    p90_tokens: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="90th percentile of output lengths; default: the mean."
+    )
 
     def build(self) -> ConstantLengths:
         """Return the predictor."""
@@ -257,7 +260,7 @@ class QuantileLengthsConfig(SettingsModel):
 
     quantiles: dict[float, float] = Field(
         default={0.0: 1.0, 0.25: 64.0, 0.5: 180.0, 0.75: 350.0, 0.9: 600.0, 0.99: 1200.0, 1.0: 2048.0},
-        description="Output tokens by fraction of requests; fractions from 0 to 1.",
+        description="Quantiles of output lengths: tokens by fraction of requests, from 0 to 1.",
     )
 
     @field_validator("quantiles")
@@ -279,8 +282,8 @@ class QuantileLengthsConfig(SettingsModel):
 class HistoryLengthsConfig(SettingsModel):
     """`history`: lengths are like those of the last requests that ended."""
 
-    window: Annotated[int, Field(ge=1)] = Field(5, description="Number of last requests that count.")
-    by_tenant: bool = Field(True, description="Whether those of the same tenant alone count.")
+    window: Annotated[int, Field(ge=1)] = Field(5, description="Number of most recent requests that count.")
+    by_tenant: bool = Field(True, description="Count only requests of the same tenant.")
 
     def build(self) -> HistoryLengths:
         """Return the predictor, without any history."""

@@ -21,11 +21,12 @@ _ADDRESS = re.compile(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+")
 class KvEventsConfig(Section):
     """Addresses at which a server publishes KV events (`--kv-events-config` of vLLM and SGLang)."""
 
-    endpoint: Text = Field(description="ZeroMQ address of its publisher: such as tcp://10.0.0.5:5557.")
+    endpoint: Text = Field(description="ZeroMQ address of the publisher, such as tcp://10.0.0.5:5557.")
     replay_endpoint: Text | None = Field(
-        None, description="Address where it replays what was missed; null: after a gap its content is learnt anew."
+        None,
+        description="ZeroMQ address at which missed events are replayed; null: after a gap, the content is learned again.",
     )
-    topic: str = Field("", max_length=255, description="Topic of its events.")
+    topic: str = Field("", max_length=255, description="Topic of the events.")
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
@@ -40,11 +41,12 @@ class KvEventsConfig(Section):
 class ServerConfig(Section):
     """One server: a replica of its pool. Replica ids follow the order of the file."""
 
-    url: Text = Field(description="Where its OpenAI API is, without the path: such as http://10.0.0.5:8000.")
+    url: Text = Field(description="Address of its OpenAI-compatible API, without a path, such as http://10.0.0.5:8000.")
     pool: Text | None = Field(None, description="Pool that it belongs to; null: the only one.")
     replicaset: Text | None = Field(None, description="Replicaset that it belongs to; null: the only one.")
     kv_events: KvEventsConfig | None = Field(
-        None, description="Its KV events, by which prefix hits are what it holds; null: what was sent there counts."
+        None,
+        description="KV events, by which prefix hits are known exactly; null: they are estimated from the prompts sent there.",
     )
 
     @field_validator("url")
@@ -61,48 +63,50 @@ class RouteConfig(Section):
 
     kind: ClassVar[str] = "route"
 
-    servers: list[ServerConfig] = Field(min_length=1, description="Servers; as many as the pools have replicas.")
+    servers: list[ServerConfig] = Field(min_length=1, description="Servers, as many as the pools have replicas.")
     models: list[Text] = Field(
-        default_factory=list, description="Names of the model that requests may use; empty: any, and servers decide."
+        default_factory=list, description="Model names that requests may use; empty: any, and the servers decide."
     )
     adapters: list[Text] = Field(
-        default_factory=list, description="Models of requests that are LoRA adapters, whose KV is theirs alone."
+        default_factory=list, description="Model names that are LoRA adapters, whose KV is not shared with others."
     )
     tokenizer: Text | None = Field(
         None,
         description=(
-            "tokenizer.json by which prompts are counted, or the model's folder, whose chat template is applied too; "
-            "null: a token for each four bytes."
+            "tokenizer.json to count prompt tokens with, or the model's folder, whose chat template is applied too; null: four bytes count as a token."
         ),
     )
     api_key_variable: Text | None = Field(
-        None, description="Environment variable with the key that servers want; null: the client's is passed on."
+        None, description="Environment variable with the servers' API key; null: the client's is passed on."
     )
     metrics_interval_s: PositiveSeconds | None = Field(
-        0.5, description="Time between two looks at a server's /metrics, seconds; null: never."
+        0.5, description="Interval at which a server's /metrics are read, seconds; null: never."
     )
     health_interval_s: PositiveSeconds = Field(
-        1.0, description="Time between two looks at the /health of a server that is down, seconds."
+        1.0, description="Interval at which /health of a server that is down is checked, seconds."
     )
-    connect_timeout_s: PositiveSeconds = Field(2.0, description="How long a server may take to accept, seconds.")
+    connect_timeout_s: PositiveSeconds = Field(2.0, description="Maximum time to connect to a server, seconds.")
     first_token_timeout_s: PositiveSeconds = Field(
-        300.0, description="How long it may take to begin an answer, seconds; then the request is tried elsewhere."
+        300.0,
+        description="Maximum time to the start of an answer, seconds; then the request is sent to another server.",
     )
     idle_timeout_s: PositiveSeconds = Field(
-        120.0, description="How long an answer may pause once it has begun, seconds; then it ends with an error."
+        120.0, description="Maximum pause within an answer, seconds; then it ends with an error."
     )
-    max_tries: PositiveCount = Field(3, description="How often a request is sent in all, until it has given a token.")
+    max_tries: PositiveCount = Field(
+        3, description="Maximum number of times that a request is sent before its first token."
+    )
     wait_s: PositiveSeconds = Field(
-        30.0, description="How long requests wait while no server is up, seconds; then they fail."
+        30.0, description="Time that requests wait while no server is up before they fail, seconds."
     )
     max_answer_bytes: Annotated[int, Field(strict=True, ge=1024)] = Field(
-        64 * 2**20, description="Largest answer that is not a stream, bytes."
+        64 * 2**20, description="Maximum size of an answer that is not streamed, bytes."
     )
     latency: TypedChoice | None = Field(
-        None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
+        None, description="Latency model for policies' predictions; null: policies that need one cannot be used."
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
+        default_factory=lambda: TypedChoice(type="none"), description="Predictor of output lengths for policies."
     )
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:

@@ -51,9 +51,9 @@ class VllmBackendConfig(ModelBackendConfig):
     can_swap: ClassVar[bool] = False
     can_move_kv: ClassVar[bool] = False
 
-    device: Literal["cpu", "cuda"] = Field("cpu", description="What the installed vLLM is built for.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Platform that the installed vLLM is built for.")
     workers: Literal["in_process", "process"] = Field(
-        "in_process", description="Where vLLM computes; several replicas need a process for each."
+        "in_process", description="Thread or process in which vLLM computes; several replicas need a process each."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -61,15 +61,13 @@ class VllmBackendConfig(ModelBackendConfig):
     )
     fallback: Text | None = Field(
         None,
-        description="With `--scheduler-cls`: preset whose policies take over from one that breaks the contract, so that its "
-        "requests finish; null: they end with an error.",
+        description="With `--scheduler-cls`: preset whose policies replace one that breaks the contract, so that its requests finish; null: they end with an error.",
     )
 
     max_idle_steps: int = Field(
         1000,
         ge=1,
-        description="With `--scheduler-cls`: how many times in a row policies may schedule nothing while requests wait and nothing "
-        "is computed; then they have broken the contract. vLLM asks about a thousand times a second.",
+        description="With `--scheduler-cls`: maximum number of consecutive calls in which policies may schedule nothing while requests wait and nothing is computed; more break the contract. vLLM calls the scheduler about a thousand times a second.",
     )
 
     @model_validator(mode="after")

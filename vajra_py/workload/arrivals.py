@@ -231,7 +231,7 @@ class Piece(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    duration_s: Positive = Field(description="Length in seconds.")
+    duration_s: Positive = Field(description="Length of the period, seconds.")
     rate: NonNegative = Field(description="Rate in requests per second; 0 is silence.")
 
 
@@ -240,9 +240,9 @@ class PiecewiseConstant(_Modulated):
 
     type: Literal["piecewise"] = "piecewise"
     pieces: tuple[Piece, ...] = Field(
-        alias="pieces", min_length=1, description="The stretches of time, one after the other."
+        alias="pieces", min_length=1, description="Consecutive periods, each with its rate."
     )
-    repeat: bool = Field(False, description="Start again after the last piece; otherwise the arrivals end with it.")
+    repeat: bool = Field(False, description="Repeat after the last period; otherwise arrivals end with it.")
 
     @model_validator(mode="after")
     def _any_rate(self) -> PiecewiseConstant:
@@ -275,7 +275,7 @@ class CoxGamma(_Modulated):
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
     shape: Positive = Field(description="Shape of the rate's gamma distribution: its CV is 1 / sqrt(shape).")
-    window_s: Positive = Field(60.0, description="How long a rate stays, in seconds.")
+    window_s: Positive = Field(60.0, description="Time for which a rate holds, seconds.")
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
         """Yield the windows with their drawn rates."""

@@ -143,35 +143,36 @@ class WorkloadOptions(_Config):
         description="Name in tables, and before the ids in a merged workload; null: from the source.",
     )
     start_s: NonNegative | None = Field(
-        None, description="Leave out what arrives before, in the source's seconds; becomes time 0."
+        None, description="Leave out requests that arrive before this time, in the source's seconds; it becomes time 0."
     )
     end_s: NonNegative | None = Field(
-        None, description="Leave out what arrives at this time or later, in the source's seconds."
+        None, description="Leave out requests that arrive at this time or later, in the source's seconds."
     )
     skip: int = Field(
-        0, ge=0, description="Leave out so many requests at the start; the clock then starts at the first one kept."
+        0, ge=0, description="Number of requests to leave out at the start; time then starts at the first one kept."
     )
     first: _Count | None = Field(
-        None, description="Keep so many requests, after skip and the limits of length; null: all."
+        None, description="Number of requests to keep, after `skip` and the limits of length; null: all."
     )
     max_prompt_tokens: _Count | None = Field(None, description="Longest prompt in tokens; null: no limit.")
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Most tokens of prompt and output together; null: no limit."
+        None, ge=2, description="Maximum total of prompt and output, tokens; null: no limit."
     )
     too_long: Literal["drop", "clip", "error"] = Field(
-        "drop", description="Requests over a limit of length are left out, shortened (prompt first), or refused."
+        "drop",
+        description="Treatment of requests over a limit of length: left out, shortened (prompt first), or an error.",
     )
     rate: Positive | None = Field(
         None,
         description=(
-            "Mean rate in requests per second: all arrival times are stretched by one factor to it. What the seed draws has this rate on average, and varies about it."
+            "Mean rate in requests per second, to which all arrival times are scaled by one factor; arrivals drawn by the seed have this rate on average."
         ),
     )
     time_scale: Positive | None = Field(
-        None, description="Arrival and think times are multiplied by this (2 halves the rate); not with rate."
+        None, description="Factor of arrival and think times (2 halves the rate); not with `rate`."
     )
     max_tokens: _Count | None = Field(
-        None, description="Output tokens that every client asks for at most; null: as in the source."
+        None, description="Maximum number of output tokens that every client requests; null: as in the source."
     )
     priorities: tuple[PriorityShare, ...] = Field(
         (), description="Client priorities to draw from, per session where there are sessions."
@@ -221,7 +222,7 @@ class ThinConfig(_Config):
     rate: Positive | None = Field(
         None, description="Requests per second (of the source's) that are left on average; below the trace's own rate."
     )
-    fraction: float | None = Field(None, gt=0, lt=1, description="Part of the requests that is kept on average.")
+    fraction: float | None = Field(None, gt=0, lt=1, description="Fraction of the requests that is kept on average.")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ThinConfig:
@@ -234,11 +235,12 @@ class FileOptions(WorkloadOptions):
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")
     window: Literal["random"] | None = Field(
         None,
-        description="random: what `first` or `window_s` keep begins at a place drawn by the seed; null: at the start.",
+        description="random: the requests that `first` or `window_s` keep begin at a position drawn by the seed; null: at the start.",
     )
     window_s: Positive | None = Field(None, description="Length of a random window, in the source's seconds.")
     bootstrap: BootstrapConfig | None = Field(
-        None, description="Put blocks of the trace, drawn by the seed, together to one as long; null: as it is."
+        None,
+        description="Concatenate blocks of the trace, drawn by the seed, to one of the same length; null: the trace as it is.",
     )
     thin: ThinConfig | None = Field(None, description="Keep requests drawn by the seed; null: all.")
 
@@ -272,9 +274,10 @@ SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
 
 
 class _TraceOptions(FileOptions):
-    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+    sort: bool = Field(False, description="Sort requests by arrival; otherwise times out of order are an error.")
     drop_empty: bool = Field(
-        False, description="Leave out and count requests of 0 prompt or output tokens; otherwise they are an error."
+        False,
+        description="Leave out requests of 0 prompt or output tokens and report their number; otherwise they are an error.",
     )
 
 
@@ -291,7 +294,7 @@ class MooncakeConfig(_TraceOptions):
     block_tokens: _Count = Field(512, description="Tokens of a hashed block.")
     tick_s: NonNegative = Field(
         0.0,
-        description="Spread each request uniformly over so many seconds after its timestamp (conversation trace: 3).",
+        description="Seconds after its timestamp over which each request is spread uniformly (conversation trace: 3).",
     )
 
 
@@ -300,7 +303,7 @@ class BurstGptConfig(_TraceOptions):
 
     type: Literal["burstgpt"]
     drop_empty: bool = Field(
-        True, description="Leave out and count failures (0 response tokens); otherwise they are an error."
+        True, description="Leave out failures (0 response tokens) and report their number; otherwise they are an error."
     )
     model: str | None = Field(
         None, description="Keep the requests to this model only (as in the file: ChatGPT, GPT-4)."
@@ -314,14 +317,14 @@ class LengthsConfig(_TraceOptions):
     """A CSV file of prompt and output lengths, such as those made from ShareGPT, with or without arrivals and tenants."""
 
     type: Literal["lengths"]
-    arrivals: ArrivalProcess | None = Field(None, description="When requests arrive; null: the file's column.")
+    arrivals: ArrivalProcess | None = Field(None, description="Arrival process; null: the file's column.")
     num_requests: _Count | None = Field(
         None, description="Number of requests: the file's first rows, or rows drawn from it; null: all rows."
     )
     sample: bool = Field(
         False, description="Draw rows at random, with replacement, in place of the file's order; needs arrivals."
     )
-    columns: dict[CsvField, str] = Field({}, description="Column names of fields that go by no usual name.")
+    columns: dict[CsvField, str] = Field({}, description="Column names of fields whose names are not recognized.")
 
     @model_validator(mode="after")
     def _sampled_with_arrivals(self) -> LengthsConfig:
@@ -334,14 +337,14 @@ class JsonlConfig(FileOptions):
     """A workload in this project's own format: JSON Lines with one request per line."""
 
     type: Literal["jsonl"]
-    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+    sort: bool = Field(False, description="Sort requests by arrival; otherwise times out of order are an error.")
 
 
 class CsvConfig(_TraceOptions):
     """Any CSV file with a header; columns are found by the names of the fields, the usual names, or `columns`."""
 
     type: Literal["csv"]
-    columns: dict[CsvField, str] = Field({}, description="Column name of each field that is not found by its own.")
+    columns: dict[CsvField, str] = Field({}, description="Column name of each field whose column has another name.")
     time_unit: TimeUnit = Field(
         "s", description="Unit of the arrivals; datetime: date and time, the clock then starts at the first."
     )
@@ -352,13 +355,12 @@ class AgenticConfig(FileOptions):
     """Recorded sessions of coding agents (JSON lines), whose prompts repeat earlier turns."""
 
     type: Literal["agentic"]
-    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of sessions (rates in sessions per second).")
     num_sessions: _Count | None = Field(None, description="Number of sessions, the first of the file; null: all.")
     mode: Literal["closed", "open", "programs"] = Field(
         "closed",
         description=(
-            "closed: a turn waits for the end of the one before, then thinks; open: turns arrive at their recorded times; programs: as "
-            "closed, and each session is a program that states its calls."
+            "closed: a turn arrives a think time after the end of the one before; open: turns arrive at their recorded times; programs: as closed, and each session is a program that states its calls."
         ),
     )
 
@@ -368,11 +370,11 @@ class SyntheticConfig(WorkloadOptions, Lengths):
 
     type: Literal["synthetic"]
     arrivals: Annotated[ArrivalProcess | ClosedLoop, Field(discriminator="type")] = Field(
-        description="When requests arrive."
+        description="Arrival process."
     )
     num_requests: _Count | None = Field(None, description="Number of requests; null: as many as arrive in duration_s.")
     duration_s: Positive | None = Field(
-        None, description="Requests arrive for so many seconds; null: until num_requests."
+        None, description="Seconds for which requests arrive; null: until num_requests."
     )
 
     @model_validator(mode="after")
@@ -387,11 +389,9 @@ class SessionsConfig(WorkloadOptions, Sessions):
     """Conversations whose prompts grow turn by turn and share system prompts."""
 
     type: Literal["sessions"]
-    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of sessions (rates in sessions per second).")
     num_sessions: _Count | None = Field(None, description="Number of sessions; null: as many as start in duration_s.")
-    duration_s: Positive | None = Field(
-        None, description="Sessions start for so many seconds; null: until num_sessions."
-    )
+    duration_s: Positive | None = Field(None, description="Seconds for which sessions start; null: until num_sessions.")
 
     @model_validator(mode="after")
     def _ends(self) -> SessionsConfig:
@@ -406,7 +406,7 @@ class ProfileConfig(WorkloadOptions):
     """
 
     type: Literal["profile"]
-    profile: ProfileName = Field(description="Which one.")
+    profile: ProfileName = Field(description="Name of the built-in workload.")
     num_requests: _Count = Field(1000, description="Number of requests.")
 
 
@@ -417,11 +417,9 @@ class ProgramsConfig(WorkloadOptions, ProgramCalls):
     """
 
     type: Literal["programs"]
-    arrivals: ArrivalProcess = Field(description="When programs start (rates in programs per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of programs (rates in programs per second).")
     num_programs: _Count | None = Field(None, description="Number of programs; null: as many as start in duration_s.")
-    duration_s: Positive | None = Field(
-        None, description="Programs start for so many seconds; null: until num_programs."
-    )
+    duration_s: Positive | None = Field(None, description="Seconds for which programs start; null: until num_programs.")
 
     @model_validator(mode="after")
     def _ends(self) -> ProgramsConfig:
@@ -434,14 +432,13 @@ class ProgramFileConfig(FileOptions):
 
     type: Literal["program_file"]
     arrivals: ArrivalProcess | None = Field(
-        None, description="When programs start (rates in programs per second); null: at the file's `arrived_at`."
+        None, description="Arrival process of programs (rates in programs per second); null: the file's `arrived_at`."
     )
     num_programs: _Count | None = Field(None, description="Number of programs, the first of the file; null: all.")
     context: ContextRule = Field(
         "none",
         description=(
-            "grow: a prompt begins with that of its first parent and with its parents' answers, as far as it is long enough; none: prompts "
-            "share nothing."
+            "grow: a prompt begins with that of its first parent and its parents' answers, up to its length; none: prompts share nothing."
         ),
     )
 
@@ -450,7 +447,9 @@ class MergeConfig(WorkloadOptions):
     """Several workloads merged on one clock."""
 
     type: Literal["merge"]
-    workloads: tuple[WorkloadConfig, ...] = Field(min_length=1, description="The parts, each with options of its own.")
+    workloads: tuple[WorkloadConfig, ...] = Field(
+        min_length=1, description="Merged workloads, each with its own options."
+    )
     share_content: bool = Field(
         False, description="Equal segment ids in different parts are the same content, so prefixes are shared."
     )

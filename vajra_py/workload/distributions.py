@@ -139,7 +139,7 @@ class Geometric(_Model):
     """Number of trials up to and including the first success: 1, 2, …, with mean 1 / p."""
 
     type: Literal["geometric"] = "geometric"
-    p: float = Field(gt=0, le=1, description="Chance that a try is the last one.")
+    p: float = Field(gt=0, le=1, description="Probability that a trial is the last one.")
     max: int | None = Field(None, ge=1, description="Largest value; larger ones are lowered to it. None: no bound.")
 
     def quantiles(self, z: F64) -> F64:
@@ -162,7 +162,7 @@ class QuantileTable(_Model):
     values: tuple[NonNegative, ...] = Field(min_length=2, description="Value at each probability, never descending.")
     interpolation: Literal["log", "linear"] = Field(
         "log",
-        description="What is linear in probability between entries: the logarithm of the value (values below `floor` count as it), or the value.",
+        description="Interpolation between entries, linear in probability: of the logarithm of the value (values below `floor` count as `floor`), or of the value.",
     )
     floor: Positive = Field(1.0, description="Smallest value of a table that is interpolated by logarithm.")
 

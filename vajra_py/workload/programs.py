@@ -81,7 +81,10 @@ class ProgramCalls(BaseModel):
 
     shapes: tuple[Shape, ...] = Field(min_length=1, description="Kinds of graphs, one drawn for each program.")
     max_calls: int = Field(
-        1000, ge=1, le=1_000_000, description="Most calls of a program: a graph that is drawn larger ends there."
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="Maximum number of calls of a program: a graph that is drawn larger ends there.",
     )
     task_tokens: Distribution = Field(
         description="New text of a program's first call in tokens, after the system prompt."
@@ -104,14 +107,13 @@ class ProgramCalls(BaseModel):
     max_context_tokens: int | None = Field(
         None,
         ge=1,
-        description="A call whose prompt would be longer begins afresh, with its new text alone; null: no bound.",
+        description="Maximum prompt length, tokens: a longer prompt is replaced by its new text alone; null: no bound.",
     )
     system_prompts: SystemPrompts | None = Field(None, description="The system prompts, one drawn for each program.")
     declares: tuple[Declared, ...] = Field(
         ("parents", "end"),
         description=(
-            "What clients state. parents: the calls that a call follows; end: the last call where there is one, else the number of calls; "
-            "size: the number of calls; next_call: how long the tool after a call runs."
+            "Facts that clients state. parents: the calls that a call follows; end: the last call where there is one, else the number of calls; size: the number of calls; next_call: the time of the tool after a call."
         ),
     )
 

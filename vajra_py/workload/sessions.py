@@ -32,7 +32,7 @@ class SystemPrompts(BaseModel):
     count: int = Field(1, ge=1, description="Number of different system prompts.")
     tokens: Distribution = Field(description="Length of a system prompt in tokens, drawn once for each.")
     zipf_exponent: NonNegative = Field(
-        0.0, description="How unequally they are used: the k-th by 1 / k^exponent of the sessions (0: equally)."
+        0.0, description="Exponent of their popularity: the k-th is used in proportion to 1 / k^exponent (0: uniform)."
     )
 
 
@@ -46,12 +46,12 @@ class Sessions(BaseModel):
         description="New text of the first turn in tokens, after the system prompt."
     )
     first_turn_tokens_include_system: bool = Field(
-        False, description="The first turn's text counts the system prompt (of the text itself at least 1 token stays)."
+        False, description="Count the system prompt in the first turn's text (of which at least 1 token stays)."
     )
     turn_tokens: Distribution = Field(description="New text of each later turn in tokens.")
     turn_tokens_include_output: bool = Field(
         False,
-        description="Later turns' new text counts the answer before it (of the new text itself at least 1 token stays).",
+        description="Count the answer before it in a later turn's new text (of which at least 1 token stays).",
     )
     output_tokens: Distribution = Field(description="Output length in tokens.")
     correlation: float = Field(
@@ -66,16 +66,16 @@ class Sessions(BaseModel):
         0.0,
         ge=0,
         lt=1,
-        description="Chance that a later turn starts over with the system prompt and a first turn's text.",
+        description="Probability that a later turn starts over with the system prompt and a first turn's text.",
     )
     max_context_tokens: int | None = Field(
         None,
         ge=1,
-        description="A session ends before the turn whose prompt would be longer, in tokens. null: no bound.",
+        description="Maximum prompt length, tokens: a session ends before a turn with a longer one; null: no bound.",
     )
     mode: Literal["closed", "open"] = Field(
         "closed",
-        description="closed: a turn waits for the end of the one before, then thinks; open: turns arrive by the clock.",
+        description="closed: a turn arrives a think time after the end of the one before; open: after its arrival.",
     )
 
 

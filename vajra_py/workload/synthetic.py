@@ -55,7 +55,7 @@ class ClosedLoop(BaseModel):
 
     type: Literal["closed_loop"] = "closed_loop"
     num_users: int = Field(
-        ge=1, le=1_000_000, description="Number of users, which is the most requests in the system at once."
+        ge=1, le=1_000_000, description="Number of users, and so the maximum number of requests in the system."
     )
     think_time_s: Distribution = Field(
         Constant(value=0.0), description="Time between an answer and the user's next request, in seconds."

@@ -33,10 +33,13 @@ class ChameleonConfig(FixedChunkConfig, LengthConfig):
     output_weight: float = Field(0.6, ge=0, description="B: weight of the predicted output in a request's size.")
     most_queues: int = Field(4, ge=1, description="K: most queues.")
     refresh_s: float = Field(
-        300.0, gt=0, description="Time after which queues and quotas are made anew.", json_schema_extra={"unit": "s"}
+        300.0,
+        gt=0,
+        description="Interval at which queues and quotas are recomputed, seconds.",
+        json_schema_extra={"unit": "s"},
     )
     slo_s: float = Field(
-        5.0, gt=0, description="SLO: time that a request of any queue may take.", json_schema_extra={"unit": "s"}
+        5.0, gt=0, description="SLO: maximum time of a request of any queue, seconds.", json_schema_extra={"unit": "s"}
     )
     frequency_weight: float = Field(0.45, ge=0, description="Weight of an adapter's uses in its score.")
     recency_weight: float = Field(0.1, ge=0, description="Weight of an adapter's last use in its score.")

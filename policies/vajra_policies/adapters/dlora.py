@@ -25,10 +25,12 @@ class DloraConfig(PreemptiveConfig):
     merged_step_s: float = Field(0.015, gt=0, description="Time of a step with one adapter, merged, seconds.")
     unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
     switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
-    decrease: float = Field(0.05, ge=0, description="What a threshold moves by in favour of the mode that did better.")
+    decrease: float = Field(
+        0.05, ge=0, description="Amount by which a threshold moves towards the mode that did better."
+    )
     increase: float = Field(1.1, ge=1, description="Factor by which a threshold moves against the mode that did worse.")
     credit_bound: float = Field(
-        10000.0, gt=0, description="Credit from which an adapter goes first; it goes on doing so down to half of it."
+        10000.0, gt=0, description="Credit from which an adapter goes first, until it falls to half of that."
     )
 
 

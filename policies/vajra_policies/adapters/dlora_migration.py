@@ -28,13 +28,17 @@ class DloraMigrationConfig(PolicyConfig):
     load_cost: float = Field(
         0.01, ge=0, description="Cost of an adapter that a replica does not have, in mixed batches."
     )
-    interval_s: float = Field(10.0, gt=0, description="Time between looks for requests to move, seconds.")
-    more_requests: int = Field(16, ge=1, description="Requests above the mean from which a replica gives some away.")
-    full_fraction: float = Field(
-        0.9, gt=0, le=1, description="Part of the KV memory from which a replica does so, fraction."
+    interval_s: float = Field(10.0, gt=0, description="Interval at which requests to move are searched, seconds.")
+    more_requests: int = Field(
+        16, ge=1, description="Number of requests above the mean from which a replica gives some away."
     )
-    move_s: float = Field(0.05, ge=0, description="Time that a move takes of its target, seconds.")
-    default_s: float = Field(5.0, gt=0, description="Time of a request of an adapter of which none has ended, seconds.")
+    full_fraction: float = Field(
+        0.9, gt=0, le=1, description="Fraction of the KV memory in use from which a replica gives requests away."
+    )
+    move_s: float = Field(0.05, ge=0, description="Time that a move costs its target, seconds.")
+    default_s: float = Field(
+        5.0, gt=0, description="Time of a request whose adapter has no ended requests yet, seconds."
+    )
 
 
 class DloraMigration(BindsOnArrival):

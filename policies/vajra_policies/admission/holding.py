@@ -28,12 +28,12 @@ class HoldingConfig(PolicyConfig):
 
     when_closed: Literal["defer", "refuse"] = Field(
         "defer",
-        description="What becomes of a request that may not enter now: it waits at the gate, or is turned away.",
+        description="Treatment of a request that is not admitted now: it waits at the gate, or is refused.",
     )
     recheck_s: float = Field(
         0.01,
         gt=0,
-        description="How often requests that wait are looked at again, beside each time that a request is admitted or ends, seconds.",
+        description="Interval at which waiting requests are considered again, besides whenever a request is admitted or ends, seconds.",
     )
 
 

@@ -15,12 +15,12 @@ class MaxLoadConfig(HoldingConfig):
     """Parameters of `max_load`; bounds are for each replica that is up, and over all of a replicaset's."""
 
     max_requests: int | None = Field(
-        64, gt=0, description="Most requests that wait and run, for each replica; null: any number."
+        64, gt=0, description="Maximum number of requests that wait and run, for each replica; null: any number."
     )
     max_tokens: int | None = Field(
         None,
         gt=0,
-        description="Most tokens that are in KV memory or left to prefill, for each replica; null: any number.",
+        description="Maximum number of tokens that are in KV memory or left to prefill, for each replica; null: any number.",
     )
 
 

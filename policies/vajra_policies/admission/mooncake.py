@@ -43,9 +43,7 @@ class MooncakeConfig(PolicyConfig):
     tbt_slo_s: float | None = Field(
         None, gt=0, description="Time between tokens promised to requests that state none, seconds; null: nothing is."
     )
-    decode_s: float = Field(
-        20.0, gt=0, description="predicted_load: how long every request is taken to decode, seconds."
-    )
+    decode_s: float = Field(20.0, gt=0, description="predicted_load: assumed decode time of every request, seconds.")
 
 
 class Mooncake:

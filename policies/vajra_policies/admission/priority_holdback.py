@@ -16,15 +16,17 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
     """Parameters of `priority_holdback`. Lower priorities (numbers) are more urgent."""
 
     spacing: Literal["rank", "value"] = Field(
-        "rank", description="Whether ceilings lie at equal steps, or in proportion to the priorities' numbers."
+        "rank", description="Spacing of the ceilings: equal steps, or in proportion to the priorities' numbers."
     )
     min_ceiling: float = Field(
         0.5, gt=0, lt=1, description="Saturation at which the least urgent priority is held back."
     )
-    max_ceiling: float = Field(1.0, gt=0, le=1, description="The same for the most urgent one.")
+    max_ceiling: float = Field(
+        1.0, gt=0, le=1, description="Saturation at which the most urgent priority is held back."
+    )
     ceilings: dict[int, float] = Field(
         default_factory=dict,
-        description="Ceilings by priority in place of all that; requests of a priority that is not named are turned away.",
+        description="Ceilings by priority, in place of the other options; requests of other priorities are refused.",
     )
 
     @model_validator(mode="after")

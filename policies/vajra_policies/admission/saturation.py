@@ -27,11 +27,11 @@ class SaturationConfig(PolicyConfig):
         5, gt=0, description="utilization: waiting requests of a replica at which it is full."
     )
     kv_threshold_fraction: float = Field(
-        0.8, gt=0, le=1, description="utilization: part of a replica's KV blocks in use at which it is full."
+        0.8, gt=0, le=1, description="utilization: fraction of a replica's KV blocks in use at which it is full."
     )
     concurrency: Literal["requests", "tokens", "hybrid"] = Field(
         "requests",
-        description="concurrency: requests in flight, tokens left to prefill, or the mean of the larger of both over the replicas.",
+        description="concurrency: quantity that counts: requests in flight, tokens left to prefill, or the mean over the replicas of the larger of both.",
     )
     max_concurrency_requests: int = Field(100, gt=0, description="concurrency: requests in flight that fill a replica.")
     max_concurrency_tokens: int = Field(

@@ -17,11 +17,11 @@ class SheddingConfig(SaturationConfig, HoldingConfig):
 
     when_closed: Literal["defer", "refuse"] = Field(
         "refuse",
-        description="What becomes of a request that may be shed: `refuse` turns it away, `defer` lets it wait at the gate.",
+        description="Treatment of a request that may be shed: `refuse` it, or `defer` it, so that it waits at the gate.",
     )
     protected_priority: int = Field(
         0,
-        description="Requests of this priority and more urgent (lower) ones are always let in; llm-d's priorities are the negative of these.",
+        description="Priority from which more urgent (lower) requests, and those of this one, are always admitted; llm-d's priorities are the negative of these.",
     )
     limit: float = Field(1.0, gt=0, description="Saturation from which on requests are shed.")
 

@@ -24,21 +24,21 @@ from vajra_py.contract import (
 class BucketConfig(PolicyConfig):
     """Size and refill of one bucket, in prompt tokens or requests, by `cost`."""
 
-    capacity: float = Field(10_000.0, gt=0, description="Most that may be used at once.")
-    refill_per_s: float = Field(1_000.0, gt=0, description="What may be used in the long run, each second.")
+    capacity: float = Field(10_000.0, gt=0, description="Capacity of the bucket.")
+    refill_per_s: float = Field(1_000.0, gt=0, description="Refill of the bucket per second.")
 
 
 class TokenBucketConfig(BucketConfig):
     """Parameters of `token_bucket`."""
 
-    cost: Literal["prompt_tokens", "requests"] = Field("prompt_tokens", description="What a request uses.")
-    by: Literal["tenant", "slo_class", "all"] = Field("tenant", description="Who has a bucket of its own.")
+    cost: Literal["prompt_tokens", "requests"] = Field("prompt_tokens", description="Unit that the bucket holds.")
+    by: Literal["tenant", "slo_class", "all"] = Field("tenant", description="Group of requests that shares a bucket.")
     when_empty: Literal["defer", "refuse"] = Field(
         "refuse",
-        description="Whether a request that the bucket does not cover waits for the refill, or is turned away.",
+        description="Treatment of a request that the bucket does not cover: it waits for the refill, or is refused.",
     )
     buckets: dict[str, BucketConfig] = Field(
-        default_factory=dict, description="By tenant or class, where they have another size or refill."
+        default_factory=dict, description="Buckets by tenant or class, where size or refill differ."
     )
 
 

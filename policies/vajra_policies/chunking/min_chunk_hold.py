@@ -23,7 +23,7 @@ class MinChunkHoldConfig(FixedChunkConfig):
     max_delay_steps: int = Field(
         8,
         ge=0,
-        description="Steps after which a request's chunk is held back no more.",
+        description="Number of steps after which a request's chunk is no longer held back.",
         json_schema_extra={"unit": "steps"},
     )
 

@@ -33,7 +33,9 @@ class MixedPrefillGovernorConfig(FixedChunkConfig):
         json_schema_extra={"unit": "steps"},
     )
     max_wait_s: float | None = Field(
-        0.25, gt=0, description="Wait of the most urgent request after which a prompt is let in at once, seconds."
+        0.25,
+        gt=0,
+        description="Waiting time of the most urgent request after which a prompt is admitted at once, seconds.",
     )
 
 

@@ -15,7 +15,7 @@ class LongestPrefixMatchConfig(PolicyConfig):
     fcfs_above: int | None = Field(
         128,
         ge=0,
-        description="Waiting requests a replica above which they are served in order of arrival; null: never.",
+        description="Number of waiting requests for each replica above which they are served in order of arrival; null: never.",
     )
 
 

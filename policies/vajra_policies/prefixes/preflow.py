@@ -12,7 +12,9 @@ from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, Pol
 class PreflowConfig(PolicyConfig):
     """Parameters of `preflow`."""
 
-    doubling_s: float = Field(10.0, gt=0, description="Wait by which a request's priority doubles (D), seconds.")
+    doubling_s: float = Field(
+        10.0, gt=0, description="Waiting time after which a request's priority has doubled (D), seconds."
+    )
 
 
 def attention_work(num_tokens: int) -> int:

@@ -16,7 +16,7 @@ class ResidualShortestJobConfig(PolicyConfig):
     max_wait_s: float | None = Field(
         10.0,
         ge=0,
-        description="Wait from which requests go first, in order of arrival, seconds; 0: all do; null: never.",
+        description="Waiting time from which requests go first, in order of arrival, seconds; 0: all do; null: none.",
     )
 
 

@@ -19,7 +19,7 @@ class JustitiaConfig(LengthConfig):
 
     cost_metadata: str = Field(
         "agent_cost",
-        description="Metadata of an agent's first call with its cost in all, KV tokens times steps; predicted where it is absent or no cost.",
+        description="Metadata key of an agent's first call with its total cost, KV tokens times steps; predicted where it is absent or invalid.",
     )
 
 

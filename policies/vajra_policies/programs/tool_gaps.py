@@ -17,10 +17,11 @@ class ToolGapConfig(PolicyConfig):
 
     ttl_s: float = Field(2.0, ge=0, description="Time for which the content of a program stays after a call, seconds.")
     max_mean_gap_s: float = Field(
-        2.0, ge=0, description="Mean time of a tool, so far, above which content is not kept, seconds."
+        2.0, ge=0, description="Mean time of a tool so far above which content is not kept, seconds."
     )
     tool_metadata: str = Field(
-        "tool", description="Metadata with the name of the tool that runs after a call; without it, the call's stage."
+        "tool",
+        description="Metadata key with the name of the tool that runs after a call; where it is absent, the call's stage.",
     )
 
 

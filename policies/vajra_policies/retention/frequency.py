@@ -27,7 +27,7 @@ class LeastFrequentlyUsed:
 class SlruConfig(PolicyConfig):
     """Parameters of `slru`."""
 
-    protected_threshold: int = Field(2, ge=1, description="Uses from which on content is protected.")
+    protected_threshold: int = Field(2, ge=1, description="Number of uses from which content is protected.")
 
 
 class SegmentedLru:

@@ -26,7 +26,7 @@ class KvflowConfig(PolicyConfig):
         description="Step graph: stages that may follow each stage. Empty: learned from the order in which programs' calls came.",
     )
     hold_steps: int = Field(
-        16, ge=0, description="Steps beyond which nobody looks: all that is further away is equal (hold_step)."
+        16, ge=0, description="Number of steps to look ahead; all content needed later is equal (hold_step)."
     )
     max_learned_stages: int = Field(1024, ge=1, description="Stages whose successors are learned.")
 

@@ -17,7 +17,7 @@ class TtlConfig(PolicyConfig):
     ttl_s: Seconds = Field(300.0, description="Time that idle content lives after its last use, seconds.")
     ttl_by_slo_class_s: dict[str, Seconds] = Field(
         default_factory=dict,
-        description="Time that content lives which a request of this class of service used last, seconds.",
+        description="Time that content lives after its last use, by the class of service of the request that used it, seconds.",
     )
 
 

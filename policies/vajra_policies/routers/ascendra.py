@@ -26,12 +26,12 @@ class AscendraConfig(PolicyConfig):
         0.25,
         gt=0,
         lt=1,
-        description="Part of the replicas, at least one of several, that take over urgent requests (HP).",
+        description="Fraction of the replicas, at least one of several, that take over urgent requests (HP).",
     )
     margin_s: float = Field(
-        0.2, ge=0, description="Time before its last chance at which a request is handed over, seconds."
+        0.2, ge=0, description="Time before its latest start at which a request is handed over, seconds."
     )
-    interval_s: float = Field(0.05, gt=0, description="Time between two looks at those that wait, seconds.")
+    interval_s: float = Field(0.05, gt=0, description="Interval at which waiting requests are checked, seconds.")
 
 
 class Ascendra(BindsOnArrival):

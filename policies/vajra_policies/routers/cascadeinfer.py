@@ -25,10 +25,12 @@ from vajra_py.contract import (
 class CascadeinferConfig(PolicyConfig):
     """Parameters of `cascadeinfer`."""
 
-    interval_s: float = Field(0.1, gt=0, description="Time between two looks at who has outgrown its range, seconds.")
-    plan_s: float = Field(10.0, gt=0, description="Time after which ranges are chosen anew, seconds.")
+    interval_s: float = Field(
+        0.1, gt=0, description="Interval at which requests that have outgrown their range are searched, seconds."
+    )
+    plan_s: float = Field(10.0, gt=0, description="Interval at which ranges are recomputed, seconds.")
     own_tokens: float = Field(
-        500.0, ge=0, description="Context tokens that a request weighs in a step beside its context."
+        500.0, ge=0, description="Cost of a request in a step besides its context, in context tokens."
     )
 
 

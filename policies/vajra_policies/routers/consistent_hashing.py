@@ -18,13 +18,14 @@ class ConsistentHashingConfig(PolicyConfig):
     """Parameters of `consistent_hashing`."""
 
     by: Literal["session", "tenant"] = Field(
-        "session", description="What is hashed: the session or the tenant; requests without one are hashed by their id."
+        "session",
+        description="Key that is hashed: the session or the tenant; requests without one are hashed by their id.",
     )
-    virtual_nodes: int = Field(100, ge=1, description="Places of each replica on the ring.")
+    virtual_nodes: int = Field(100, ge=1, description="Number of points of each replica on the ring.")
     max_load_factor: float | None = Field(
         1.25,
         gt=1,
-        description="Most requests of a replica, as a multiple of the mean with the new one; null: any number (plain consistent hashing).",
+        description="Maximum number of requests of a replica, as a multiple of the mean with the new one; null: any number (plain consistent hashing).",
     )
 
 

@@ -46,7 +46,7 @@ class ContextLengthConfig(PolicyConfig):
     ranges: list[LengthRange] = Field(
         default_factory=list, description="Ranges of lengths and their replicas; the first that names a replica counts."
     )
-    enable_filtering: bool = Field(False, description="Whether the filter keeps only replicas whose range fits.")
+    enable_filtering: bool = Field(False, description="Keep only replicas whose range fits.")
 
 
 class ContextLengthAware:

@@ -40,7 +40,8 @@ class PrefixBasedConfig(OfPrefixProducer):
     )
     prompt_tokens: int = Field(0, ge=0, description="Prompts shorter than this are never computed apart.")
     comparison: Literal[">=", ">"] = Field(
-        ">=", description="`>=`: as llm-d compares; `>`: as BLIS does, for whom 0 is no special case."
+        ">=",
+        description="Comparison with the threshold: `>=` as in llm-d; `>` as in BLIS, for which 0 is no special case.",
     )
 
 
@@ -67,7 +68,7 @@ class IslBoundingConfig(OfPrefixProducer):
     """Parameters of `isl-bounding-decider`."""
 
     eff_isl_threshold: int = Field(2048, ge=0, description="Uncached tokens below which a prompt may stay, tokens.")
-    eff_isl_ratio_threshold: float = Field(0.7, ge=0, description="Uncached part below which it may stay, fraction.")
+    eff_isl_ratio_threshold: float = Field(0.7, ge=0, description="Uncached fraction below which a prompt may stay.")
 
 
 class IslBounding:

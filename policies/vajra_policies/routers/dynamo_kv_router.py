@@ -31,24 +31,28 @@ from vajra_py.contract import (
 class CostRouterConfig(PolicyConfig):
     """Parameters of `dynamo_kv_router`, under Dynamo's names; it draws ties from the run's stream of that name."""
 
-    overlap_score_credit: float = Field(1.0, ge=0, description="Blocks that a cached block spares.")
+    overlap_score_credit: float = Field(1.0, ge=0, description="Credit of a cached block, blocks.")
     overlap_score_credit_decay: float = Field(
-        0.0, ge=0, description="Loss of that credit on replicas with more to compute than the least loaded one."
+        0.0, ge=0, description="Decay of that credit on replicas with more to compute than the least loaded one."
     )
-    prefill_load_scale: float = Field(1.0, ge=0, description="Weight of the blocks to compute beside those to hold.")
+    prefill_load_scale: float = Field(1.0, ge=0, description="Weight of blocks to compute relative to blocks to hold.")
     decode_active_request_weight: float = Field(0.0, ge=0, description="Blocks that each active request counts for.")
     router_temperature: float = Field(
-        0.0, ge=0, description="0: the least cost. Above: by chance, e^(-(cost - min) / ((max - min) * temperature))."
+        0.0,
+        ge=0,
+        description="Temperature of the choice; 0: the least cost; above: at random, in proportion to e^(-(cost - min) / ((max - min) * temperature)).",
     )
     router_track_prefill_tokens: bool = Field(
-        True, description="Whether blocks to compute count; without, the credit is taken from the blocks to hold."
+        True, description="Count blocks to compute; false: the credit is subtracted from the blocks to hold."
     )
-    router_assume_kv_reuse: bool = Field(True, description="Whether blocks that requests share count once.")
-    router_track_output_blocks: bool = Field(False, description="Whether generated blocks count.")
+    router_assume_kv_reuse: bool = Field(True, description="Count blocks that requests share once.")
+    router_track_output_blocks: bool = Field(False, description="Count generated blocks.")
     use_kv_events: bool = Field(
-        True, description="True: cached blocks are what the replicas hold. False: what was sent there of late."
+        True, description="Use the replicas' own caches to count cached blocks; false: the prompts recently sent there."
     )
-    router_ttl_secs: float = Field(120.0, gt=0, description="Seconds that sent blocks count as cached, without events.")
+    router_ttl_secs: float = Field(
+        120.0, gt=0, description="Time for which sent blocks count as cached, without events, seconds."
+    )
 
 
 class CostRouter(BindsOnArrival):

@@ -50,12 +50,12 @@ class DynaserveConfig(LengthConfig):
     """Parameters of `dynaserve`, which places both parts."""
 
     output_weight: float = Field(
-        8.0, gt=0, description="Prompt tokens that an output token counts for; it takes as much of a step's time or so."
+        8.0, gt=0, description="Number of prompt tokens that an output token counts for, by its share of a step's time."
     )
     min_part_tokens: int = Field(
         256,
         ge=1,
-        description="Work of the smallest part; a request that would have a smaller one stays whole.",
+        description="Minimum work of a part; a request with a smaller one is not split.",
         json_schema_extra={"unit": "tokens"},
     )
 

@@ -75,8 +75,8 @@ class ScoreAlgorithm(PolicyConfig):
 class AttributeScorerConfig(PolicyConfig):
     """Parameters of `endpoint-attribute-scorer`."""
 
-    attribute_key: Attribute = Field(description="Figure of the replicas.")
-    algorithm: ScoreAlgorithm = Field(description="Whether low or high values are good, and over which range.")
+    attribute_key: Attribute = Field(description="Attribute of the replicas.")
+    algorithm: ScoreAlgorithm = Field(description="Direction of good values, low or high, and their range.")
 
 
 class EndpointAttributeScorer:
@@ -124,9 +124,9 @@ class FilterAlgorithm(PolicyConfig):
 class AttributeFilterConfig(PolicyConfig):
     """Parameters of `endpoint-attribute-filter`."""
 
-    attribute: Attribute = Field(description="Figure of the replicas.")
+    attribute: Attribute = Field(description="Attribute of the replicas.")
     algorithm: FilterAlgorithm = Field(description="Condition on which a replica is kept.")
-    fallback_on_empty: bool = Field(False, description="Whether all are kept where none fulfils the condition.")
+    fallback_on_empty: bool = Field(False, description="Keep all replicas where none fulfils the condition.")
 
 
 class EndpointAttributeFilter:

@@ -40,7 +40,7 @@ class DisaggregationConfig(PolicyConfig):
     )
     decider: DeciderChoice | None = Field(
         None,
-        description="Which prompts are computed apart, by the decode replica chosen first; none: never. Only with `decode-first`.",
+        description="Decider of which prompts are computed apart, given the decode replica chosen first; none: never. Only with `decode-first`.",
     )
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class EndpointPickerPolicyConfig(PolicyConfig):
         default_factory=dict,
         description="Profiles of a disaggregated replicaset, in place of filters, scorers and picker; `decode` is needed.",
     )
-    disaggregation: DisaggregationConfig | None = Field(None, description="How the profiles work together.")
+    disaggregation: DisaggregationConfig | None = Field(None, description="Order in which the profiles are applied.")
 
     @model_validator(mode="before")
     @classmethod

@@ -35,10 +35,10 @@ class InFlightConfig(OfPrefixProducer):
     """Parameters of `inflight-load-producer`."""
 
     add_estimated_output_tokens: bool = Field(
-        False, description="Whether tokens are counted to the end of the request, an estimate of its output among them."
+        False, description="Count tokens to the end of the request, with an estimate of its output."
     )
     output_ratio: float = Field(1.5, ge=0, description="Estimated output tokens for each prompt token.")
-    max_estimated_output_tokens: int | None = Field(None, ge=0, description="Most output tokens that are estimated.")
+    max_estimated_output_tokens: int | None = Field(None, ge=0, description="Maximum of the estimated output tokens.")
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class ByLabelConfig(PolicyConfig):
 
     label: Label = Field(description="Name of the label.")
     valid_values: list[str] = Field(default_factory=list, description="Values whose replicas are kept.")
-    allows_no_label: bool = Field(False, description="Whether replicas without it are kept; here all have it.")
+    allows_no_label: bool = Field(False, description="Keep replicas without the label; here all have it.")
 
     @model_validator(mode="after")
     def _keeps_any(self) -> ByLabelConfig:

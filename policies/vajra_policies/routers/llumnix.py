@@ -36,17 +36,15 @@ class LlumnixConfig(PolicyConfig):
     dispatch_counts: Counted = Field(
         "all",
         description=(
-            "Waiting requests whose demand for blocks counts when a request is dispatched: all of a replica's, or the first alone. "
-            "For migration the first counts, so that one that fits nowhere finds room."
+            "Waiting requests whose block demand counts when a request is dispatched: all of a replica's, or the first only. For migration the first counts, so that one that fits nowhere finds room."
         ),
     )
-    migrates: bool = Field(True, description="Move requests between replicas; False: dispatch alone.")
-    interval_s: float = Field(0.05, gt=0, description="Time between two looks at all replicas, seconds.")
+    migrates: bool = Field(True, description="Migrate requests between replicas; false: only dispatch them.")
+    interval_s: float = Field(0.05, gt=0, description="Interval at which migrations are decided, seconds.")
     migrate_below: float = Field(
         3.0,
         description=(
-            "Freeness, in steps, up to which a replica gives a request away, and above which it takes one; a replica with a "
-            "preempted request gives one away whatever its freeness."
+            "Freeness, in steps, up to which a replica gives a request away, and above which it takes one; a replica with a preempted request gives one away at any freeness."
         ),
     )
     pairs: Literal["defrag", "balanced"] = Field(

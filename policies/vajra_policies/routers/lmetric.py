@@ -14,11 +14,11 @@ class LmetricConfig(PolicyConfig):
     """Parameters of `lmetric`; the paper's rule has none."""
 
     counts_pending: bool = Field(
-        True, description="Whether the tokens that a replica has left to prefill count beside the request's own."
+        True, description="Count the tokens that a replica has left to prefill besides the request's own."
     )
     counts_itself: bool = Field(
         True,
-        description="Whether the request counts among the replica's; if not, any idle replica wins over a cached prefix.",
+        description="Count the request among the replica's; false: any idle replica wins over a cached prefix.",
     )
 
 

@@ -56,7 +56,7 @@ class KvCacheUtilizationScorer:
 class LoadAwareConfig(PolicyConfig):
     """Parameters of `load-aware-scorer`."""
 
-    threshold: int = Field(128, ge=1, description="Waiting requests from which on the score is 0.")
+    threshold: int = Field(128, ge=1, description="Number of waiting requests from which the score is 0.")
 
 
 class LoadAwareScorer:
@@ -78,7 +78,9 @@ class _OfProducer(PolicyConfig):
 class ActiveRequestConfig(_OfProducer):
     """Parameters of `active-request-scorer`."""
 
-    idle_threshold: int = Field(0, ge=0, description="Requests in flight up to which a replica counts as idle.")
+    idle_threshold: int = Field(
+        0, ge=0, description="Maximum number of requests in flight of a replica that counts as idle."
+    )
     max_busy_score: float = Field(1.0, ge=0, le=1, description="Factor of the scores of replicas that are not idle.")
 
 
@@ -102,7 +104,9 @@ class TokenLoadConfig(_OfProducer):
     """Parameters of `token-load-scorer`."""
 
     queue_threshold_tokens: int = Field(
-        4_194_304, ge=1, description="Tokens in flight from which on the score is 0 (128 requests of 32 Ki tokens)."
+        4_194_304,
+        ge=1,
+        description="Number of tokens in flight from which the score is 0 (128 requests of 32 Ki tokens).",
     )
 
 

@@ -36,7 +36,7 @@ class E2Config(PolicyConfig):
     window_s: float = Field(
         180.0, gt=0, description="Length of the window whose requests are a replica's load, seconds."
     )
-    default_output_tokens: float = Field(45.0, ge=0, description="Output length where nothing is predicted, tokens.")
+    default_output_tokens: float = Field(45.0, ge=0, description="Output length where none is predicted, tokens.")
     imbalance_ratio: float = Field(
         1.5, ge=1, description="Load of the heaviest replica over that of the lightest from which prefixes are moved."
     )

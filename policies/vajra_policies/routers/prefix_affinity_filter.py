@@ -31,16 +31,16 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
     """Parameters of `prefix-cache-affinity-filter`."""
 
     affinity_threshold: float = Field(
-        0.8, ge=0, le=1, description="Cached part of the prompt from which on a replica is sticky; 0: keep all."
+        0.8, ge=0, le=1, description="Cached fraction of the prompt from which a replica is sticky; 0: keep all."
     )
     exploration_probability: float = Field(0.0, ge=0, le=1, description="Probability of keeping all.")
     max_ttft_penalty_ms: float = Field(
         18_000.0,
         ge=0,
-        description="Milliseconds by which the best sticky replica may be slower than the best other one; 0: any.",
+        description="Maximum time by which the best sticky replica may be slower than the best other one, milliseconds; 0: any.",
     )
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = Field(
-        "prefillThroughput", description="Times to first token: from tokens in flight, or predicted."
+        "prefillThroughput", description="Source of times to first token: tokens in flight, or predictions."
     )
     peak_prefill_throughput: float = Field(15_928.0, ge=0, description="Prompt tokens per second of a replica.")
     latency_prediction_info_producer_name: str = Field(LATENCIES, description="Producer that predicts latencies.")

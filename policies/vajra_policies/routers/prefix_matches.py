@@ -33,16 +33,16 @@ class ApproximateConfig(PolicyConfig):
 
     auto_tune: bool = Field(
         True,
-        description="Whether the replicas' own block size and number of blocks replace the two parameters beside this one.",
+        description="Use the replicas' own block size and number of blocks in place of the next two parameters.",
     )
     block_size_tokens: int = Field(16, ge=1, description="Tokens of a block of the index.")
     lru_capacity_per_server: int = Field(31_250, ge=1, description="Blocks that the index keeps for each replica.")
     min_block_size_tokens: int = Field(64, ge=1, description="Smallest block size that is used, whatever is set.")
     max_prefix_tokens_to_match: int = Field(
-        131_072, ge=0, description="Leading tokens that are compared; 0: as many as the next parameter says."
+        131_072, ge=0, description="Number of leading tokens to compare; 0: as the next parameter says."
     )
     max_prefix_blocks_to_match: int = Field(
-        2048, ge=0, description="Leading blocks that are compared where the tokens are not limited; 0: all."
+        2048, ge=0, description="Number of leading blocks to compare where tokens are not limited; 0: all."
     )
 
 

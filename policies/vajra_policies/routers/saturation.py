@@ -43,7 +43,7 @@ class UtilizationConfig(PolicyConfig):
     """Parameters of `utilization-filter`."""
 
     conditions: list[Condition] = Field(min_length=1, description="Upper bounds; a replica must keep to all.")
-    fallback_on_empty: bool = Field(False, description="Whether all are kept where none keeps to the bounds.")
+    fallback_on_empty: bool = Field(False, description="Keep all replicas where none keeps to the bounds.")
     in_flight_load_producer_name: str = Field(IN_FLIGHT, description="Producer that counts what is in flight.")
 
 
@@ -75,9 +75,9 @@ class UtilizationDetectorConfig(PolicyConfig):
 
     queue_depth_threshold: int = Field(5, ge=1, description="Waiting requests of a saturated replica.")
     kv_cache_util_threshold: float = Field(
-        0.8, gt=0, le=1, description="Used part of the KV memory of a saturated one."
+        0.8, gt=0, le=1, description="Used fraction of the KV memory of a saturated replica."
     )
-    headroom: float = Field(0.0, ge=0, description="Part by which the thresholds may be exceeded.")
+    headroom: float = Field(0.0, ge=0, description="Fraction by which the thresholds may be exceeded.")
 
 
 class UtilizationDetector:
@@ -99,7 +99,9 @@ class ConcurrencyDetectorConfig(PolicyConfig):
     max_concurrency: int = Field(100, ge=1, description="Requests in flight at a replica.")
     max_token_concurrency: int = Field(1_000_000, ge=1, description="Tokens in flight at a replica.")
     headroom: float = Field(0.0, ge=0, description="Part by which the limits may be exceeded.")
-    concurrency_mode: Literal["requests", "tokens", "hybrid"] = Field("requests", description="What is limited.")
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = Field(
+        "requests", description="Quantity that is limited."
+    )
     in_flight_load_producer_name: str = Field(IN_FLIGHT, description="Producer that counts what is in flight.")
 
 

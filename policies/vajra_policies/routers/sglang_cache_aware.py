@@ -31,7 +31,7 @@ class CacheAwareConfig(PolicyConfig):
     """Parameters of `sglang_cache_aware`."""
 
     cache_threshold: float = Field(
-        0.3, ge=0, le=1, description="Common part of the prompt above which it is followed, fraction."
+        0.3, ge=0, le=1, description="Common fraction of the prompt above which its replica is chosen."
     )
     balance_abs_threshold: int = Field(
         64, ge=0, description="Requests by which the most loaded replica must exceed the least loaded one to be uneven."

@@ -17,28 +17,35 @@ class ThunderAgentConfig(PolicyConfig):
     """Parameters of `thunderagent`, with Dynamo's defaults."""
 
     pause_threshold: float = Field(
-        0.95, gt=0, le=1, description="Part of a replica's tokens above which programs are paused."
+        0.95, gt=0, le=1, description="Fraction of a replica's tokens above which programs are paused."
     )
-    pause_target: float = Field(0.80, gt=0, le=1, description="Part of them down to which programs are paused.")
+    pause_target: float = Field(
+        0.80, gt=0, le=1, description="Fraction of a replica's tokens down to which programs are paused."
+    )
     soft_demote_threshold: float = Field(
-        0.80, gt=0, le=1, description="Part of them from which its programs' calls are put behind others."
+        0.80,
+        gt=0,
+        le=1,
+        description="Fraction of a replica's tokens from which its programs' calls are put behind others.",
     )
     soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
     resume_hysteresis: float = Field(
         0.10,
         ge=0,
         lt=1,
-        description="Part of a replica's tokens below pause_threshold that stays free when programs are resumed.",
+        description="Fraction of a replica's tokens below pause_threshold that stays free when programs are resumed.",
     )
     resume_priority_boost_s: float = Field(1.0, description="Seconds by which calls of resumed programs are put ahead.")
     resume_timeout_s: float = Field(
-        1800.0, gt=0, description="Time after which a paused program is resumed wherever most room is."
+        1800.0,
+        gt=0,
+        description="Time after which a paused program is resumed on the replica with the most room, seconds.",
     )
     acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
     acting_decay_tau_s: float = Field(
-        1.0, gt=0, description="Half-life of their tokens where a program is resumed after resume_timeout_s."
+        1.0, gt=0, description="Half-life of these tokens where a program is resumed after resume_timeout_s, seconds."
     )
-    scheduler_interval_s: float = Field(5.0, gt=0, description="Time between two looks at all programs.")
+    scheduler_interval_s: float = Field(5.0, gt=0, description="Interval at which all programs are checked, seconds.")
     buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")
 
 

@@ -32,19 +32,22 @@ class DynamoPlannerConfig(PolicyConfig):
             "latencies."
         ),
     )
-    by_load: bool = Field(True, description="One replica up or down for each pool, every `load_interval_s`.")
+    by_load: bool = Field(True, description="Start or stop one replica of each pool every `load_interval_s`, by load.")
     by_throughput: bool = Field(
-        True, description="Replicas for the expected requests, every `throughput_interval_s`; with target `sla` only."
+        True,
+        description="Set the number of replicas for the expected requests every `throughput_interval_s`; with target `sla` only.",
     )
     load_interval_s: float = Field(5.0, gt=0, description="Time between decisions on load, seconds.")
     throughput_interval_s: float = Field(180.0, gt=0, description="Time between decisions on throughput, seconds.")
     ttft_slo_s: float = Field(0.5, gt=0, description="Promised time to first token, seconds.")
     itl_slo_s: float = Field(0.05, gt=0, description="Promised time between tokens, seconds.")
     down_sensitivity_fraction: float = Field(
-        0.8, gt=0, le=1, description="Part of a promise that the remaining replicas may need after one is stopped."
+        0.8, gt=0, le=1, description="Fraction of a promise that the remaining replicas may need after one is stopped."
     )
-    max_change: int = Field(8, ge=1, description="Most replicas by which one decision on throughput changes a pool.")
-    max_devices: int | None = Field(None, ge=1, description="Most devices of all pools; null: any number.")
+    max_change: int = Field(
+        8, ge=1, description="Maximum number of replicas by which one decision on throughput changes a pool."
+    )
+    max_devices: int | None = Field(None, ge=1, description="Maximum number of devices of all pools; null: any number.")
     min_devices: int | None = Field(None, ge=0, description="Devices below which nothing is stopped; null: any number.")
     devices_per_replica: dict[str, int] = Field(
         default_factory=dict, description="Devices of a replica, by pool; 1 where a pool is left out."

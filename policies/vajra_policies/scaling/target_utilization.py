@@ -24,22 +24,25 @@ class TargetUtilizationConfig(PolicyConfig):
     metric: Metric = Field(
         "kv_usage",
         description=(
-            "Load of a replica: part of its KV blocks that is in use, requests that run and wait, or tokens left to prefill. What waits "
-            "in the shared queue counts in the latter two."
+            "Load of a replica: fraction of its KV blocks in use, running and waiting requests, or tokens left to prefill. Requests in the shared queue count in the latter two."
         ),
     )
     target: float = Field(
-        0.7, gt=0, description="Mean load over the replicas that is aimed at: a fraction, requests, or tokens."
+        0.7, gt=0, description="Target of the mean load over the replicas: a fraction, requests, or tokens."
     )
-    interval_s: float = Field(15.0, gt=0, description="Time between two looks, seconds.")
+    interval_s: float = Field(15.0, gt=0, description="Interval between decisions, seconds.")
     tolerance_fraction: float = Field(
         0.1, ge=0, lt=1, description="Deviation from the target that changes nothing, fraction of the target."
     )
     up_window_s: float = Field(
-        0.0, ge=0, description="More replicas are started only as far as every look of so long asked for them, seconds."
+        0.0,
+        ge=0,
+        description="Time for which decisions must agree before replicas are started, seconds; the lowest number counts.",
     )
     down_window_s: float = Field(
-        300.0, ge=0, description="Replicas are stopped only as far as every look of so long asked for it, seconds."
+        300.0,
+        ge=0,
+        description="Time for which decisions must agree before replicas are stopped, seconds; the highest number counts.",
     )
 
     @model_validator(mode="after")

@@ -30,7 +30,10 @@ class LearningToRankConfig(LengthConfig):
         10.0, gt=0, description="Time without running after which a request is boosted, seconds."
     )
     boost_steps: int = Field(
-        100, ge=1, description="Steps that a boosted request runs before others.", json_schema_extra={"unit": "steps"}
+        100,
+        ge=1,
+        description="Number of steps for which a boosted request goes before others.",
+        json_schema_extra={"unit": "steps"},
     )
 
 

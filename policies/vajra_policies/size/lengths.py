@@ -14,9 +14,9 @@ from vajra_py.contract.latency import OutputLengthPredictor
 class LengthConfig(PolicyConfig):
     """Parameters of expected output lengths. The predictor is the backend's `output_length`."""
 
-    estimate: Literal["mean", "p50", "p90"] = Field("mean", description="Figure of a predicted length that counts.")
+    estimate: Literal["mean", "p50", "p90"] = Field("mean", description="Statistic of a predicted length that is used.")
     default_output_tokens: float = Field(
-        256.0, gt=0, description="Output length where nothing is predicted.", json_schema_extra={"unit": "tokens"}
+        256.0, gt=0, description="Output length where none is predicted, tokens.", json_schema_extra={"unit": "tokens"}
     )
 
 
@@ -26,7 +26,7 @@ class SizeConfig(LengthConfig):
     prompt_weight: float = Field(
         0.01,
         ge=0,
-        description="Output tokens that a prompt token counts for; it takes that part of a decode's time or so.",
+        description="Number of output tokens that a prompt token counts for, by its share of a decode's time.",
     )
 
 

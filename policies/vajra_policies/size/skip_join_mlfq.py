@@ -27,7 +27,7 @@ class SkipJoinMlfqConfig(PolicyConfig):
         0.01, gt=0, description="Time that a request may run at the first level, seconds; about a decode step."
     )
     quantum_ratio: float = Field(2.0, gt=1, description="Quantum of a level over that of the one above it.")
-    num_levels: int = Field(16, ge=1, description="Levels.")
+    num_levels: int = Field(16, ge=1, description="Number of levels.")
     skips: bool = Field(True, description="Join at the level whose quantum covers the prompt; if not, at the first.")
     starvation_s: float = Field(
         3.0, gt=0, description="Time without running after which a request is promoted, seconds."

@@ -16,7 +16,7 @@ class TrailConfig(LengthConfig):
     preemptible_fraction: float = Field(
         0.8,
         ge=0,
-        description="Part of the output expected at arrival (C) after which a request is not preempted; 0: never, from 1: SRPT.",
+        description="Fraction of the output expected at arrival (C) after which a request is not preempted; 0: never preempted, from 1: SRPT.",
     )
 
 

@@ -28,20 +28,16 @@ class AdaServeConfig(FixedChunkConfig):
     budget_tokens: int = Field(
         160,
         ge=1,
-        description="B: tokens of decodes and their drafts in a step; up to which a step takes about as long as a small one.",
+        description="B: maximum number of tokens of decodes and their drafts in a step, up to which a step takes about as long as a small one.",
         json_schema_extra={"unit": "tokens"},
     )
     most_needed: int = Field(
         3,
         ge=1,
-        description="n_max: most drafts that a request gets because it needs them; more only where they pay most.",
+        description="n_max: maximum number of drafts that a request gets for its promise; further ones go where they gain most.",
     )
-    acceptance: float = Field(
-        0.7, ge=0, le=1, description="Chance that a draft is accepted, of a request without any yet."
-    )
-    prior_drafts: float = Field(
-        4.0, gt=0, description="Number of drafts that this chance counts for beside a request's own."
-    )
+    acceptance: float = Field(0.7, ge=0, le=1, description="Prior probability that a draft is accepted.")
+    prior_drafts: float = Field(4.0, gt=0, description="Weight of the prior, in drafts.")
 
 
 class Wish(NamedTuple):

@@ -31,14 +31,14 @@ class AndesConfig(PolicyConfig):
         1.0, gt=0, description="Time to the first token that is expected where none is promised, seconds."
     )
     horizon_s: float = Field(
-        10.0, gt=0, description="Time over which being served or not is compared (Delta t), seconds."
+        10.0, gt=0, description="Horizon over which serving a request or not is compared (Delta t), seconds."
     )
     preemption_cap: float | None = Field(
         1.0,
         ge=0,
-        description="Preemptions a request, in the mean, from which those that run stay; null: no cap.",
+        description="Mean number of preemptions per request from which none is preempted; null: no cap.",
     )
-    first_step_s: float = Field(0.03, gt=0, description="Step time before any step has ended, seconds.")
+    first_step_s: float = Field(0.03, gt=0, description="Assumed step time before any step has ended, seconds.")
 
 
 class Andes:

@@ -19,7 +19,7 @@ class ConserveConfig(PreemptiveConfig):
     offline_step_s: float = Field(
         0.1,
         gt=0,
-        description="Predicted time of a step of offline requests alone, seconds: what an online request waits for at most.",
+        description="Predicted time of a step of offline requests alone, seconds: the longest that an online request waits.",
     )
     offline_from_priority: int = Field(
         1, description="Requests with this priority, or a less urgent one, are offline; lower numbers are more urgent."

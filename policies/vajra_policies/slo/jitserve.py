@@ -28,7 +28,7 @@ class JitserveConfig(LengthConfig):
     """Parameters of `jitserve`; the defaults are those of its code."""
 
     estimate: Literal["mean", "p50", "p90"] = Field(
-        "p90", description="Figure of a predicted length that counts; the paper takes an upper quantile."
+        "p90", description="Statistic of a predicted length that is used; the paper takes an upper quantile."
     )
     output_weight: float = Field(8.0, ge=0, description="Reward of an output token over that of a prompt token (w).")
     lateness_power: float = Field(
@@ -43,7 +43,7 @@ class JitserveConfig(LengthConfig):
     window_steps: int = Field(
         10, ge=1, description="Steps over which the step time is averaged.", json_schema_extra={"unit": "steps"}
     )
-    first_step_s: float = Field(0.02, gt=0, description="Step time before any step has ended, seconds.")
+    first_step_s: float = Field(0.02, gt=0, description="Assumed step time before any step has ended, seconds.")
 
 
 class Jitserve:

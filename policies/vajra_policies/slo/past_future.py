@@ -31,13 +31,12 @@ class PastFutureConfig(FixedChunkConfig):
     lengths: Literal["history", "predicted", "longest"] = Field(
         "history",
         description=(
-            "Output lengths to come: drawn from the past ones, the mean of the backend's `output_length`, or what requests may "
-            "generate at most (the conservative rule)."
+            "Source of future output lengths: drawn from past ones, the mean of the backend's `output_length`, or the maximum that requests may generate (the conservative rule)."
         ),
     )
     window: int = Field(1000, ge=1, description="Past requests whose output lengths are kept.")
     reserve_fraction: float = Field(
-        0.03, ge=0, lt=1, description="Part of the KV memory that no peak may touch, fraction."
+        0.03, ge=0, lt=1, description="Fraction of the KV memory that peaks must leave free."
     )
 
 

@@ -27,13 +27,16 @@ class QlmConfig(PolicyConfig):
     group_requests: int = Field(32, ge=1, description="Requests of a group.", json_schema_extra={"unit": "requests"})
     default_slo_s: float = Field(600.0, gt=0, description="Promise of requests without one, seconds.")
     throughput: float = Field(
-        1000.0, gt=0, description="Output tokens a second that are expected before any request has ended."
+        1000.0, gt=0, description="Assumed output tokens per second before any request has ended."
     )
     output_tokens: float = Field(
         256.0, gt=0, description="Mean output before any request has ended.", json_schema_extra={"unit": "tokens"}
     )
     window: int = Field(
-        200, ge=2, description="Ended requests that both are averaged over.", json_schema_extra={"unit": "requests"}
+        200,
+        ge=2,
+        description="Number of ended requests that both are averaged over.",
+        json_schema_extra={"unit": "requests"},
     )
 
 

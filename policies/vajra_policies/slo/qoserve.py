@@ -36,12 +36,12 @@ class QoserveConfig(PolicyConfig):
     default_ttft_s: float = Field(
         600.0, gt=0, description="Time to the first token of requests without promises, seconds."
     )
-    relegates: bool = Field(True, description="Whether requests that would be late anyway go behind all others.")
+    relegates: bool = Field(True, description="Put requests that would be late anyway behind all others.")
     first_throughput: float = Field(
-        8500.0, gt=0, description="Tokens a second that relegation expects at first; later what was computed."
+        8500.0, gt=0, description="Tokens per second that relegation assumes before any are measured."
     )
     decay: float = Field(
-        0.995, ge=0, lt=1, description="Weight of the past in that average, at each step with prompts."
+        0.995, ge=0, lt=1, description="Weight of the past in that moving average, at each step with prompts."
     )
 
 

@@ -37,7 +37,7 @@ class ScorpioConfig(FixedChunkConfig):
         description="Time per output token of requests without a promise, seconds; at least the loosest promise counts.",
     )
     rejects: bool = Field(
-        True, description="Whether waiting requests that would miss their promised first token are turned away."
+        True, description="Refuse waiting requests that would miss their promised time to first token."
     )
 
 

@@ -30,7 +30,7 @@ class SlackChunkConfig(PreemptionConfig):
         description="Query tokens that a step with prompts may have in all, ascending.",
         json_schema_extra={"unit": "tokens"},
     )
-    safety_factor: float = Field(1.2, ge=1, description="Predicted step times are taken this many times as long.")
+    safety_factor: float = Field(1.2, ge=1, description="Factor of predicted step times, for safety.")
 
     @field_validator("sizes")
     @classmethod

@@ -27,20 +27,20 @@ class SlidingServeConfig(PreemptionConfig):
     """Parameters of `sliding_serve`. No defaults were found in what was read of the paper; these are round figures."""
 
     min_chunk: int = Field(
-        128, ge=1, description="Least prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+        128, ge=1, description="Minimum number of prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
     )
     max_chunk: int = Field(
-        2048, ge=1, description="Most prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+        2048, ge=1, description="Maximum number of prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
     )
     grain: int = Field(
         32, ge=1, description="Prompt tokens of a step are multiples of this.", json_schema_extra={"unit": "tokens"}
     )
-    safety_factor: float = Field(1.2, ge=1, description="Predicted step times are taken this many times as long.")
+    safety_factor: float = Field(1.2, ge=1, description="Factor of predicted step times, for safety.")
     candidates: int = Field(
         10,
         ge=1,
         le=64,
-        description="Prompts among which is chosen who can be in time.",
+        description="Maximum number of prompts to choose from those that can be in time.",
         json_schema_extra={"unit": "requests"},
     )
 

@@ -32,7 +32,7 @@ class NanoVllmConfig(PolicyConfig):
     prefill_budget_tokens: int = Field(
         16384,
         ge=1,
-        description="Most tokens of a prefill step, tokens; decode steps have no budget.",
+        description="Maximum number of tokens of a prefill step, tokens; decode steps have no budget.",
         json_schema_extra={"unit": "tokens"},
     )
 

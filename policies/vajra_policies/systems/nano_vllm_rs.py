@@ -33,18 +33,20 @@ class NanoVllmRsConfig(PolicyConfig):
     prefill_budget_tokens: int = Field(
         4096,
         ge=1,
-        description="Most prompt tokens of a step, tokens; decodes are not counted.",
+        description="Maximum number of prompt tokens of a step, tokens; decodes are not counted.",
         json_schema_extra={"unit": "tokens"},
     )
-    chunked_prefill: bool = Field(True, description="Whether prompts are cut into chunks.")
+    chunked_prefill: bool = Field(True, description="Split prompts into chunks.")
     chunk_size: int = Field(
-        512, ge=1, description="Most tokens of one prompt in a step, tokens.", json_schema_extra={"unit": "tokens"}
+        512,
+        ge=1,
+        description="Maximum number of tokens of one prompt in a step, tokens.",
+        json_schema_extra={"unit": "tokens"},
     )
     preemption: bool = Field(
         True,
         description=(
-            "Whether requests of lower priority are preempted for more urgent ones that wait and for decodes that lack a block. "
-            "If not, admission sets memory for the longest output aside, so that nobody ever needs to."
+            "Preempt requests of lower priority for more urgent waiting ones and for decodes that need a block; false: admission reserves memory for the longest output, so that no preemption is needed."
         ),
     )
 

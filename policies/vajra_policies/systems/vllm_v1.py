@@ -29,19 +29,18 @@ class VllmV1Config(PolicyConfig):
     victim: Literal["latest_admitted", "lowest_priority"] = Field(
         "latest_admitted",
         description=(
-            "Who is preempted when a running request lacks a block: the one admitted last (vLLM's fcfs), or the one with the "
-            "numerically highest priority, then the latest arrival (vLLM's priority)."
+            "Victim when a running request needs a block: the one admitted last (vLLM's fcfs), or the one with the numerically highest priority, then the latest arrival (vLLM's priority)."
         ),
     )
     max_num_active_requests: int | None = Field(
         None,
         ge=1,
-        description="Nobody is admitted while so many requests hold memory; null: the replica's batch limit.",
+        description="Number of requests holding memory from which none is admitted; null: the replica's batch limit.",
     )
     long_prefill_threshold_tokens: int = Field(
         0,
         ge=0,
-        description="Most tokens of one request in a step while others are in the system, tokens; 0: no cap.",
+        description="Maximum number of tokens of one request in a step while others are in the system, tokens; 0: no cap.",
         json_schema_extra={"unit": "tokens"},
     )
     adaptive_long_prefill_threshold: bool = Field(
@@ -50,30 +49,28 @@ class VllmV1Config(PolicyConfig):
     adaptive_share_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens of which that share is taken (vLLM's `max_num_batched_tokens`, where `max_num_scheduled_tokens` is less); "
-        "null: the token budget.",
+        description="Number of tokens that is divided into these shares (vLLM's `max_num_batched_tokens`, where `max_num_scheduled_tokens` is less); null: the token budget.",
         json_schema_extra={"unit": "tokens"},
     )
     chunked_prefill: bool = Field(
-        True, description="Cut a waiting prompt that exceeds what the budget has left; if not, admission stops there."
+        True, description="Split a waiting prompt that exceeds the remaining budget; false: admission stops there."
     )
     reserve_full_prompt: bool = Field(
-        True, description="Admit only what fits with its whole known sequence; a test, nothing is set aside."
+        True, description="Admit a request only if its whole known sequence fits; nothing is reserved."
     )
     watermark_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Part of all KV blocks that admission leaves free while others run, fraction."
+        0.0, ge=0, lt=1, description="Fraction of all KV blocks that admission leaves free while others run."
     )
     prefill_interval_steps: int = Field(
         1,
         ge=1,
-        description="Steps from one that computes prompts to the next, unless requests queue up; 1: every step may.",
+        description="Number of steps from one with prompts to the next, unless requests queue up; 1: every step may have prompts.",
         json_schema_extra={"unit": "steps"},
     )
     continues_after_own_preemption: bool = Field(
         True,
         description=(
-            "Whether the running requests behind one that was preempted for want of blocks of its own still get their turn "
-            "(vLLM 0.33); if not, the step's running requests end there (0.32). It matters with `lowest_priority` alone."
+            "Let the running requests behind one that was preempted for its own lack of blocks still be scheduled (vLLM 0.33); false: the step's running requests end there (0.32). Has an effect only with `lowest_priority`."
         ),
     )
 

@@ -89,27 +89,29 @@ class DeviceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
-    base: str | None = Field(None, description="Shipped device whose figures hold where none is given here.")
-    name: str | None = Field(None, description="What reports call the device.")
+    base: str | None = Field(None, description="Described device that provides the figures left out here.")
+    name: str | None = Field(None, description="Name of the device in reports.")
     peak_flops: dict[str, _Positive] | None = Field(
-        None, description="Dense operations per second by dtype (float32, bfloat16, float16, fp8)."
+        None, description="Dense floating-point operations per second by dtype (float32, bfloat16, float16, fp8)."
     )
     compute_fraction: _Fraction | dict[str, _Fraction] | None = Field(
-        None, description="Share of the peak that matrix products reach: one number, or by dtype."
+        None, description="Fraction of the peak that matrix products reach: one number, or by dtype."
     )
-    attention_fraction: _Fraction | None = Field(None, description="Share of the peak that attention kernels reach.")
+    attention_fraction: _Fraction | None = Field(None, description="Fraction of the peak that attention kernels reach.")
     memory_bandwidth: _Positive | None = Field(None, description="Bytes per second of the device's memory.")
-    bandwidth_fraction: _Fraction | None = Field(None, description="Share of the bandwidth that kernels reach.")
-    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="Bytes of memory that the driver reports."
-    )
+    bandwidth_fraction: _Fraction | None = Field(None, description="Fraction of the bandwidth that kernels reach.")
+    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(None, description="Memory that the driver reports, bytes.")
     link_bandwidth: _Positive | None = Field(None, description="Bytes per second to peer devices, one direction.")
-    link_fraction: _Fraction | None = Field(None, description="Share of the link that collectives reach.")
-    link_latency_s: _Duration | None = Field(None, description="Seconds of an empty exchange between peers.")
+    link_fraction: _Fraction | None = Field(
+        None, description="Fraction of the link's bandwidth that collectives reach."
+    )
+    link_latency_s: _Duration | None = Field(None, description="Latency of a collective without data, seconds.")
     host_link_bandwidth: _Positive | None = Field(None, description="Bytes per second to and from host memory.")
-    kernel_latency_s: _Duration | None = Field(None, description="Seconds that any kernel takes at least.")
-    step_overhead_s: _Duration | None = Field(None, description="Seconds per step outside all kernels.")
-    num_sms: Annotated[int, Field(ge=0)] | None = Field(None, description="Streaming multiprocessors; 0: unknown.")
+    kernel_latency_s: _Duration | None = Field(None, description="Minimum time of a kernel, seconds.")
+    step_overhead_s: _Duration | None = Field(None, description="Time of a step outside all kernels, seconds.")
+    num_sms: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Number of streaming multiprocessors; 0: unknown."
+    )
     sm_version: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Compute capability times ten, as 89 for 8.9; 0: unknown."
     )

@@ -29,26 +29,28 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
     type: Literal["profile_bundle"] = "profile_bundle"
     path: str = Field(description="Folder with the bundle's meta.yaml: PROFILES/HARDWARE/MODEL/VARIANT.")
     expert_routing: Literal["uniform", "balanced"] = Field(
-        "uniform", description="How tokens spread over experts: each at random, or equally many to all."
+        "uniform", description="Distribution of tokens over experts: at random, or uniform."
     )
     expert_imbalance: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="Tokens of the fullest rank over the mean of the ranks (expert_parallel)."
+        1.0, description="Tokens of the most loaded rank over the mean of the ranks (expert_parallel)."
     )
     model: str | None = Field(
         None, description="Name of a described model, or path of a config.json; null: the bundle's own."
     )
     device: str | None = Field(
-        None, description="Described device, for the link and the memory; null: the one the bundle names, if described."
+        None, description="Described device, for the link and the memory; null: the bundle's, if it is described."
     )
     link_bandwidth_gb_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Bandwidth that collectives reach, GB/s one way; null: the device's."
     )
-    link_latency_us: Micros | None = Field(None, description="Microseconds of an empty collective; null: the device's.")
+    link_latency_us: Micros | None = Field(
+        None, description="Latency of a collective without data, microseconds; null: the device's."
+    )
     context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
-        0.4, description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+        0.4, description="Coefficient of variation of the decodes' context lengths in a step; 0: equal lengths."
     )
     reach: Annotated[float, Field(ge=1)] = Field(
-        4.0, description="How many times the largest measured size is still answered, along the last line."
+        4.0, description="Multiple of the largest measured size up to which times are extrapolated linearly."
     )
 
     def build(self) -> ProfileBundleModel:

@@ -29,28 +29,28 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
         None, description="Folder with the tables (aiconfigurator_core/systems); null: of the installed package."
     )
     system: str = Field(
-        "h100_sxm", description="GPU by the tables' name: h100_sxm, h200_sxm, b200_sxm, a100_sxm, l40s, …."
+        "h100_sxm", description="GPU by its name in the tables: h100_sxm, h200_sxm, b200_sxm, a100_sxm, l40s, …."
     )
-    engine: str = Field("vllm", description="Engine inside which the operators ran: vllm, sglang, trtllm.")
-    version: str | None = Field(None, description="The engine's version; null: the newest that was measured.")
+    engine: str = Field("vllm", description="Engine in which the operators were measured: vllm, sglang, trtllm.")
+    version: str | None = Field(None, description="Version of the engine; null: the newest measured one.")
     model: str = Field("Llama-3.1-8B", description="Name of a described model, or path of a config.json or its folder.")
     precision: Literal["bfloat16", "fp8", "fp8_block", "nvfp4", "int4_wo"] = Field(
-        "bfloat16", description="Of the matrix products, by the tables' name."
+        "bfloat16", description="Precision of matrix products, by its name in the tables."
     )
     moe_precision: str | None = Field(
-        None, description="Of the experts, by the tables' name; null: that of `precision`."
+        None, description="Precision of the experts, by its name in the tables; null: as `precision`."
     )
     conversion: Literal["dynamic", "static", "fused"] = Field(
         "dynamic",
-        description="Of the inputs of fp8 products: scaled as measured, by known scales, or within the operator before.",
+        description="Quantization of the inputs of fp8 products: with measured scales, with known scales, or within the operator before.",
     )
-    fused_norms: bool = Field(False, description="Norms are computed by the all-reduce before them (TensorRT-LLM).")
-    kv_dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="Of the KV cache.")
+    fused_norms: bool = Field(False, description="Fuse norms into the all-reduce before them (TensorRT-LLM).")
+    kv_dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="Precision of the KV cache.")
     context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
-        0.0, description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+        0.0, description="Coefficient of variation of the decodes' context lengths in a step; 0: equal lengths."
     )
     reach: Annotated[float, Field(ge=1)] = Field(
-        2.0, description="How many times the largest measured size is still answered, along the last line."
+        2.0, description="Multiple of the largest measured size up to which times are extrapolated linearly."
     )
 
     def build(self) -> OperatorTablesModel:

@@ -30,38 +30,39 @@ class MeasuredOperatorsConfig(SettingsModel):
 
     type: str
     path: str | None = Field(None, description="Folder with the measured times.")
-    tensor_parallel: Degree = Field(1, description="GPUs that share every layer.")
+    tensor_parallel: Degree = Field(1, description="Number of GPUs that each layer is divided among.")
     data_parallel: Degree = Field(
-        1, description="Ranks that step together and share the experts; the replica is all of them."
+        1,
+        description="Number of data-parallel ranks that step together and share the experts; together they are one replica.",
     )
-    expert_parallel: bool = Field(False, description="Experts are spread over the ranks instead of being split.")
+    expert_parallel: bool = Field(
+        False, description="Distribute whole experts over the ranks instead of splitting each."
+    )
     host: str = Field("vllm-0.19-async", description=f"Host overhead by name: {', '.join(HOST_OVERHEADS)}.")
-    host_step_us: Micros | None = Field(
-        None, description="Host time of every step, microseconds; null: as `host` says."
-    )
+    host_step_us: Micros | None = Field(None, description="Host time of a step, microseconds; null: that of `host`.")
     host_per_request_us: Micros | None = Field(
-        None, description="Host time for each request of a step, microseconds; null: as `host` says."
+        None, description="Host time for each request of a step, microseconds; null: that of `host`."
     )
     host_exposed_us: Micros | None = Field(
         None,
-        description="Idle GPU time of every step with asynchronous scheduling, microseconds; null: as `host` says.",
+        description="Idle GPU time of a step with asynchronous scheduling, microseconds; null: that of `host`.",
     )
     arrival_us: Micros | None = Field(
-        None, description="From arrival to the scheduler's queue, microseconds; null: as `host` says."
+        None, description="Time from arrival to the scheduler's queue, microseconds; null: that of `host`."
     )
     first_token_us: Micros | None = Field(
-        None, description="From a step's end to the client, microseconds; null: as `host` says."
+        None, description="Time from a step's end to the client, microseconds; null: that of `host`."
     )
-    cuda_graphs: bool = Field(True, description="Small batches are padded to the sizes of captured CUDA graphs.")
+    cuda_graphs: bool = Field(True, description="Pad small batches to the sizes of captured CUDA graphs.")
     capture_limit: Annotated[int, Field(ge=1)] = Field(CAPTURE_LIMIT, description="Largest captured batch, tokens.")
     context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
-        description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+        description="Coefficient of variation of the decodes' context lengths in a step; 0: equal lengths."
     )
     reach: Annotated[float, Field(ge=1)] = Field(
-        description="How many times the largest measured size is still answered, along the last line."
+        description="Multiple of the largest measured size up to which times are extrapolated linearly."
     )
     fallback: Literal["roofline"] | None = Field(
-        None, description="What answers beyond the reach; null: such a step is an error."
+        None, description="Latency model for steps beyond the extrapolated range; null: such a step is an error."
     )
     calibration: str | None = Field(None, description="Calibration that `vajra calibrate` wrote for these times.")
 

@@ -37,7 +37,7 @@ class SwapAnswer(BaseModel):
     layer: LayerName
     was: PolicyInForce
     now: PolicyInForce
-    num_requeued: int = Field(description="Waiting requests that were put in order, or placed, anew.")
+    num_requeued: int = Field(description="Number of waiting requests that were ordered or placed again.")
 
 
 class ReplicasetPolicies(BaseModel):
@@ -46,7 +46,7 @@ class ReplicasetPolicies(BaseModel):
     request_prioritizer: PolicyInForce
     replicaset_scheduler: PolicyInForce
     replica_scheduler: PolicyInForce
-    out_of_service: str | None = Field(description="What a policy did for which no requests are taken.")
+    out_of_service: str | None = Field(description="Error of a policy because of which no requests are accepted.")
 
 
 class PoliciesAnswer(BaseModel):

@@ -101,36 +101,37 @@ class EndpointBody(Body):
 class StreamOptions(Body):
     """Contents of a stream other than the outputs."""
 
-    include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
-    continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
+    include_usage: OffSwitch = Field(False, description="Send the usage in a last chunk without choices.")
+    continuous_usage_stats: OffSwitch = Field(False, description="Send the usage so far in every chunk.")
 
 
 class _SamplingBody(EndpointBody):
-    model: Name = Field(description="A name that `/v1/models` lists.")
-    n: Annotated[Count, null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
-    max_tokens: Count | None = Field(None, description="Most output tokens.")
-    min_tokens: Annotated[Natural, null_is(0, Natural)] = Field(
-        0, description="The output does not end before it has so many tokens."
-    )
+    model: Name = Field(description="Name of a model that `/v1/models` lists.")
+    n: Annotated[Count, null_is(1, Count)] = Field(1, description="Number of outputs for each prompt.")
+    max_tokens: Count | None = Field(None, description="Maximum number of output tokens.")
+    min_tokens: Annotated[Natural, null_is(0, Natural)] = Field(0, description="Minimum number of output tokens.")
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = Field(
-        None, description="Logits are divided by it; 0 is greedy; null: 1."
+        None, description="Sampling temperature; 0: greedy; null: 1."
     )
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
-        None, description="The fewest tokens whose probabilities reach this; null: 1."
+        None,
+        description="Sample from the smallest set of most likely tokens whose probabilities reach this sum; null: 1.",
     )
     top_k: Annotated[int, Field(strict=True, ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="Only the k likeliest tokens; null, 0 and -1: all."
+        None, description="Sample from the k most likely tokens only; null, 0 and -1: all."
     )
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
-        None, description="Only tokens with at least this part of the largest probability."
+        None, description="Sample only from tokens with at least this fraction of the largest probability."
     )
-    presence_penalty: Penalty | None = Field(None, description="Taken from the logit of every token put out already.")
-    frequency_penalty: Penalty | None = Field(None, description="The same, times how often.")
+    presence_penalty: Penalty | None = Field(None, description="Penalty on the logit of every token already generated.")
+    frequency_penalty: Penalty | None = Field(
+        None, description="Penalty on a token's logit for each time that it was generated."
+    )
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = Field(
-        None, description="Divides the logits of tokens that occurred; null: 1."
+        None, description="Factor that reduces the logits of tokens in the prompt or output; null: 1."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
-        None, description="Of the outputs' random streams; the outputs of one request get different ones."
+        None, description="Seed of sampling; the outputs of one request get different streams."
     )
     stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = Field(
         None, description=f"Strings that end the output, at most {_MAX_STOPS}; they are not part of it."
@@ -139,37 +140,37 @@ class _SamplingBody(EndpointBody):
         None, description="Tokens that end the output, besides the model's own."
     )
     include_stop_str_in_output: OffSwitch = Field(
-        False, description="The stop string, or the text of the token, that ends the output is part of it."
+        False, description="Include the stop string or the stop token's text in the output."
     )
     skip_special_tokens: Annotated[Switch, null_is(True, bool)] = Field(
-        True, description="Special tokens are no part of the text."
+        True, description="Leave special tokens out of the text."
     )
     add_special_tokens: Switch | None = Field(
-        None, description="Whether the special tokens that the model expects are put around the prompt."
+        None, description="Add the special tokens that the model expects to the prompt."
     )
     bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=_MAX_BAD_WORDS)] | None = Field(
-        None, description="Words that the output does not contain."
+        None, description="Words that the output must not contain."
     )
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = Field(
-        None, description="Only these tokens are put out."
+        None, description="Tokens that the output is restricted to."
     )
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = Field(
-        None, description="By token id, what is added to its logit: -100 to 100."
+        None, description="Value to add to a token's logit by token id, -100 to 100."
     )
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
         None,
-        description="Report log-probabilities of the prompt's tokens, and so many of the likeliest; not in streams.",
+        description="Report log-probabilities of the prompt's tokens and of this many most likely ones; not in streams.",
     )
     return_tokens_as_token_ids: OffSwitch = Field(
-        False, description="Log-probabilities name tokens as `token_id:NUMBER`."
+        False, description="Name tokens in log-probabilities as `token_id:NUMBER`."
     )
     cache_salt: Annotated[str, Field(strict=True, min_length=1, max_length=256)] | None = Field(
-        None, description="Only requests with the same salt share cached prefixes."
+        None, description="Salt of the prefix cache: only requests with the same salt share cached prefixes."
     )
-    ignore_eos: OffSwitch = Field(False, description="The model's own end-of-sequence tokens do not end the output.")
-    stream: OffSwitch = Field(False, description="Answer in server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    return_token_ids: OffSwitch = Field(False, description="Say the tokens of prompt and output too.")
+    ignore_eos: OffSwitch = Field(False, description="Do not end the output at the model's end-of-sequence tokens.")
+    stream: OffSwitch = Field(False, description="Stream the answer as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Options of a stream; only with `stream`.")
+    return_token_ids: OffSwitch = Field(False, description="Return the token ids of prompt and output too.")
 
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class GenerationBody(_StatingBody):
     """Fields common to both endpoints: sampling, scheduling, and fields that are accepted without effect."""
 
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
-        None, description="Policies see it as the request's metadata."
+        None, description="Metadata of the request, which policies see."
     )
 
     @model_validator(mode="after")
@@ -275,14 +276,15 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt = Field(description="A text, token ids, or a list of either.")
     max_tokens: Natural | None = Field(
-        16, description="Most output tokens; null: as many as fit; 0 only with `echo`, for the prompt alone."
+        16,
+        description="Maximum number of output tokens; null: as many as fit; 0 only with `echo`, for the prompt alone.",
     )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Report log-probabilities: of the token and so many of the likeliest."
+        None, description="Report log-probabilities of the token and of this many most likely ones."
     )
     echo: OffSwitch = Field(
         False,
-        description="The prompt comes before the output, with its tokens' log-probabilities if they are asked for.",
+        description="Put the prompt before the output, with its tokens' log-probabilities if they are requested.",
     )
 
     @model_validator(mode="before")
@@ -335,7 +337,7 @@ class ChatMessage(Body):
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
-    refusal: Text | None = Field(None, description="Stands for the content of a message that has none.")
+    refusal: Text | None = Field(None, description="Placeholder for the content of a message that has none.")
     name: Name | None = None
 
     @model_validator(mode="before")
@@ -359,16 +361,18 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
         description="The conversation so far."
     )
-    max_completion_tokens: Count | None = Field(None, description="Most output tokens; goes before `max_tokens`.")
+    max_completion_tokens: Count | None = Field(
+        None, description="Maximum number of output tokens; goes before `max_tokens`."
+    )
     logprobs: Switch | None = Field(None, description="Report log-probabilities.")
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
-        None, description="With `logprobs`: so many of the likeliest tokens too."
+        None, description="Number of most likely tokens to report too; with `logprobs`."
     )
     add_generation_prompt: Switch | None = Field(
-        None, description="The template ends where the model's answer begins; null: unless `continue_final_message`."
+        None, description="End the template where the model's answer begins; null: unless `continue_final_message`."
     )
     continue_final_message: OffSwitch = Field(
-        False, description="The model continues the last message; not with `add_generation_prompt`."
+        False, description="Let the model continue the last message; not with `add_generation_prompt`."
     )
 
     @model_validator(mode="before")

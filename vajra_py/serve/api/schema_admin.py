@@ -43,6 +43,8 @@ class PolicyBody(BaseModel):
     layer: LayerName
     policy: _Name = Field(description="Name of an installed policy.")
     params: Annotated[dict[str, Any], BeforeValidator(_params)] = Field(
-        default_factory=dict, description="Its parameters; the others have their defaults."
+        default_factory=dict, description="Parameters of the policy; those left out have their defaults."
     )
-    replicaset: _Name | None = Field(None, description="May be left out where there is only one.")
+    replicaset: _Name | None = Field(
+        None, description="Name of the replicaset; may be left out where there is only one."
+    )

@@ -25,7 +25,7 @@ class ErrorAnswer(BaseModel):
 class PromptTokensDetails(BaseModel):
     """Sources of the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Of the prompt, found in the prefix cache.")
+    cached_tokens: int = Field(description="Number of prompt tokens found in the prefix cache.")
 
 
 class UsageAnswer(BaseModel):
@@ -41,7 +41,9 @@ class CompletionLogprobs(BaseModel):
     """Log-probabilities, a list entry for each token."""
 
     text_offset: list[int]
-    token_logprobs: list[float | None] = Field(description="Null for the first token of an echoed prompt.")
+    token_logprobs: list[float | None] = Field(
+        description="Log-probability; null for the first token of an echoed prompt."
+    )
     tokens: list[str] = Field(description="Text; bytes in hexadecimal for part of a character; else the number.")
     top_logprobs: list[dict[str, float] | None] | None
 
@@ -51,7 +53,7 @@ class Choice(BaseModel):
 
     index: int
     finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None = Field(description="The stop string or token that ended it.")
+    stop_reason: str | int | None = Field(description="Stop string or token that ended the output.")
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
 
@@ -70,7 +72,8 @@ class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = Field(
-        None, description="With `prompt_logprobs`: of each token of the prompt, by token id; null for the first."
+        None,
+        description="Log-probabilities of each prompt token, by token id, with `prompt_logprobs`; null for the first.",
     )
 
 
@@ -131,7 +134,8 @@ class ChatAnswer(BaseModel):
     choices: list[ChatChoice]
     usage: UsageAnswer
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = Field(
-        None, description="With `prompt_logprobs`: of each token of the prompt, by token id; null for the first."
+        None,
+        description="Log-probabilities of each prompt token, by token id, with `prompt_logprobs`; null for the first.",
     )
 
 
@@ -139,9 +143,9 @@ class TokenizeAnswer(BaseModel):
     """Answer of `/tokenize`."""
 
     count: int
-    max_model_len: int = Field(description="Longest sequence, prompt and output.")
+    max_model_len: int = Field(description="Maximum length of a sequence, prompt and output.")
     tokens: list[int]
-    token_strs: list[str] | None = Field(description="With `return_token_strs`: as the vocabulary writes them.")
+    token_strs: list[str] | None = Field(description="Tokens as in the vocabulary, with `return_token_strs`.")
 
 
 class DetokenizeAnswer(BaseModel):
@@ -175,8 +179,10 @@ class HealthAnswer(BaseModel):
     status: str
     replicas_up: int
     replicas: int
-    replicas_restarting: int = Field(description="Of those that are not up, how many are being started again.")
-    unavailable: dict[str, str] = Field(description="Replicasets that take no requests now, and why.")
+    replicas_restarting: int = Field(
+        description="Number of replicas that are being started again, of those that are not up."
+    )
+    unavailable: dict[str, str] = Field(description="Replicasets that accept no requests now, with the reason.")
 
 
 class VersionAnswer(BaseModel):

@@ -14,15 +14,17 @@ from vajra_py.serve.api.schema_facts import Name
 class TokenizeBody(EndpointBody):
     """Body of `/tokenize`: a prompt, or messages."""
 
-    model: Name | None = Field(None, description="May be left out where one model is served.")
+    model: Name | None = Field(None, description="Name of the model; may be left out where one is served.")
     prompt: Text | None = Field(None, description="A text; or `messages` in its place.")
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = Field(
-        None, description="A conversation, which the chat template makes a text."
+        None, description="Conversation, to which the chat template is applied."
     )
-    add_special_tokens: Switch | None = Field(None, description="null: for a prompt, not for messages.")
+    add_special_tokens: Switch | None = Field(
+        None, description="Add the special tokens that the model expects; null: for a prompt, not for messages."
+    )
     add_generation_prompt: Switch | None = Field(None, description="As in `/v1/chat/completions`.")
     continue_final_message: OffSwitch = Field(False, description="As in `/v1/chat/completions`.")
-    return_token_strs: OffSwitch = Field(False, description="Say the tokens as the vocabulary writes them too.")
+    return_token_strs: OffSwitch = Field(False, description="Return the tokens as in the vocabulary too.")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
@@ -47,5 +49,5 @@ class TokenizeBody(EndpointBody):
 class DetokenizeBody(Body):
     """Body of `/detokenize`."""
 
-    model: Name | None = Field(None, description="May be left out where one model is served.")
+    model: Name | None = Field(None, description="Name of the model; may be left out where one is served.")
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="Token ids.")
