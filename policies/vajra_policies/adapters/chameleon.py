@@ -129,7 +129,9 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            queues.give_back(request)  # it was lost with its replica, or has come with its KV
+            queues.give_back(
+                request
+            )  # tokens of an admission elsewhere: its replica was lost, or its KV was moved here
             self._learn(request, replica)
         if queues.is_due(now):
             self._refresh(now)

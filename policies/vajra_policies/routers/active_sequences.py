@@ -79,7 +79,7 @@ class ActiveSequences:
             self._admitted[request] = None
 
     def note_first_tokens(self) -> None:
-        """Mark the prompts done of those that have had their first token since the last time."""
+        """Mark the prompts of requests that got their first token since the last call as computed."""
         for request in [one for one in self._admitted if one.num_output_tokens]:
             self.prefill_complete(request)
 

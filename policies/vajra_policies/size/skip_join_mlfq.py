@@ -41,22 +41,24 @@ class SkipJoinMlfqConfig(PolicyConfig):
 class _Place:
     level: int
     ran_s: float
-    """Time that it has run since it came to its level."""
+    """Time that the request has run at its present level, seconds."""
     last_run_at: float | None = None
 
 
 class SkipJoinMlfq:
-    """Key = (level, -time of the last step), so those of a level that have just run go on, and new ones come after them.
+    """Key = (level, -time of the last step): within a level, requests that have just run continue, and new ones follow
+    them.
 
-    - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers its prompt's prefill time alone,
-      so its own prompt does not demote it.
+    - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers the prefill time of its
+      prompt computed alone, so the prompt itself does not demote it.
     - After a step: a request that has run for longer than its level's quantum goes one level down.
     - Every `promotion_steps` steps, those that did not run for `starvation_s` go to the first level.
 
     Needs a replica scheduler that preempts, such as `preemptive`.
 
-    Left out: swapping ahead of need (proactive swapping, overlapped with computing) and its rules for free host blocks.
-    Time is that of whole steps, chunks and neighbours included.
+    Left out: proactive swapping (ahead of need, overlapped with computing) and FastServe's rules for free host blocks.
+    A request's running time is the duration of the whole steps that it was part of, prefill chunks and other requests
+    included.
 
     Source: Wu et al., "Fast Distributed Inference Serving for Large Language Models" (FastServe, arXiv:2305.05920).
     """

@@ -1,4 +1,4 @@
-"""Promises of requests in the form in which policies compare them."""
+"""SLO targets of requests, in the form in which policies compare them."""
 
 from __future__ import annotations
 

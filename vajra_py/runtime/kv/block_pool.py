@@ -183,7 +183,7 @@ class BlockPool:
         return taken
 
     def _reuse_idle(self, taken: list[int], count: int) -> None:
-        """Add idle blocks to `taken`, first in order of reuse first, until there are at least `count`."""
+        """Add idle blocks to `taken`, in their order of reuse, until it has at least `count`."""
         pop = self._idle.popitem
         hashed = self._hash_of
         while len(taken) < count:

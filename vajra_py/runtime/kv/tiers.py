@@ -326,7 +326,9 @@ class KvTiers:
     # Coming back
 
     def begin_load(self, hashes: Sequence[Hashable], request: Any) -> TierLoad:
-        """Begin to read blocks of the first tier, which holds them, for a request; an exclusive one gives them away."""
+        """Begin to load blocks from the first tier, which must hold them, for a request; an exclusive tier drops its
+        copies.
+        """
         store, now = self.stores[0], self._clock()
         blocks: list[TierBlock] = []
         is_exclusive = self.rules[0].is_exclusive
@@ -344,7 +346,7 @@ class KvTiers:
         return TierLoad(blocks, is_exclusive)
 
     def end_load(self, load: TierLoad) -> None:
-        """End a load: the device has its content."""
+        """End a load: its content has arrived on the device."""
         for one in load.blocks:
             self.stores[0].unlock(one, self._clock())
             self._leave_exclusive(0, one.block_hash)

@@ -49,14 +49,14 @@ class Arrival:
     """A request that was accepted.
 
     Attributes:
-        tick: when.
-        arrived_at: when its client sent it, seconds.
-        facts: what the client stated.
-        content: segments that identify its prompt in the prefix cache, where it is known by segments.
-        prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
-        num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
-        salt: only requests with the same one share prefixes; None: as in the settings.
-        reads_cache: whether it may use KV blocks that are in the prefix cache; its own are kept there for others either way.
+        tick: time of its acceptance.
+        arrived_at: time at which its client sent it, seconds.
+        facts: facts stated by the client.
+        content: segments that identify its prompt in the prefix cache, if it is known by segments.
+        prompt_token_ids: its prompt, if it is known by tokens. A request with neither shares no blocks.
+        num_output_tokens: its output length, if it was known beforehand.
+        salt: only requests with equal salts share prefixes; None: as in the settings.
+        reads_cache: True if it may reuse KV blocks of the prefix cache; its own are cached for others in either case.
     """
 
     tick: int

@@ -137,7 +137,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters that requests have in common which decode together."""
+    """Counters shared by requests that decode together."""
 
     @property
     def num_committed(self) -> int:
@@ -149,7 +149,7 @@ class SharedCounters(Protocol):
 
 
 class LooksUpPrefixes(Protocol):
-    """Memory of the replicas of a replicaset, for a request that is bound to one of them."""
+    """Lookup of a request's prefix in the memory of the replica that it is bound to."""
 
     def prefix_hits(self, request: Request) -> int:
         """Leading tokens of a request in its replica's prefix cache."""

@@ -465,7 +465,7 @@ class HandOffs(Generic[R]):
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         self._start(one, num_copied)
 
-    # Ends before the time
+    # Early ends
 
     def end_if_leaving(self, request: Request, reason: EndReason, detail: str) -> bool:
         """End a request that is on its way, or whose prompt waits for blocks of its target; return False for any other."""

@@ -56,9 +56,8 @@ def infrequent_collections() -> Iterator[None]:
     """
     with existing_objects_frozen():
         thresholds = gc.get_threshold()
-        is_changed = (
-            0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
-        )  # 0: never. Another run beside this one may have done it
+        # A threshold of 0 means that the collector is off; a concurrent run may have raised it already.
+        is_changed = 0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
         if is_changed:
             gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
         try:
