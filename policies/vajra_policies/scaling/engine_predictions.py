@@ -1,4 +1,4 @@
-"""Predictions for one replica from a latency model: times under a load, and the highest rate that keeps its promises."""
+"""Predictions for one replica from a latency model: times under a load, and the highest rate that meets the SLOs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
-"""Tokens of a step of prompts where nothing limits them."""
+"""Tokens of a step of prompts if there is no token budget."""
 
 
 class EnginePredictions:
@@ -65,7 +65,9 @@ class EnginePredictions:
         return self._context.latency.batch_time_s(features)
 
     def _largest_batch(self, traffic: Traffic) -> tuple[int, float]:
-        """Return the most decodes that keep the promised time between tokens, at least one, and the time of their step."""
+        """Return the largest number of decodes, at least one, that meets the SLO for the time between tokens, and the
+        duration of their step.
+        """
         limits = self._context.limits
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
         room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))

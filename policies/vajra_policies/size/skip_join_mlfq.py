@@ -75,12 +75,14 @@ class SkipJoinMlfq:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(level from 0; minus the end of its last step, 0 before)."""
+        """Return (level from 0; minus the end of the request's last step, 0 before its first)."""
         place = self._place(request)
         return (float(place.level), 0.0 if place.last_run_at is None else -place.last_run_at)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count the time of those that ran, demote them, and promote the starving from time to time."""
+        """Add the step's duration to the requests that ran, demote them if needed, and periodically promote starving
+        ones.
+        """
         last, quanta, places = len(self._quanta) - 1, self._quanta, self._places
         ended_at, duration_s = step.ended_at, step.duration_s
         for request in step.requests:

@@ -49,7 +49,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_admissions(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the decisions of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    """Yield the decisions of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
+    broken.
+    """
     if not path.exists():
         return
     yield from read_rows(path)
