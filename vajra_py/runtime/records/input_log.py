@@ -1,8 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line per input, in the order in which they were handled. Together with the settings, the durations of the steps
-(in the decision log) and the generated tokens, these determine all decisions of a run. The log is complete up to the
-last flush.
+One JSON line per input, in the order in which they were handled. With the settings, the steps' durations (in the decision
+log) and the generated tokens, they determine all decisions of a run. Complete up to the last flush.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ class Failure:
 
     Attributes:
         max_reruns: number of times that its requests could be recomputed elsewhere; None: they ended.
-        guilty: requests for which the loss counts as a rerun, because it computed them alone when it was lost; None:
-            all that it held.
+        guilty: requests for which this counts, because it computed them alone when it was lost; None: all that it held.
     """
 
     tick: int
@@ -167,9 +165,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PolicyViolation:
-    """A violation of the contract by a policy, which put its replicaset out of service. It is an outcome, which a
-    replay reproduces by itself.
-    """
+    """A policy's violation of the contract, which put its replicaset out of service; a replay reproduces it by itself."""
 
     tick: int
     replicaset: str
@@ -183,8 +179,7 @@ class Gate:
     Attributes:
         admits: True if waiting requests may get KV blocks.
         forms: True if steps are formed.
-        bars_preempted: True if a request preempted by a step waits for a later step, because one of its tokens is still
-            being computed.
+        bars_preempted: True if a preempted request waits for a later step, as one of its tokens is still being computed.
     """
 
     tick: int
@@ -232,12 +227,10 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """Change of a replica's state by a scaler: start, up, drain or down. A replay applies it without calling the
-    scaler.
+    """Change of a replica's state by a scaler: start, up, drain or down. A replay makes it without calling the scaler.
 
     Attributes:
-        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it has no request
-            left.
+        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it is empty.
     """
 
     tick: int
@@ -250,7 +243,8 @@ class ReplicaChange:
 class TransferEnd:
     """The arrival of a request's KV, or of a part of it, at the replica that continues it.
 
-    Attributes: number: number of the transfer among those of its replicaset, from 0.
+    Attributes:
+        number: number of the transfer among those of its replicaset, from 0.
     """
 
     tick: int
@@ -301,8 +295,7 @@ class Answer:
     Attributes:
         replica_id: the server.
         num_tokens: output tokens so far.
-        end: empty while it continues; else the reason of its end, "again" if it is to be placed again, or "prompt" if
-            its prompt is computed.
+        end: empty while it continues; else the reason of its end, "again" if to be placed again, "prompt" if its prompt is done.
     """
 
     tick: int
