@@ -90,7 +90,7 @@ class Ascendra(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Forget the request as a waiting one."""
+        """Stop tracking the request, which no longer waits."""
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -278,7 +278,9 @@ class RecentPrompts:
     __slots__ = ("_capacity", "_prompts")
 
     def __init__(self, capacity: int = 1024) -> None:
-        """`capacity`: prompts that are kept, those without a follow-up for longest dropped first."""
+        """Create an empty store of at most `capacity` prompts; the one without a follow-up for longest is dropped
+        first.
+        """
         self._capacity = capacity
         self._prompts: OrderedDict[_PromptKey, tuple[Sequence[tuple[SegmentId, int]], SegmentBlockHashes]] = (
             OrderedDict()

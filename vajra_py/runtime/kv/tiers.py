@@ -312,7 +312,7 @@ class KvTiers:
     def _is_above(self, level: int, block_hash: Hashable) -> bool:
         return self.stores[level - 1].holds(block_hash) if level else block_hash in self._device
 
-    # Looking
+    # Lookups
 
     def levels_of(self, hashes: BlockHashes, start: int, limit: int) -> list[int]:
         """Return the nearest tier of each block from `start` on, before `limit`, up to the first that no tier holds."""
@@ -422,7 +422,7 @@ class KvTiers:
         self.stores[level].remove(one, self._clock())
         self._notify_removed(level, one)
 
-    # Requests and everything
+    # Requests, and the whole content
 
     def forget(self, request: Any) -> None:
         """Forget a request that has left the replica or its queue."""

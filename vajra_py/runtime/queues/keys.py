@@ -156,7 +156,7 @@ class FallReader:
         self._at = prioritizer.falls_at
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the time, seconds, checked; None: never."""
+        """Return the checked time in seconds at which the key may fall; None: never."""
         try:
             given = self._at(request, now)
         except PolicyError:

@@ -60,7 +60,9 @@ class Adapters:
         load_s: Mapping[str, float],
         num_blocks: Mapping[str, int] | None = None,
     ) -> None:
-        """`load_s`: time to load each adapter that the replica serves, seconds, by name. `num_blocks`: their sizes, KV blocks."""
+        """Create empty slots. `load_s`: seconds to load each adapter that the replica serves, by name. `num_blocks`:
+        the adapters' sizes in KV blocks.
+        """
         self.names = frozenset(load_s)
         self.num_blocks: Mapping[str, int] = num_blocks or {}
         self.chooses: ChoosesVictim | None = None
@@ -71,7 +73,7 @@ class Adapters:
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Time that a load takes, by name."""
         self.merging: MergeRules | None = None
-        """Times of steps by their adapters; None: adapters take no time."""
+        """Rules for the duration of steps with several adapters; None: adapters take no time."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0

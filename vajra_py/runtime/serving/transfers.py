@@ -178,7 +178,7 @@ class Transfers(Generic[R]):
             if scheduled_at <= now:
                 self._scheduled_at = None
             elif not self._timers:
-                return  # they have ended at an earlier event
+                return  # the transfers have ended at an earlier event
         ended = network.ended(now)
         for key in ended:
             self._ended[key] = None
