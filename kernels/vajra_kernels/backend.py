@@ -3,7 +3,7 @@
 Invariants:
     - CUDA tensors use the Triton kernels, CPU tensors torch.
     - With TRITON_INTERPRET=1 (set before the first import), CPU tensors also use the Triton kernels, in Triton's
-      interpreter. It is slow, but can test all code above the kernels against them without a GPU.
+      interpreter. This is slow, but allows testing the code that calls the kernels without a GPU.
 """
 
 from __future__ import annotations

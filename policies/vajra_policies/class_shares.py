@@ -8,10 +8,10 @@ from vajra_py.contract import BatchBuilder, RequestView
 
 
 class ClassShares:
-    """Keeps account, within one step, of the predicted time that the prompts of each class add to it.
+    """Tracks the predicted time that the prompts of each class add to the step.
 
-    A class that is not listed belongs with all others that are not, to what the listed ones leave. Shares are hard: what
-    a class does not use is not given to another.
+    All classes that are not listed share the time that the listed ones leave. Shares are hard: time that a class does
+    not use is not given to others.
     """
 
     __slots__ = ("_added_s", "_budgets_s", "_by_tenant", "_last", "_rest_s")
@@ -28,7 +28,7 @@ class ClassShares:
         self._last: tuple[str | None, float] | None = None
 
     def budget_s(self, request: RequestView) -> float:
-        """Seconds of a step that the request's class may take in all."""
+        """Return the seconds of a step that the request's class may take in all."""
         name = self._class_of(request)
         return self._rest_s if name is None else self._budgets_s[name]
 
@@ -43,6 +43,6 @@ class ClassShares:
         return self.budget_s(request) - self._added_s.get(name, 0.0)
 
     def _class_of(self, request: RequestView) -> str | None:
-        """The listed class; None for all that are not listed."""
+        """Return the request's class if it is listed; None for all others."""
         name = request.tenant if self._by_tenant else request.slo_class
         return name if name in self._budgets_s else None

@@ -26,7 +26,7 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or what the request itself was promised.
+    """D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or the request's own SLO or deadline.
 
     Source: Vajra's scheduling architecture, EDF prioritizer. The product is kept: a published variant that takes
     max(prefill_time, min_deadline) loses the multiplier.
@@ -39,7 +39,9 @@ class Deadlines:
         self._prefill_time = prefill_time
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Seconds that the request can lose before its remaining prompt alone makes it late; below 0 when it is late."""
+        """Return the seconds by which the request can still be delayed before computing its remaining prompt makes it
+        late; negative if it is late already.
+        """
         remaining_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return request.arrived_at + self.relative_s(request) - remaining_s - now
 
@@ -55,7 +57,7 @@ class Deadlines:
 
 
 def _promised_s(request: RequestView) -> float | None:
-    """The earliest promise made to the request, seconds from arrival; None without one."""
+    """Return the earliest of the request's own SLO and deadline, in seconds from arrival; None without either."""
     promises = []
     if request.deadline_at is not None:
         promises.append(request.deadline_at - request.arrived_at)

@@ -1,4 +1,4 @@
-"""Steps of a target time: decodes first, and prompts in the largest chunks with which the step still keeps to it."""
+"""Steps of a target duration: decodes first, then prompts in the largest chunks that keep the step within the target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DynamicChunkConfig(TargetTimeConfig):
 
 
 class DynamicChunk:
-    """The largest chunk whose predicted step time stays at the target, given what is in the batch already.
+    """Chooses the largest chunk with which the predicted step time stays within the target, given the batch so far.
 
     Chunks lie between `min_chunk` and `max_chunk`, in multiples of 32 tokens except for a prompt's last. Once the step
     takes more than (1 - tolerance_fraction) of its target, no further prompt gets anything. The more context a prompt
@@ -32,7 +32,9 @@ class DynamicChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    runs.
+    """
 
     def __init__(self, config: DynamicChunkConfig, context: PolicyContext) -> None:
         self._target_s = config.target_batch_time_s
@@ -40,11 +42,11 @@ class DynamicChunk:
         self._chunks = TargetTime(config, context)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency until the step is predicted to take its target time."""
+        """Add decodes, then prompts by urgency until the predicted duration of the step reaches the target."""
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the chunk for a prompt that has the replica to itself, by the same search."""
+        """Return the chunk of a prompt that is alone on the replica, by the same search."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._target_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

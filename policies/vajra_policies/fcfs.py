@@ -23,8 +23,8 @@ class FcfsConfig(PolicyConfig):
 class Fcfs:
     """Key = arrival, seconds on the run's clock.
 
-    With `preempted: first` a preempted request goes back to the head, as in engines that put victims at the front of a
-    queue; among several the latest preempted goes first. It keeps that place for good, also when victims are chosen.
+    With `preempted: first`, a preempted request returns to the head, as in engines that put victims at the front of the
+    queue; among several, the latest preempted is first. It keeps that place, also when victims are chosen.
 
     Source: Vajra's scheduling architecture; the option follows vLLM (Kwon et al., SOSP'23), which prepends victims.
     """

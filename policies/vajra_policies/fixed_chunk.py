@@ -1,4 +1,4 @@
-"""Stall-free batching with a fixed number of tokens a step: decodes first, prompts fill what they leave."""
+"""Stall-free batching with a fixed token budget per step: decodes first, prompts fill the rest."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ class FixedChunkConfig(PreemptionConfig):
 
 
 class FixedChunk:
-    """chunk = min(remaining prompt, chunk_size - query tokens in the batch already).
+    """chunk = min(remaining prompt, chunk_size - query tokens already in the batch).
 
-    Decodes are never held up by a prompt and count against the same budget, so that a step's work stays about the same.
+    Decodes are never delayed by a prompt and count against the same budget, so that a step's work stays about constant.
 
     Source: Sarathi-Serve (Agrawal et al., OSDI'24), chunked prefills with stall-free batching; its figures use 512 and
     2048. Vajra's scheduling architecture, fixed-chunk replica scheduler.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    runs.
+    """
 
     def __init__(self, config: FixedChunkConfig, context: PolicyContext) -> None:
         self._chunk_size = config.chunk_size
@@ -47,7 +49,7 @@ class FixedChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget, which a prompt has with the replica to itself."""
+        """Return the whole budget, which a prompt gets if it is alone on the replica."""
         return min(self._chunk_size, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

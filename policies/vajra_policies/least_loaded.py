@@ -20,9 +20,9 @@ class LeastLoadedConfig(PolicyConfig):
 
 
 class LeastLoaded(BindsOnArrival):
-    """Binds on arrival to the replica with the least load of those that are up; ties go to the lowest id.
+    """Binds on arrival to the replica with the least load among those that are up; ties go to the lowest id.
 
-    While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
+    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: join-the-shortest-queue (Winston, J. Appl. Prob. 1977); by tokens, since requests differ by orders of magnitude.
     """

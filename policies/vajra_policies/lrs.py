@@ -1,4 +1,4 @@
-"""Least relative slack: the smaller the part of its allowed time that a request has to spare, the more urgent it is."""
+"""Least relative slack: the smaller a request's slack relative to its deadline, the more urgent it is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class Lrs:
     """Key = (arrival + D - now - prefill_time(remaining prompt)) / D, with EDF's relative deadline D.
 
     The key falls by 1/D a second while a request waits and rises as its prompt is computed. Short prompts (small D) age
-    fast, long ones slowly, and a long one that has waited its share cannot be starved: this is what makes it length
-    aware. Two requests with different D change places as time passes; queues keep that order exact through `line`.
+    fast, long ones slowly, yet a long one is not starved: once it has waited long enough it goes first. This makes the
+    policy length-aware. Two requests with different D change places as time passes; `line` lets queues keep the exact
+    order.
 
     Source: Medha (arXiv:2409.17264), "length-aware relative slack" (LARS); Vajra's scheduling architecture calls it LRS.
     """

@@ -20,7 +20,7 @@ from vajra_py.contract import (
 
 
 class PowerOfTwoConfig(PolicyConfig):
-    """Parameters of `power_of_two`; it draws from the run's stream of that name."""
+    """Parameters of `power_of_two`, which draws from the random stream of the same name."""
 
     by: LoadUnit = Field(
         "requests",
@@ -31,9 +31,9 @@ class PowerOfTwoConfig(PolicyConfig):
 class PowerOfTwo(BindsOnArrival):
     """Binds on arrival: two distinct replicas that are up are drawn uniformly, the less loaded one gets the request.
 
-    Equal load goes to the one drawn first, so that an idle replicaset is filled evenly. Only two loads are read, and a
-    stale figure misleads fewer requests than it does a policy that looks for the minimum. While no replica is up,
-    requests stay in the shared queue, from which the first one that comes up takes them.
+    Ties go to the one drawn first, so that an idle replicaset is filled evenly. Only two loads are read, and a stale
+    load misleads fewer requests than under a policy that chooses the minimum. While no replica is up, requests wait in
+    the shared queue, from which the first replica that comes up takes them.
 
     Source: Mitzenmacher, "The power of two choices in randomized load balancing" (IEEE TPDS 2001).
     """

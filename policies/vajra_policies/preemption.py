@@ -1,4 +1,4 @@
-"""Mode of preemption: the parameter that Vajra's replica schedulers share, its check, and preemption with a fallback."""
+"""Preemption mode: the parameter shared by Vajra's replica schedulers, its check, and preemption with a fallback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PreemptionConfig(PolicyConfig):
 
 
 def preemption_mode(config: PreemptionConfig, context: PolicyContext) -> PreemptionMode:
-    """The mode that the configuration names. Raises `ValueError` when swapping is asked for without anywhere to swap to."""
+    """Return the configured mode. Raises `ValueError` for swapping without host memory to swap to."""
     mode = PreemptionMode(config.preemption)
     if mode is PreemptionMode.SWAP and context.limits.host_blocks < 1:
         raise ValueError("preemption: swap needs host memory (replica.memory.host_blocks is 0)")
@@ -29,5 +29,5 @@ def preemption_mode(config: PreemptionConfig, context: PolicyContext) -> Preempt
 
 
 def give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:
-    """Preempt the victim in the given mode, by recompute where the host is full; False when neither is possible."""
+    """Preempt the victim in the given mode, by recompute if the host is full; return False if neither is possible."""
     return batch.preempt(victim, mode) is None or batch.preempt(victim) is None

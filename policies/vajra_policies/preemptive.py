@@ -1,4 +1,4 @@
-"""Preemption by urgency: each step runs the most urgent requests, whether they run already or wait."""
+"""Preemption by urgency: each step runs the most urgent requests, running or waiting."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ class PreemptiveConfig(FixedChunkConfig):
 
 
 class Preemptive(FixedChunk):
-    """Running and waiting requests are in one line by urgency, and a step takes them from its head while there are slots.
+    """Running and waiting requests form one queue by urgency; a step takes them from its head while there are slots.
 
-    - A running request that the slots do not reach is paused: it keeps its KV, and goes on when it is among the first again.
-    - A request that lacks blocks takes them from the least urgent running one behind it in the line, which is preempted;
-      a waiting one does so only if all of those together hold enough. If not, no request behind it is admitted in this step.
-    - So that no request is preempted and admitted in turns, under keys that rise with progress, a request that was preempted comes
-      back once blocks are free, and then keeps them until its prompt is computed, but for running requests admitted earlier.
-    - Of `chunk_size` tokens each decode among the first has one; prompts share what is left by urgency.
+    - A running request without a slot is paused: it keeps its KV, and continues when it is among the first again.
+    - A running request that lacks blocks preempts the least urgent running request behind it in the queue. A waiting
+      request does so only if all running requests behind it together hold enough blocks; otherwise no request behind it
+      is admitted in this step.
+    - To avoid thrashing under keys that rise with progress, a preempted request returns only once blocks are free, and
+      then keeps them until its prompt is computed; only running requests admitted earlier may take them.
+    - Of `chunk_size` tokens, each decode with a slot gets one; prompts share the rest by urgency.
 
-    So what a pause costs is decided by memory: nothing while blocks last, later that of `preemption`. The prioritizer decides
-    everything else; a non-preemptive rule, such as first come, first served, preempts no request here either.
+    A pause therefore costs nothing while blocks last, and a preemption (by `preemption`) afterwards. The prioritizer
+    decides everything else; under a non-preemptive rule, such as first come, first served, no request is preempted for
+    urgency.
 
-    Source: iteration-level preemption of FastServe (arXiv:2305.05920) and LTR (arXiv:2408.15792), whose scheduler cuts one
-    list of waiting, running and swapped requests; chunks as in Sarathi-Serve (OSDI'24). Swapping ahead of need is left out.
+    Source: iteration-level preemption of FastServe (arXiv:2305.05920) and LTR (arXiv:2408.15792), whose scheduler cuts
+    one list of waiting, running and swapped requests; chunks as in Sarathi-Serve (OSDI'24). Proactive swapping is left
+    out.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
-    """While requests wait their keys may overtake those that run; without any, all that run fit in and go on."""
+    """Waiting requests may overtake running ones; if none waits, all running requests fit and continue."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """The most urgent requests, as far as slots, tokens and blocks reach."""
@@ -67,7 +70,9 @@ class Preemptive(FixedChunk):
         batch: BatchBuilder,
         paused: frozenset[RequestView] = frozenset(),
     ) -> None:
-        """Take requests from the heads of both lines; `paused` ones are last of those that run, and only make room."""
+        """Take requests from the heads of both queues. `paused` requests come last among the running ones, and only
+        make room.
+        """
         queued = next(waiting, None)
         while batch.slots_left > 0 and self._room(batch) > 0:
             is_last = not running or running[0] in paused
@@ -85,7 +90,9 @@ class Preemptive(FixedChunk):
         return not replica.num_waiting and replica.num_running <= limit
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Tokens of the request in this step: those that it has left, while each decode behind it with a slot keeps one token."""
+        """Return the request's tokens in this step: its remaining ones, as far as each decode behind it with a slot
+        keeps one.
+        """
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         if num_tokens <= 1:
             return num_tokens
@@ -93,7 +100,7 @@ class Preemptive(FixedChunk):
         return min(num_tokens, self._room(batch) - min(num_decodes, batch.slots_left - 1))
 
     def _continue(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> None:
-        """Add a running request, taking blocks from those behind it; it is paused if they have none."""
+        """Add a running request, preempting requests behind it for blocks; it is paused if that does not suffice."""
         num_tokens = self._tokens(request, behind, batch)
         if num_tokens < 1:
             return
@@ -104,7 +111,9 @@ class Preemptive(FixedChunk):
     def _admit(
         self, request: RequestView, behind: list[RequestView], replica: LocalReplicaView, batch: BatchBuilder
     ) -> bool:
-        """Add a waiting request, taking blocks from those behind it if they have enough; False if none may follow it."""
+        """Add a waiting request, preempting requests behind it if they hold enough blocks; return False if none may
+        follow it.
+        """
         num_tokens = self._tokens(request, behind, batch)
         if num_tokens < 1:
             return False
@@ -120,7 +129,9 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent of those behind a running request (None: a waiting one); False if there is none."""
+        """Preempt the least urgent running request behind this one (None: behind a waiting request); return False if
+        there is none.
+        """
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]
             is_later = needing is not None and victim.admitted_index > needing.admitted_index

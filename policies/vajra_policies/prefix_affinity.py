@@ -24,11 +24,11 @@ class PrefixAffinityConfig(PolicyConfig):
 
 
 class PrefixAffinity(BindsOnArrival):
-    """Binds on arrival to the replica that caches the longest prefix of the prompt, if that is worth it.
+    """Binds on arrival to the replica that caches the longest prefix of the prompt, if hit and load allow it.
 
-    The replica with the longest hit (of equals the less loaded, then the lower id) gets the request if the hit covers
-    `min_hit_fraction` of the prompt and the replica has at most `max_imbalance_requests` requests more than the least
-    loaded one. Otherwise the least loaded replica gets it. While none is up, requests stay in the shared queue.
+    The replica with the longest hit (among equals the less loaded one, then the lower id) gets the request if the hit
+    covers `min_hit_fraction` of the prompt and the replica has at most `max_imbalance_requests` requests more than the
+    least loaded one. Otherwise the least loaded replica gets it. While none is up, requests stay in the shared queue.
 
     Source: exploit-or-explore as in Preble (arXiv:2407.00023); the two thresholds are those of Ray Serve's
     prefix-affinity router.
@@ -39,7 +39,7 @@ class PrefixAffinity(BindsOnArrival):
         self._load = load_in("requests")
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica with the prefix, or the least loaded one."""
+        """Return the replica with the prefix, or the least loaded one."""
         up = those_up(replicas)
         if not up:
             return None

@@ -21,9 +21,9 @@ class PriorityConfig(PolicyConfig):
 
 
 class Priority:
-    """Key = the priority that came with the request; lower is more urgent, equals go by arrival.
+    """Key = the priority stated by the client; lower is more urgent, ties go by arrival.
 
-    Nothing ages: a class of requests waits as long as there are more urgent ones.
+    There is no ageing: requests wait as long as there are more urgent ones.
 
     Source: the `priority` policy of vLLM's scheduler, whose numbers mean the same.
     """
@@ -37,7 +37,9 @@ class Priority:
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The request's priority; with `ties: request_id` also its arrival, and the first 128 bytes of its id as a number."""
+        """Return the request's priority; with `ties: request_id`, followed by its arrival and the first 128 bytes of
+        its id as a number.
+        """
         if not self._by_id:
             return float(request.priority)
         name = request.request_id.encode()[:_ID_BYTES].ljust(_ID_BYTES, b"\0")

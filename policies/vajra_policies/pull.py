@@ -23,24 +23,24 @@ class PullConfig(PolicyConfig):
 
 
 class Pull:
-    """Nothing is bound on arrival; a replica with a free slot and free KV blocks may take from the whole shared queue.
+    """Binds nothing on arrival; a replica with a free slot and free KV blocks may take any request of the shared queue.
 
-    With pipeline stages there are as many slots as all the steps in flight have.
+    With pipeline stages, the slots are those of all steps in flight.
 
-    It sees the queue most urgent first and lazily, and a request is bound when the replica's scheduler admits it. A
+    A replica sees the queue lazily, most urgent first, and a request is bound when the replica's scheduler admits it. A
     preempted request stays with the replica that admitted it.
 
     Source: Vajra's scheduling architecture, pull replicaset scheduler.
     """
 
     traits = SchedulerTraits(reads_load=False, is_work_conserving=True)
-    """Assign nothing; a replica with room may take any waiting request."""
+    """Nothing is assigned; a replica with room may take any waiting request."""
 
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """None: every request waits in the shared queue."""
+        """Return None: every request waits in the shared queue."""
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Any replica with equal chance: the baseline that other ways of spreading load are measured against."""
+"""Random replica, each with equal probability: the baseline for other ways of balancing load."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vajra_py.contract import (
 
 
 class RandomConfig(PolicyConfig):
-    """`random` has no parameters; it draws from the run's stream of that name."""
+    """Parameters of `random`, which has none and draws from the random stream of the same name."""
 
 
 class RandomReplica(BindsOnArrival):
     """Binds on arrival to a replica drawn uniformly from those that are up.
 
-    While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
+    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: random splitting, the baseline of Mitzenmacher (IEEE TPDS 2001).
     """

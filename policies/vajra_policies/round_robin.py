@@ -1,4 +1,4 @@
-"""Replicas in turn: each arriving request goes to the next one."""
+"""Round robin: each arriving request goes to the next replica in turn."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RoundRobinConfig(PolicyConfig):
 
 
 class RoundRobin(BindsOnArrival):
-    """Binds on arrival: replica after the one chosen last, in order of id, skipping those that are down.
+    """Binds on arrival to the replica after the one chosen last, in order of id, skipping those that are down.
 
-    While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
+    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: Vajra's scheduling architecture, round-robin replicaset scheduler.
     """

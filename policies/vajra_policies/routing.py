@@ -13,7 +13,7 @@ LoadUnit: TypeAlias = Literal["requests", "tokens"]
 def load_in(unit: LoadUnit) -> Callable[[ReplicaLoadView], int]:
     """Return the function that reads a replica's load.
 
-    `requests`: how many run and wait there. `tokens`: how many tokens these requests have, computed or still to compute.
+    `requests`: the number of running and waiting requests. `tokens`: the tokens of these requests, computed or not.
     """
     return _num_tokens if unit == "tokens" else _num_requests
 
@@ -40,17 +40,20 @@ def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
 
 
 def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 1) -> Iterable[str]:
-    """Everything in the shared queue, lazily, for a replica that is up and has a free slot and a free KV block.
+    """Yield the whole shared queue, lazily, to a replica that is up and has a free slot and a free KV block; otherwise
+    nothing.
 
-    `num_batches`: how many steps a replica has in flight at once (its pipeline stages), each with its own slots.
-    Without this condition the first replica to ask would look through the queue at every step for nothing. Policies that bind
-    on arrival use it for requests that came while no replica was up.
+    `num_batches`: the number of steps in flight of a replica (its pipeline stages), each with its own slots. Without
+    this condition, a full replica would search the queue in vain at every step. Policies that bind on arrival use this
+    for requests that arrived while no replica was up.
     """
     return (request.request_id for request in queued) if has_room(replica, num_batches) else ()
 
 
 class BindsOnArrival:
-    """Router that places requests as they come; those that came while no replica was up wait in the shared queue for the first that is."""
+    """Router that places requests on arrival; requests that arrive while no replica is up wait in the shared queue for
+    the first one.
+    """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
@@ -63,7 +66,7 @@ def has_room(replica: ReplicaLoadView, num_batches: int = 1) -> bool:
 
 
 class PeriodicWakeUps:
-    """Wakes a policy every `interval_s` seconds while it has something to look at."""
+    """Wakes a policy every `interval_s` seconds while it has work."""
 
     def __init__(self, wake: WakeUps, interval_s: float, key: str = "") -> None:
         self._wake = wake
@@ -72,13 +75,13 @@ class PeriodicWakeUps:
         self._is_set = False
 
     def start(self, now: float) -> None:
-        """Wake the policy after the interval, unless it is to be woken already."""
+        """Wake the policy after the interval, unless a wake-up is already set."""
         if not self._is_set:
             self._is_set = True
             self._wake.at(now + self._interval_s, self._key)
 
     def woken(self, now: float, *, goes_on: bool) -> None:
-        """Note that the policy was woken; with `goes_on` it is woken again."""
+        """Note that the policy was woken; with `goes_on`, set the next wake-up."""
         self._is_set = False
         if goes_on:
             self.start(now)

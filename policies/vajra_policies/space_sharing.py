@@ -1,4 +1,6 @@
-"""Long and short prompts side by side: one very long prefill a step, which leaves short ones the time that it can spare."""
+"""Long and short prompts together: at most one very long prefill per step, which leaves short ones the time that it can
+spare.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from vajra_py.contract import (
 )
 
 MAX_SPARED_FRACTION = 0.5
-"""Most of the target time that a long prefill leaves to others, however much slack it has."""
+"""Largest fraction of the target time that a long prefill leaves to others, however much slack it has."""
 
 
 class SpaceSharingConfig(TargetTimeConfig):
@@ -56,20 +58,23 @@ class SpaceSharingConfig(TargetTimeConfig):
 class SpaceSharing:
     """Dynamic chunks, with rules for prompts whose KV has reached `long_seq_kv_cache_len_threshold` tokens.
 
-    Below the threshold a prompt gets its chunk for the full target time. At or above it: nothing if another long prefill
-    is in the batch, else a chunk for target * (1 - clamp(slack, 0, 0.5)), with slack as part of the time that the request is
-    allowed (`LocalReplicaView.slack_fraction`). So a long prefill with slack leaves up to half of the step to short ones, and one
-    without takes all of it. The prioritizer has to predict slack, as `lrs` and `edf` do.
+    Below the threshold a prompt gets its chunk for the full target time. At or above it: nothing if another long
+    prefill is in the batch, else a chunk for target * (1 - clamp(slack, 0, 0.5)), with slack as a fraction of the
+    request's allowed time (`LocalReplicaView.slack_fraction`). A long prefill with slack thus leaves up to half of the
+    step to short ones; without slack it takes the whole step. The prioritizer must predict slack, as `lrs` and `edf`
+    do.
 
-    `class_shares` is a separate option, off by default: hard limits on the part of a step that the prompts of each class
-    add, for isolation between classes of service or tenants. A step without anything else in it ignores them.
+    `class_shares` is a separate option, off by default: hard limits on the fraction of a step's time that the prompts
+    of each class add, to isolate service classes or tenants. A step with nothing else in it ignores them.
 
-    Source: Medha (arXiv:2409.17264), space sharing; Vajra's public code for threshold and bounds. That one page of Vajra's
-    documentation describes space sharing as isolation between tenants is what `class_shares` answers.
+    Source: Medha (arXiv:2409.17264), space sharing; Vajra's public code for threshold and bounds. `class_shares` exists
+    because one page of Vajra's documentation describes space sharing as isolation between tenants.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    runs.
+    """
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
         self._config = config
@@ -89,7 +94,7 @@ class SpaceSharing:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The chunk for the full target time: a prompt with the replica to itself has no other requests to leave time to."""
+        """Return the chunk for the full target time: a prompt alone on the replica leaves no time to others."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
@@ -122,7 +127,9 @@ class SpaceSharing:
 
 
 def spared_fraction(slack: float) -> float:
-    """The part of a step that a long prefill leaves to others: its slack as part of the allowed time, from 0 to one half."""
+    """Return the fraction of a step that a long prefill leaves to others: its slack relative to the allowed time,
+    clamped to 0 .. 0.5.
+    """
     return min(max(slack, 0.0), MAX_SPARED_FRACTION)
 
 

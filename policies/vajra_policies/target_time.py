@@ -15,7 +15,7 @@ from vajra_py.contract import BatchBuilder, BatchFeatures, PolicyContext, Reques
 
 GRAIN_TOKENS = 32
 FIRST_CHUNK_TOKENS = 256
-"""Taken for the last chunk's size before there was one, so that the search starts at 512."""
+"""Initial value for the size of the last chunk, so that the first search starts at 512."""
 
 
 class TargetTimeConfig(PreemptionConfig):
@@ -51,10 +51,10 @@ class TargetTimeConfig(PreemptionConfig):
 
 
 class TargetTime:
-    """Chunks of one policy: the largest whose predicted step time does not pass a target.
+    """Chunks of one policy: the largest ones with which the predicted step time does not exceed a target.
 
-    The search starts from twice the chunk that was found last; this changes only the number of predictions, as
-    long as predicted time does not fall when a chunk grows.
+    The search starts from twice the last chunk found; this affects only the number of predictions, as long as larger
+    chunks are not predicted to be faster.
 
     Source: Vajra's scheduling architecture and public code (binary search, bounds, tolerance, starting point); Medha
     (arXiv:2409.17264), adaptive chunking.
@@ -74,10 +74,10 @@ class TargetTime:
         return batch.num_requests > 0 and batch.predicted_time() > limit_s
 
     def chunk(self, request: RequestView, batch: BatchBuilder, target_s: float) -> int:
-        """The largest chunk of the request with which the step is predicted to take at most `target_s` seconds.
+        """Return the largest chunk of the request with which the step is predicted to take at most `target_s` seconds.
 
-        At least `min_chunk` tokens (or what remains of the prompt, if less), even if the step then takes longer: a
-        step that is not full always gets something done. 0 if the token budget leaves less than that.
+        It has at least `min_chunk` tokens (or the rest of the prompt, if shorter), even if the step then takes longer,
+        so that a step that is not full always makes progress. 0 if the token budget leaves less.
         """
         cap = min(self._config.max_chunk, batch.tokens_left)
         num_remaining = batch.max_chunk(request)
@@ -89,12 +89,12 @@ class TargetTime:
             return batch.predicted_time_with(request, num_tokens) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
-        if chunk < num_remaining:  # the end of a prompt does not show what would have fitted
+        if chunk < num_remaining:  # the end of a prompt does not show which size would have fitted
             self._last_chunk = chunk
         return chunk
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
-        """Return the size of `chunk` for a prompt that has the replica to itself; at least 1."""
+        """Return the size of `chunk` for a prompt alone on the replica; at least 1."""
         limits = self._context.limits
         cap = self._config.max_chunk
         if limits.max_batch_tokens is not None:
@@ -117,9 +117,8 @@ class TargetTime:
 
 
 class ChunkSizes:
-    """The sizes that a chunk may have, ascending: multiples of 32 from `min_chunk` to `cap`, and all that remains.
-
-    `num_remaining` counts as a size if it is at most `cap`; nothing above it does.
+    """Possible sizes of a chunk, ascending: multiples of 32 from `min_chunk` to `cap`, and `num_remaining` as the last
+    one if it is at most `cap`.
     """
 
     __slots__ = ("_first", "_largest", "count")
@@ -141,7 +140,7 @@ class ChunkSizes:
 
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
-    """The largest of the sizes that fits, the smallest if none does; doubles from `guess` on, then halves the range."""
+    """Return the largest size that fits, or the smallest if none does; doubles from `guess` on, then bisects."""
     low, high = 0, sizes.count  # the size at low fits, the size at high does not
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):

@@ -196,7 +196,9 @@ Range = tuple[int, int]
 def _spread(
     count: int, over_s: float, prompts: Range, outputs: Range, expires_s: float | None = None
 ) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
-    """Return `count` requests per replica at uniform times, with random lengths, classes and SLOs."""
+    """Return a function that draws `count` requests per replica at uniform times, with random lengths, classes and
+    SLOs.
+    """
 
     def make(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
         total = count * num_replicas

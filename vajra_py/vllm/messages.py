@@ -106,7 +106,7 @@ class Messages:
                 if self._zeroes and not isinstance(blocks, Tables):
                     message.clear(blocks)
                 num_outputs = record.num_kept + request.num_output_tokens
-                if planned is not None:  # the workers take the rejected ones off themselves
+                if planned is not None:  # the workers themselves subtract rejected drafts
                     computed += planned.num_unverified
                     num_outputs += planned.num_unverified
                 message.go_on(record.request_id, num_tokens, computed, num_outputs, blocks)
@@ -188,7 +188,7 @@ class Messages:
             self._settle_drafted(requests)
             self._add_chunks(plan.chunks, drafts)
             return
-        if self._mechanism.is_ahead_of_drafts:  # the workers take the rejected ones off themselves
+        if self._mechanism.is_ahead_of_drafts:  # the workers themselves subtract rejected drafts
             computed = tuple(map(add, computed, map(_num_unverified, drafts.values())))
         new: dict[int, Sequence[int] | Tables] = {}
         room = self._room

@@ -1,1 +1,1 @@
-"""LoRA adapters: which of them stay loaded, who runs with which, and where."""
+"""LoRA adapters: caching of adapters, batches by adapter, and placement."""

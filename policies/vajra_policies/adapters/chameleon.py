@@ -50,26 +50,33 @@ class Chameleon(FixedChunk):
     """WRS = (A p / p_max + B d / d_max) a / a_max: size of a request with p prompt, d predicted output tokens, and an adapter of size a.
 
     - K queues: k-means on the WRS of recent requests, cut midway between centroids.
-    - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, of its largest request, mean duration and rate of arrivals. The smallest sizes
-      have what they need of the KV memory first; what is not needed is shared out equally.
-    - Phase 1: each queue, the smallest sizes first, admits while p + d of those that it has admitted is within its quota; one that
-      has no request running admits its first one, whatever its size. Phase 2: what is left by queues in which no request waits goes to the others,
-      the smallest first. Tokens return to the queue that gave them when a request ends or is preempted. Steps are `fixed_chunk`'s.
-    - The idle adapter goes with the least frequency f / f_max, recency (rank of the last use, 0 to 1) and size a / a_max, weighted.
+    - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, with S_i its largest request, D_i the mean duration, and
+      lambda_i the arrival rate. KV memory is divided by need, queues of the smallest sizes first; the rest is divided
+      equally.
+    - Phase 1: each queue, the smallest sizes first, admits while the sum of p + d of its admitted requests is within
+      its quota; a queue without running requests admits its first one, whatever its size. Phase 2: queues in which no
+      request waits lend their unused quota to the others, the smallest first. When a request ends or is preempted, its
+      tokens return to the queues that were charged. Steps are formed as by `fixed_chunk`.
+    - The idle adapter with the least score is evicted: the weighted sum of frequency f / f_max, recency (rank of the
+      last use, 0 to 1) and size a / a_max.
 
-    a and a_max are blocks (`num_blocks`); where adapters have none, a / a_max is 1, as for requests without one. Uses count half
-    after each refresh. Queues are first made after 16 requests, and again whenever those known have doubled, until `refresh_s` counts.
+    a and a_max are in blocks (`num_blocks`); if adapters occupy none, a / a_max is 1, as for requests without an
+    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time the number
+    of known requests has doubled, and later every `refresh_s`.
 
-    Left out: the choice of K by an elbow, prefetches for those that wait, memory for the cache beyond the slots, and the rule that
-    a request may overtake one that waits for its adapter only if it ends before that is loaded (here every scheduler skips such a
-    request). Which weights the paper gives to what is not needed, and its rule where needs exceed the memory, were not found.
+    Left out: the choice of K by the elbow method, prefetching of adapters for waiting requests, memory for the cache
+    beyond the slots, and the rule that a request may overtake one that waits for its adapter only if it ends before the
+    adapter is loaded (here every scheduler skips a request that waits for its adapter). The paper's weights for
+    dividing the memory that no queue needs, and its rule for needs that exceed the memory, were not found.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference Environments" (MICRO'25,
     arXiv:2411.17741); the weights of the score from secondary sources, which give 0.45 or 0.55 for size.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues are looked at only where a request waits and the batch has room; one that has admitted none admits its first."""
+    """Queues matter only if a request waits and the batch has room; a queue that has admitted none admits its first
+    request.
+    """
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
@@ -82,7 +89,7 @@ class Chameleon(FixedChunk):
         self._adapter_blocks: dict[str, float] = {}
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, prompts in progress, then waiting ones by queue and quota."""
+        """Add decodes, prompts in progress, then waiting requests by queue and quota."""
         if replica.num_waiting:
             add_all_decodes(replica, batch, self._mode)
             for request in replica.partial_prefills():
@@ -95,7 +102,7 @@ class Chameleon(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
-        """The adapter with the least score; of equal ones the least recently used."""
+        """Return the adapter with the least score; among equal ones, the least recently used."""
         config = self._config
         most_uses = max(*(self._uses[name] for name in idle), 1e-9)
         most_blocks = max(*(self._adapter_blocks.get(name, 0.0) for name in idle), 1.0)
@@ -109,11 +116,11 @@ class Chameleon(FixedChunk):
         return idle[min(range(len(idle)), key=score)]
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Its tokens return; it waits in its queue again."""
+        """Return the request's tokens to the quotas; it waits in its queue again."""
         self.queues.give_back(request)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Its tokens return."""
+        """Return the request's tokens to the quotas."""
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -132,7 +139,9 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            queues.give_back(request)  # it was lost with its replica, or has come with its KV
+            queues.give_back(
+                request
+            )  # tokens of an admission elsewhere: its replica was lost, or its KV was moved here
             self._learn(request, replica)
         if queues.is_due(now):
             self._refresh(now)
@@ -154,7 +163,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if it can be; False where memory is short, so that no other request is tried."""
+        """Admit a request if possible; return False if memory is short, so that no other request is tried."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:

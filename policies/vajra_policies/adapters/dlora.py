@@ -35,9 +35,10 @@ class DloraConfig(PreemptiveConfig):
 
 
 class Thresholds:
-    """Share of the batch in order of arrival that one adapter needs so that merging begins (`begin`), and so that it goes on (`stay`).
+    """Share of the batch in arrival order that one adapter needs for merging to begin (`begin`), and to continue
+    (`stay`).
 
-    After each phase in one mode, requests a second are compared with what the other mode would have run.
+    After each phase in one mode, its requests per second are compared with an estimate for the other mode.
     """
 
     def __init__(self, config: DloraConfig) -> None:
@@ -81,20 +82,23 @@ class Thresholds:
 
 
 class Dlora(Preemptive):
-    """The batch in order of arrival (B requests at most, the prioritizer's order) is F; of all that run or wait, n_a have adapter a.
+    """F is the batch in arrival order (at most B requests, in the prioritizer's order); n_a running or waiting requests
+    have adapter a.
 
-    - Merged: the requests of one adapter alone, if n_a >= `begin` |F| for the adapter with the most; for as long as n_a >= `stay` |F|.
-      Otherwise unmerged: F. `Thresholds` learns both shares.
-    - Credits: for each request of F that is passed over, its adapter gets 1 / (r B) from the adapter that runs, half of it where the
-      batches differ in size; r = merged / unmerged step time. Credits start at 0 and always sum to 0.
-    - An adapter with the bound in credit goes first, before F, down to half of it: each of its requests that takes a place in F costs
-      1 / B. An adapter so far in debt that others have the bound each is not merged.
+    - Merged mode runs the requests of one adapter alone. It begins if n_a >= `begin` |F| for the adapter with the most
+      requests, and lasts while n_a >= `stay` |F|. Unmerged mode runs F. `Thresholds` learns both shares.
+    - Credits: for each request of F that is passed over, its adapter gets 1 / (r B) from the adapter that runs, or half
+      of that if the batches differ in size; r = merged / unmerged step time. Credits start at 0 and always sum to 0.
+    - An adapter whose credit reaches the bound goes first, before F, until half of the bound is left: each of its
+      requests that takes a place in F costs 1 / B. An adapter is not merged while its debt equals the bound for each
+      other adapter.
 
-    Requests that run and are not chosen are paused with their KV, and preempted where those chosen lack blocks, as by `preemptive`. A
-    request whose adapter has no slot is not counted. Requests of the base model count as those of one more adapter.
+    Running requests that are not chosen are paused with their KV, and preempted if the chosen ones lack blocks, as by
+    `preemptive`. A request whose adapter has no slot is not counted. Requests of the base model count as requests of
+    one more adapter.
 
-    Left out: a verb to merge. Weights are merged whenever all requests of a step have one adapter (`replica.adapters.unmerged_factor`), in
-    simulations alone; neither the engine nor vLLM merges.
+    Left out: an explicit merge operation. Weights count as merged whenever all requests of a step have the same adapter
+    (`replica.adapters.unmerged_factor`), only in simulations; neither the engine nor vLLM merges.
 
     Source: Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI'24); code LLMServe/dLoRA-artifact.
     """
@@ -105,7 +109,7 @@ class Dlora(Preemptive):
         super().__init__(config, context)
         self.thresholds = Thresholds(config)
         self.merged: str | None = None
-        """Adapter whose requests alone run; None: unmerged."""
+        """Adapter in merged mode, whose requests alone run; None in unmerged mode."""
         self.credits: defaultdict[str, float] = defaultdict(float)
         self._bound = config.credit_bound
         self._speed = config.merged_step_s / config.unmerged_step_s
@@ -114,7 +118,7 @@ class Dlora(Preemptive):
         """Adapters that go first by their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Requests of the adapters that are chosen, by urgency; all of them where none of those can run."""
+        """Run the requests of the chosen adapters, by urgency; all requests if none of the chosen ones can run."""
         line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
         if not line:
             return
@@ -175,7 +179,7 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Pay the adapters that are passed over from those that run in their place."""
+        """Transfer credit to the adapters that are passed over from the adapters that run in their place."""
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]
         instead = [one.adapter for one in chosen if one not in due]

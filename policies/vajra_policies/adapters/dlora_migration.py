@@ -1,4 +1,4 @@
-"""dLoRA's placement: by batches to run, with requests moved from replicas that have too many, and their adapters after them."""
+"""dLoRA's placement: requests go to the replica with the fewest batches to run, and move away from overloaded replicas."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ class DloraMigrationConfig(PolicyConfig):
 
 
 class DloraMigration(BindsOnArrival):
-    """cost(replica) = sum over adapters floor(n_a / B) * 0.6 + floor(rest / B), + `load_cost` if it has not the adapter.
+    """cost(replica) = sum over adapters of floor(n_a / B) * 0.6, + floor(rest / B), + `load_cost` if it lacks the
+    adapter.
 
-    n_a requests with adapter a wait or run there; the rest is what full batches of one adapter leave. A request goes to the least cost; of
-    equal ones to the fewest requests.
+    n_a requests with adapter a wait or run there; the rest are the requests that do not fill a batch of one adapter. A
+    request goes to the replica with the least cost; among equal ones, to that with the fewest requests.
 
-    Every interval, the replica with the most requests and the one with the fewest are paired, if the first has so many more than the
-    mean; or, before that, those with the most and least memory in use, if the first alone is full. Requests move from one to the other
-    while the longer of their times falls: the sum over requests of the mean time of their adapter, and `move_s` for each move. Requests
-    whose adapter is there already go first, then those of one adapter after the other, the rarest here first: adapters are loaded after
-    them, and no more of them than slots.
+    In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
+    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by enough. Requests move
+    from the first to the second while this reduces the longer of the two replicas' times: the sum over requests of the
+    mean time of their adapter, plus `move_s` for each move. Requests whose adapter is loaded at the target move first,
+    then those of one adapter after another, the rarest at the source first; their adapters are loaded afterwards, at
+    most as many as there are slots.
 
-    Left out: the integer program, whose place this greedy choice takes; more than one target; and the placement of adapters ahead
-    of requests, since a load begins with the first request.
+    Left out: the integer program, replaced by this greedy choice; more than one target; and the placement of adapters
+    ahead of requests, since a load begins with the first request.
 
     Source: Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI'24); code LLMServe/dLoRA-artifact.
     """
@@ -66,10 +68,10 @@ class DloraMigration(BindsOnArrival):
         self._place: dict[RequestView, ReplicaId] = {}
         """Requests by the order in which they came."""
         self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
-        """Requests of each replica by adapter; none of 0."""
+        """Number of requests of each replica by adapter; entries of 0 are removed."""
         self._began_at: dict[RequestView, float] = {}
         self._times: dict[str, tuple[int, float]] = {}
-        """Ended requests of each adapter, and the sum of their times, seconds."""
+        """Number of ended requests of each adapter, and the sum of their times in seconds."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica of least cost that is up."""
@@ -90,13 +92,13 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Batches of the requests, by adapter, in mixed ones."""
+        """Return the cost of the requests' batches: full ones of a single adapter, and mixed ones."""
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())
         return full * self._config.merged_ratio + rest // self._max_batch
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Requests from one replica to another of its pool."""
+        """Return the requests to move from one replica to another of its pool."""
         return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
@@ -136,7 +138,7 @@ class DloraMigration(BindsOnArrival):
             del counts[request.adapter]
 
     def _pair(self, pool: Sequence[ReplicaLoadView]) -> tuple[ReplicaLoadView, ReplicaLoadView] | None:
-        """(source, target), None if loads are even enough."""
+        """Return (source, target); None if loads are even enough."""
         config, counts = self._config, self._counts
         used = {one.replica_id: 1.0 - one.free_blocks / one.num_blocks for one in pool}
         fullest, emptiest = (choose(pool, key=lambda one: used[one.replica_id]) for choose in (max, min))

@@ -36,7 +36,9 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
-    """Return each queue's quota: its need, the first ones in full where not all can have it, and an equal share of what is left."""
+    """Return each queue's quota: its need (the first queues' in full, if memory is too short for all) and an equal
+    share of the rest.
+    """
     quotas, left = [], num_tokens
     for need in needs:
         quotas.append(min(ceil(need), left))
@@ -58,10 +60,11 @@ class SizeFacts(NamedTuple):
 
 
 class SizeQueues:
-    """Queues by the size WRS = (A p / p_max + B d / d_max) a / a_max, with quotas of KV tokens that requests are charged to.
+    """Queues by the size WRS = (A p / p_max + B d / d_max) a / a_max, each with a quota of KV tokens to which its
+    requests are charged.
 
-    `weights`: A and B. `num_tokens`: tokens of the KV memory, shared out as quotas. `slo_s`: time that a request may take, and
-    `refresh_s`: time after which queues are made anew, seconds.
+    `weights`: A and B. `num_tokens`: tokens of the KV memory, shared out as quotas. `slo_s`: time that a request may
+    take, and `refresh_s`: time after which queues are rebuilt, in seconds.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class SizeQueues:
         self.used: list[int] = [0]
         """Tokens of each queue that are given away."""
         self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
-        """Time of admission, and (queue, tokens) that pay for it."""
+        """Time of admission of each admitted request, and its charges as (queue, tokens)."""
         self._num_seen, self._refresh_count, self._refresh_at = 0, _FIRST, float("inf")
 
     def __contains__(self, request: RequestView) -> bool:
@@ -96,7 +99,7 @@ class SizeQueues:
         return self._facts[request].num_tokens
 
     def queue_of(self, request: RequestView) -> int:
-        """Index of the queue that a request belongs to by its size."""
+        """Return the index of the queue to which a request belongs by its size."""
         return self._queue_of(self._facts[request])
 
     def lines(self, waiting: Sequence[RequestView]) -> list[deque[RequestView]]:
@@ -111,7 +114,9 @@ class SizeQueues:
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return how many tokens each lender gives, as (queue, tokens), `num_tokens` in all; empty if they have fewer left."""
+        """Return the number of tokens that each lender gives, as (queue, tokens), `num_tokens` in all; empty if they
+        have fewer left.
+        """
         charges = []
         for queue in lenders:
             given = min(num_tokens, self.quotas[queue] - self.used[queue])
@@ -127,7 +132,9 @@ class SizeQueues:
             self.used[queue] += num_tokens
 
     def give_back(self, request: RequestView) -> float | None:
-        """Return its tokens to the queues that paid, and the time of its admission; None for one that was not admitted."""
+        """Return the request's tokens to the queues that were charged; returns the time of its admission, None if it
+        was not admitted.
+        """
         charged = self._charges.pop(request, None)
         if charged is None:
             return None
@@ -136,7 +143,7 @@ class SizeQueues:
         return charged[0]
 
     def forget(self, request: RequestView, now: float) -> None:
-        """Give back the tokens of a request that ended, and learn how long it took."""
+        """Return the tokens of a request that ended to the queues, and record its duration."""
         began_at = self.give_back(request)
         facts = self._facts.pop(request, None)
         if facts is not None and began_at is not None:

@@ -1,4 +1,4 @@
-"""Hold requests at the gate: the most urgent first, and of one priority first come, first served.
+"""Line of deferred requests: the most urgent first, and within a priority first come, first served.
 
 A request that is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
 different replicasets do not wait for each other.
@@ -45,7 +45,7 @@ class Line:
     def __init__(self) -> None:
         self._held: set[int] = set()
         self._heap: list[tuple[int, int]] = []
-        """(priority, index); entries that are not in `_held` any more are dropped when they come to the front."""
+        """(priority, index); entries that are no longer in `_held` are dropped when they reach the front."""
 
     def __len__(self) -> int:
         """Requests in the line."""
@@ -59,7 +59,7 @@ class Line:
         return bool(heap) and heap[0] < (request.priority, request.index)
 
     def join(self, request: RequestView) -> None:
-        """Add a request; nothing if it is in the line already."""
+        """Add a request, unless it is in the line already."""
         if request.index not in self._held:
             self._held.add(request.index)
             heappush(self._heap, (request.priority, request.index))
@@ -70,7 +70,7 @@ class Line:
 
 
 class Holding:
-    """Common part of policies that hold requests back: the line, and the time of the next look at it."""
+    """Common part of policies that defer requests: the lines, and the time of the next attempt."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed
@@ -109,7 +109,7 @@ class Holding:
         self._num_held += len(line)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look at the line again later, as long as there is one; the mechanism calls the policy for those in it now."""
+        """Set the next wake-up while requests are held; the mechanism now calls the policy for each of them."""
         if self._num_held and now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)

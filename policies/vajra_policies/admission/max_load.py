@@ -12,7 +12,7 @@ from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, R
 
 
 class MaxLoadConfig(HoldingConfig):
-    """Parameters of `max_load`; bounds are for each replica that is up, and over all of a replicaset's."""
+    """Parameters of `max_load`; a replicaset's bound is the sum over its replicas that are up."""
 
     max_requests: int | None = Field(
         64, gt=0, description="Maximum number of requests that wait and run, for each replica; null: any number."
@@ -25,7 +25,7 @@ class MaxLoadConfig(HoldingConfig):
 
 
 class MaxLoad(Holding):
-    """Lets a request in while its replicaset has less than the bound; an empty one takes any request.
+    """Accepts a request while its replicaset has less than the bound; an empty replicaset takes any request.
 
     Source: the limit on concurrent requests of serving gateways.
     """
@@ -35,7 +35,7 @@ class MaxLoad(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Hold it if nothing more fits, or others wait before it."""
+        """Defer the request if nothing more fits, or others wait before it."""
         line, replicaset = self._line_of(request), replicaset_of(request, replicasets)
         if line.waits_behind(request) or not self._has_room(request, replicaset):
             return self._closed(line, request, now, f"replicaset {replicaset.name} is full")

@@ -47,17 +47,19 @@ class MooncakeConfig(PolicyConfig):
 
 
 class Mooncake:
-    """Refuses a request when its predicted TTFT, or the predicted TBT, exceeds the promise.
+    """Refuses a request when its predicted TTFT, or the predicted TBT, exceeds the SLO.
 
-    For each replica that computes prompts T = T_queue + T_prefill: the prefill times of the requests that wait for it, and its own behind the prefix
-    that is cached there; the smallest T is the predicted TTFT. The predicted TBT is a decode step of the least loaded replica that decodes, with
-    this request in it. A copy of the prefix from another replica, which Mooncake weighs too, is not considered.
+    For each replica that computes prompts, T = T_queue + T_prefill: the prefill times of the requests that wait for it,
+    and that of this request without its prefix cached there. The smallest T is the predicted TTFT. The predicted TBT is
+    the duration of a decode step of the least loaded replica that decodes, with this request added. Mooncake also
+    considers copying the prefix from another replica; that is left out.
 
-    `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` compares both at arrival, for the whole pool:
-    decode replicas then fill up a prefill time after the decision, so that load swings. `predicted_load` looks at the decode replicas at the end
-    of this request's prefill: requests whose prompt is computed by then have come, those that have decoded for `decode_s` have gone.
+    The rules `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` compares the
+    present TTFT and TBT of whole pools: decode replicas then fill up only a prefill time after the decision, so that
+    load oscillates. `predicted_load` predicts the decode replicas' load at the end of this request's prefill: requests
+    whose prompt is computed by then have arrived, and those that have decoded for `decode_s` have left.
 
-    What it predicted is in the run's emitted figures.
+    Predictions are recorded among the run's emitted figures.
 
     Source: Mooncake (FAST'25), section 4.1 and Algorithm 1; arXiv 2407.00079, section on early rejection.
     """
@@ -68,10 +70,10 @@ class Mooncake:
         self._latency = context.latency
         self._emit = context.emit
         self._prompts: dict[RequestView, float] = {}
-        """Requests that were let in, and when their prompt is predicted to be computed."""
+        """Accepted requests, and the predicted end of their prefill."""
         self._running_on: dict[RequestView, ReplicaId] = {}
         self._decided: tuple[RequestView, float] | None = None
-        """The request that was decided on last, and when its prompt is predicted to be computed."""
+        """Request of the last decision, and the predicted end of its prefill."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
         """Predict, and compare."""
@@ -116,7 +118,9 @@ class Mooncake:
     # Prompts
 
     def _predicted_ttft_s(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> float:
-        """Seconds from now to its first token; with the rule `load` as for a request without a prompt."""
+        """Return the predicted seconds until the request's first token; with the rule `load`, those of a request
+        without a prompt.
+        """
         if not replicas:
             return 0.0
         queued_s = self._queued_prefill_s()
@@ -124,13 +128,13 @@ class Mooncake:
         return min(self._wait_s(one, queued_s, num_pending) + self._own_s(request, one) for one in replicas)
 
     def _queued_prefill_s(self) -> float:
-        """Predicted prefill times of the prompts that are not computed yet, one after the other."""
+        """Return the sum of the predicted prefill times of the prompts that are not computed yet."""
         remaining_s = self._prefill_time.remaining_s
         waiting = (one for one in self._prompts if not one.num_output_tokens)
         return sum(remaining_s(one.num_prompt_tokens, one.num_computed_tokens) for one in waiting)
 
     def _wait_s(self, replica: ReplicaLoadView, queued_s: float, num_pending: int) -> float:
-        """A replica's part of these, by its tokens left to prefill."""
+        """Return a replica's share of the queued prefill times, by its tokens left to prefill."""
         return queued_s * replica.num_pending_tokens / num_pending if num_pending else 0.0
 
     def _own_s(self, request: RequestView, replica: ReplicaLoadView) -> float:

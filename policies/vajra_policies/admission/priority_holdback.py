@@ -1,4 +1,4 @@
-"""Hold lower priorities back at lower saturation, so that capacity is left for higher ones."""
+"""Defer lower priorities at a lower saturation, so that capacity is left for higher ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
 
 
 def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict[int, float]:
-    """Return the ceiling of each priority; they are in order, the most urgent (lowest) first.
+    """Return the ceiling of each priority; `priorities` is sorted, the most urgent (lowest) first.
 
     By rank: c_i = cMax - i * (cMax - cMin) / (n - 1); by value: c_i = cMin + r_i * (cMax - cMin), where r_i is 1 for the most urgent
     priority and 0 for the least. With one priority: cMax.
@@ -60,9 +60,9 @@ def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict
 
 
 class PriorityHoldback(Holding):
-    """A request enters while saturation is below the ceiling of its priority, and no more urgent request waits.
+    """Accepts a request while saturation is below the ceiling of its priority, and no more urgent request waits.
 
-    The priorities are those that have come so far.
+    Ceilings cover the priorities that have occurred so far.
 
     Source: llm-d router, flow control with `priority-holdback-policy`.
     """
@@ -73,7 +73,7 @@ class PriorityHoldback(Holding):
         self._ceilings: Mapping[int, float] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Hold it if its priority's share is used, or others wait before it."""
+        """Defer the request if saturation has reached its priority's ceiling, or others wait before it."""
         if request.priority not in self._ceilings:
             self._ceilings = holdback_ceilings(sorted({*self._ceilings, request.priority}), self._config)
         if not self._ceilings[request.priority]:

@@ -20,7 +20,7 @@ from vajra_py.contract import (
 
 
 class ProbabilisticConfig(SaturationConfig):
-    """Parameters of `probabilistic_shedding`; it draws from the run's stream of that name."""
+    """Parameters of `probabilistic_shedding`, which draws from the random stream of the same name."""
 
     protected_priority: int = Field(
         0,
@@ -31,9 +31,9 @@ class ProbabilisticConfig(SaturationConfig):
 
 
 class ProbabilisticShedding:
-    """A request that is not protected is refused with probability min(1, k * saturation^power).
+    """Refuses a request that is not protected with probability min(1, k * saturation^power).
 
-    With llm-d's k = 300 and power 5 that is everything from a saturation of 0.32 on.
+    With llm-d's k = 300 and power 5, every such request is refused from a saturation of 0.32 on.
 
     Source: llm-d router, `probabilistic-admitter`.
     """

@@ -1,4 +1,4 @@
-"""Saturation of a replicaset as llm-d's detectors define it: 1 is full, and more is possible.
+"""Saturation of a replicaset as defined by llm-d's detectors: 1 means full; larger values are possible.
 
 Source: llm-d router, `utilization-detector` and `concurrency-detector`. The saturation of a replicaset is that of its fullest pool.
 """
@@ -40,7 +40,7 @@ class SaturationConfig(PolicyConfig):
 
 
 def saturation_for(config: SaturationConfig, request: RequestView, replicasets: Sequence[ReplicasetView]) -> float:
-    """Return the saturation of the replicaset that takes a request."""
+    """Return the saturation of the replicaset that serves a request."""
     return max(saturation_of(config, pool.replicas) for pool in replicaset_of(request, replicasets).pools)
 
 

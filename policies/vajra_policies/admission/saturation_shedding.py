@@ -27,7 +27,7 @@ class SheddingConfig(SaturationConfig, HoldingConfig):
 
 
 class SaturationShedding(Holding):
-    """Requests that are not protected are turned away while saturation is at the limit or above it.
+    """Refuses requests that are not protected while saturation is at or above the limit.
 
     Source: llm-d router, admission without flow control: priority < 0 is rejected at saturation >= 1.
     """

@@ -1,4 +1,4 @@
-"""Let lower priorities in at a rate that falls as saturation rises, instead of closing them off."""
+"""Accept lower priorities at a rate that falls as saturation rises, instead of excluding them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:
-    """Return every how many cycles a band is open: 1 always, 0 never. Rank 0 is the most urgent, and open below a saturation of 1.
+    """Return the number of cycles of which one is open for a band: 1 means always open, 0 never. Rank 0 is the most
+    urgent, and open below a saturation of 1.
 
     Band i is open while saturation < 1 - i * saturation / (n - 1); else every max(1, round(s / (1 - s)))-th cycle.
     """
@@ -30,10 +31,10 @@ def opening_period(saturation: float, rank: int, num_bands: int) -> int:
 
 
 class SoftReflectiveCeiling(Holding):
-    """Bands of priorities that are open always, in some cycles, or not at all, by `opening_period`.
+    """Bands of priorities that are open in all, some or no cycles, by `opening_period`.
 
-    A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every `recheck_s` while some wait. The
-    priorities are those that have come so far.
+    A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every
+    `recheck_s` while some wait. There is a band for each priority that has occurred so far.
 
     Source: llm-d router, flow control with `soft-reflective-ceiling-policy`.
     """
@@ -46,7 +47,7 @@ class SoftReflectiveCeiling(Holding):
         """Time of the last closed cycle and its number, by replicaset and priority."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Hold it if its band is closed in this cycle, or others wait before it."""
+        """Defer the request if its band is closed in this cycle, or others wait before it."""
         if request.priority not in self._priorities:
             self._priorities = sorted([*self._priorities, request.priority])
         line = self._line_of(request)

@@ -44,14 +44,14 @@ class TokenBucketConfig(BucketConfig):
 
 @dataclass(slots=True)
 class _Bucket:
-    """`level` may be negative: deferred requests have taken in advance what they wait for."""
+    """Level of one bucket. It may be negative: deferred requests are charged in advance."""
 
     capacity: float
     refill_per_s: float
     level: float
     filled_at: float = 0.0
     due: dict[str, float] = field(default_factory=dict)
-    """Time at which the turn of each deferred request comes."""
+    """Time at which each deferred request is due."""
 
     def fill(self, now: float) -> None:
         """Add the tokens of the time since the last call."""
@@ -60,10 +60,11 @@ class _Bucket:
 
 
 class TokenBucket:
-    """A request takes its cost out of the bucket of its tenant, which starts full.
+    """Charges each request's cost to the bucket of its tenant, which starts full.
 
-    One that the bucket does not cover is refused with the time until it would, or deferred to exactly that time: it takes its cost in
-    advance, so that later ones wait behind it, and gives it back if it leaves first. What costs more than a bucket holds is refused.
+    A request that the bucket does not cover is refused with the time until it would be covered, or deferred to exactly
+    that time: its cost is charged in advance, so that later ones wait behind it, and returned if it leaves first. A
+    request that costs more than a full bucket is refused.
 
     Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
     """

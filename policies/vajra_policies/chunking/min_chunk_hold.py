@@ -1,4 +1,4 @@
-"""Minimum-chunk hold: small chunks of prompts wait for one another while requests decode."""
+"""Minimum-chunk hold: while requests decode, small chunks of prompts are held until they make up a larger one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class MinChunkHoldConfig(FixedChunkConfig):
 class MinChunkHold(FixedChunk):
     """`fixed_chunk`, where a chunk of fewer than `min_chunk` tokens is held back while a request decodes.
 
-    Held chunks are computed together once they have `min_chunk` tokens in all, or one after `max_delay_steps` steps, or when no request
-    decodes. So a step with prompts has enough of them to be worth its fixed cost, and the others are steps of decodes alone, for
-    a bounded delay.
+    Held chunks are computed together once they have `min_chunk` tokens in all, once one has been held for
+    `max_delay_steps` steps, or when no request decodes. Steps with prompts then have enough tokens to be worth their
+    fixed cost, and all other steps are pure decode steps; the delay is bounded.
 
-    It pays where a step with prompts has a cost of its own (kernels that a small chunk leaves idle, no CUDA graph); with step times
-    that are linear in tokens it delays first tokens for nothing.
+    This pays if a step with prompts has a fixed cost (kernels underused by a small chunk, no CUDA graph); if step times
+    are linear in tokens, it delays first tokens for nothing.
 
-    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+    Left out: vLLM's scheduler around the rule; everything else is as in `fixed_chunk`.
 
     Source: vLLM, pull request 54145, "Batch small prefill chunks under decode load".
     """
@@ -48,11 +48,11 @@ class MinChunkHold(FixedChunk):
         self._min_chunk = config.min_chunk
         self._max_delay_steps = config.max_delay_steps
         self._num_held: dict[RequestView, int] = {}
-        """Steps in which each request's chunk has been held back."""
+        """Number of steps for which each request's chunk has been held."""
         self._holds = False
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency, those with small chunks only together."""
+        """Add decodes, then prompts by urgency; prompts with small chunks are added only together."""
         self._holds = replica.num_decodes > 0 and not self._are_enough(replica, batch)
         fill(replica, batch, self._next_chunk, self._mode)
 
@@ -62,7 +62,7 @@ class MinChunkHold(FixedChunk):
             self._num_held.pop(request, None)
 
     def _are_enough(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """True if the small chunks of the most urgent prompts make up a large one, as far as the step has room."""
+        """Return True if the small chunks of the most urgent prompts that fit the step make up a large one."""
         room = min(self._chunk_size - replica.num_decodes, batch.tokens_left - replica.num_decodes)
         num_small = 0
         for request in chain(replica.partial_prefills(), replica.waiting()):

@@ -1,4 +1,4 @@
-"""Mixed-prefill governor: small steps with prompts, and steps of decodes alone between them."""
+"""Mixed-prefill governor: small steps with prompts, separated by pure decode steps."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ class MixedPrefillGovernorConfig(FixedChunkConfig):
 
 
 class MixedPrefillGovernor(PromptBudget):
-    """While requests decode, every `min_decode_steps` + 1st step has prompts, of `mixed_tokens` in all.
+    """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens, `mixed_tokens` in all.
 
-    - Prompts in progress share those tokens evenly. A waiting one is let in while fewer than `max_partial_prefills` are in progress, or
-      if it is computed at once.
-    - A request that waits for `max_wait_s` ends the run of decodes. Steps without decodes are as large as may be.
-    - Decodes count towards the run before a prompt waits.
+    - Prompts in progress share those tokens evenly. A waiting prompt is admitted while fewer than
+      `max_partial_prefills` are in progress, or if it fits one step.
+    - A request that has waited for `max_wait_s` ends the run of decode steps. Steps without decodes use the full
+      budget.
+    - Decode steps before a prompt began to wait count towards the run.
 
-    Left out: the rotation by which remainders of the shares go to each prompt in turn. The wait is that of the most urgent waiting
-    request, the oldest one under `fcfs`.
+    Left out: the rotation that gives remainders of the shares to each prompt in turn. The wait is that of the most
+    urgent waiting request, the oldest one under `fcfs`.
 
     Source: local-inference-lab/vllm, pull request 596, "bound mixed prefill work under active decode".
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Steps of decodes alone are counted, so that they are formed one by one."""
+    """Pure decode steps are counted, so they must be formed one by one."""
 
     def __init__(self, config: MixedPrefillGovernorConfig, context: PolicyContext) -> None:
         super().__init__(config, context)

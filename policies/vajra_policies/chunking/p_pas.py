@@ -32,12 +32,13 @@ class PPasConfig(FixedChunkConfig):
 
 
 class PPas(PromptBudget):
-    """Prompt tokens of a step: at most B_cap while N_th prompts or more are in progress or wait and a request decodes, else B_max.
+    """Prompt tokens of a step: at most B_cap while a request decodes and at least N_th prompts wait or are in progress,
+    else B_max.
 
-    A prompt with the replica to itself is computed in large, efficient chunks; several of them would hold up the decodes in their
-    midst for as many large steps, and are cut.
+    A single prompt is computed in large, efficient chunks; several prompts would delay the decodes for as many large
+    steps, so their chunks are smaller.
 
-    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+    Left out: vLLM's scheduler around the rule; everything else is as in `fixed_chunk`.
 
     Source: Sämann, "P-PAS: Prefill-Pressure Adaptive Scheduling for Long-Context LLM Serving" (arXiv:2608.15171); its patch of vLLM
     0.22.1.

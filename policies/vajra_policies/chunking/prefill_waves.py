@@ -1,4 +1,4 @@
-"""Bounded prefill waves: decodes alone while they fill the batch, then a few prompts at once."""
+"""Bounded prefill waves: pure decode steps while decodes fill the batch, then a few prompts at once."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class PrefillWavesConfig(FixedChunkConfig):
 
 
 class PrefillWaves(FixedChunk):
-    """Steps of decodes alone while they fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
+    """Pure decode steps while decodes fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one
+    wave.
 
-    A wave's prompts have the slots that decodes leave, and take more of them from the decodes that were admitted last, which are
-    paused and keep their KV; so there may be more decodes than slots later, and steps stay full, of decodes alone, until some
-    of them have ended. Slots that no prompt uses go back to decodes.
+    A wave's prompts get the free slots, and further slots from the decodes admitted last, which are paused and keep
+    their KV. Later there may therefore be more decodes than slots, and steps stay full of decodes until some have
+    ended. Slots that no prompt uses return to decodes.
 
-    It pays where steps of decodes alone are faster than others, for CUDA graphs, and many requests wait.
+    This pays if pure decode steps are faster than others (CUDA graphs) and many requests wait.
 
-    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+    Left out: vLLM's scheduler around the rule; everything else is as in `fixed_chunk`.
 
     Source: vLLM, pull request 56455, "bounded prefill admission for scheduler".
     """
@@ -53,7 +54,7 @@ class PrefillWaves(FixedChunk):
         self._offered: RequestView | None = None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes alone, or a wave of prompts among them."""
+        """Form a pure decode step, or one with a wave of prompts."""
         num_slots = batch.slots_left
         num_partial = replica.num_partial_prefills
         if replica.num_decodes >= num_slots:

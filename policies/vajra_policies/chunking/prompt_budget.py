@@ -1,4 +1,4 @@
-"""Fixed chunks with a budget for the prompts of each step, for schedulers that change it with the load."""
+"""Fixed chunks with a token budget for the prompts of each step, for schedulers that adapt the budget to the load."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from vajra_py.contract import BatchBuilder, LocalReplicaView, PolicyContext, Req
 
 
 class PromptBudget(FixedChunk):
-    """`fixed_chunk`, whose prompts share at most `_budget` tokens of each step; decodes take what they need."""
+    """`fixed_chunk` with at most `_budget` prompt tokens in each step; decodes are not limited by it."""
 
     def __init__(self, config: FixedChunkConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
         self._most_tokens = 0
         self._num_decodes: int | None = None
-        """Tokens of the batch before its first prompt; None while decodes are added."""
+        """Number of tokens in the batch before its first prompt; None while decodes are added."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency within the budget."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, RequestView
 
 _EXACT = 2.0**53
-"""Whole numbers up to this one are added without rounding."""
+"""Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
 """Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
@@ -29,7 +29,7 @@ class TokenCostConfig(PolicyConfig):
 
 
 class QuantumConfig(TokenCostConfig):
-    """Parameters of policies that give tenants a quantum at a time."""
+    """Parameters of policies that serve tenants by a quantum."""
 
     quantum: float | None = Field(
         None,
@@ -51,12 +51,12 @@ class _Charged:
 
 
 class Accounts:
-    """Charges tenants for tokens: w_p for each of a prompt at its first admission, w_q for each generated one, over f_u.
+    """Charges tenants for tokens: w_p per prompt token at the first admission, w_q per generated token, divided by f_u.
 
-    A prompt is charged in full, or without what the prefix cache spared, and once: what is computed again after a preemption is
-    not. `charge` is called with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are
-    collected, before another prompt of the tenant is charged, a request waits again, or one leaves at the latest. The policy hands
-    its callbacks on.
+    A prompt is charged in full, or without its cached prefix, and once: recomputation after a preemption is free.
+    `charge` is called with (tenant, cost, times): for a prompt at its admission; for generated tokens when they are
+    collected, at the latest before another prompt of the tenant is charged, a request waits again, or one leaves. The
+    policy forwards its callbacks to this object.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class Accounts:
         return tenant in self.num_waiting or tenant in self._admitted
 
     def arrive(self, request: RequestView) -> bool:
-        """Count a request that waits for the first time; one that runs already, or ran before this policy was in force, has paid.
+        """Count a request that waits for the first time.
 
-        True if its tenant begins to wait.
+        Returns True if its tenant begins to wait. A request that runs already, or ran before this policy was in force,
+        is not charged for its prompt.
         """
         charged = _Charged(request.admitted_index > 0, request.num_output_tokens)
         if not request.is_resident:
@@ -89,7 +90,9 @@ class Accounts:
         return False
 
     def admit(self, request: RequestView) -> bool:
-        """Charge a waiting request that has got its memory, for its prompt the first time. True if its tenant waits no more."""
+        """Count an admitted request as running, and charge its prompt at the first admission. Returns True if its
+        tenant no longer waits.
+        """
         tenant = request.tenant
         charged = self._waiting.pop(request, None)
         stops = charged is not None and self._leave(tenant)
@@ -105,12 +108,14 @@ class Accounts:
         return stops
 
     def preempt(self, request: RequestView) -> bool:
-        """Count a preempted request among the waiting. True if its tenant begins to wait."""
+        """Count a preempted request as waiting. Returns True if its tenant begins to wait."""
         charged = self._take_admitted(request)
         return charged is not None and self._wait(request, charged)
 
     def depart(self, requests: Iterable[RequestView]) -> list[str]:
-        """Charge requests that have left for their last tokens, and forget them. Returns the tenants that wait no more."""
+        """Charge requests that have left for their last tokens, and forget them. Returns the tenants that no longer
+        wait.
+        """
         stopped = []
         for request in requests:
             charged = None if self._take_admitted(request) is not None else self._waiting.pop(request, None)
@@ -173,7 +178,9 @@ class Accounts:
 
 
 def added(total: float, cost: float, times: int) -> float:
-    """`total` with a cost added so many times, one after the other: the same to the last bit, whenever tokens are collected."""
+    """Return `total` with the cost added repeatedly, so that the sum is the same to the last bit whenever tokens are
+    collected.
+    """
     if times > 1 and total.is_integer() and cost.is_integer() and abs(total) + times * abs(cost) <= _EXACT:
         return total + times * cost
     for _ in range(times):

@@ -19,15 +19,18 @@ class D2lpmConfig(QuantumConfig):
 
 
 class D2lpm(BindsOnArrival):
-    """The longest cached prefix among replicas w with q_{u,w} > 0, the deficit of the request's tenant u at w.
+    """Chooses the longest cached prefix among replicas w with q_{u,w} > 0, where q_{u,w} is the deficit of tenant u at
+    w.
 
     - Placing a request takes w_p * (prompt - cached prefix) / f_u from q_{u,w}, its end w_q * outputs / f_u.
-    - When q_{u,w} <= 0 at all replicas, Q is added to each of them, until one is above 0. Ties of prefixes go to the replica with
-      the fewest requests, then to the lowest id.
+    - When q_{u,w} <= 0 at all replicas, Q is added to each q_{u,w} until one is above 0. Ties of prefixes go to the
+      replica with the fewest requests, then to the lowest id.
 
-    So a tenant stays where its prefix is, and spreads as it uses up its quantum there. `dlpm` on the replicas is the other half.
+    A tenant thus stays where its prefix is cached, and spreads to other replicas as it uses up its quantum. `dlpm` on
+    the replicas is the other half.
 
-    Left out: charges for outputs come at a request's end, not with each token. From memory of the paper, except for the idea.
+    Differs from the source: outputs are charged at a request's end, not per token. Apart from the idea, written from
+    memory of the paper.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), D2LPM.
     """

@@ -22,12 +22,13 @@ class DeficitRoundRobinConfig(QuantumConfig):
 
 
 class DeficitRoundRobin:
-    """Key of a tenant = its place in the circle; its requests go in order of arrival.
+    """Key of a tenant = its position in the round; its requests are served in order of arrival.
 
-    Tenants that wait are in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
-    tenant waits; admitted prompts and generated tokens are subtracted, so that D_u falls below 0 (a debt, since costs are known
-    afterwards only), and a tenant in debt is passed over until its turns have paid it. Credit that is left is lost when
-    a tenant waits no more; a debt stays for as long as it is owed, and nothing else is kept of a tenant that has left.
+    Waiting tenants take turns in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u >
+    0 and the tenant waits. Admitted prompts and generated tokens are subtracted; since costs are known only afterwards,
+    D_u may fall below 0 (a debt), and the tenant is passed over until its turns have repaid it. Unused credit is lost
+    when a tenant no longer waits; a debt is kept until it is repaid, and nothing else is kept of a tenant that has
+    left.
 
     Left out: nothing.
 
@@ -42,7 +43,7 @@ class DeficitRoundRobin:
         self._accounts = Accounts(config, self._charge)
         self._credit: dict[str, float] = {}
         self._circle: OrderedDict[str, int] = OrderedDict()
-        """Tenants that wait, each with its place; the turn is the first one's. Places are numbered in the order of entering."""
+        """Waiting tenants and their positions; the first one has the turn. Positions are numbered in order of entry."""
         self._current: str | None = None
         """Tenant whose turn it is."""
         self._num_places = 0
@@ -56,11 +57,11 @@ class DeficitRoundRobin:
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """The tenant's place in the circle; behind all others if it is not there."""
+        """Return the tenant's position in the circle; after all others if it is not in it."""
         return float(self._circle.get(group, self._num_places))
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """A tenant that begins to wait goes to the end of the circle."""
+        """Add tenants that begin to wait to the end of the circle."""
         for request in requests:
             if self._accounts.arrive(request):
                 self._enter(request.tenant)
@@ -73,13 +74,13 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count it among the waiting; nothing is given back."""
+        """Count the request as waiting; its charges are kept."""
         if self._accounts.preempt(request):
             self._enter(request.tenant)
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Pass the turn on if it has ended with the tokens that were generated."""
+        """Pass the turn on if the step's generated tokens have ended it."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -107,12 +108,14 @@ class DeficitRoundRobin:
         return self._credit[tenant]
 
     def _turn(self) -> None:
-        """Pass the turn on until a tenant has credit, unless the tenant that has it waits and has credit left."""
+        """Pass the turn on to the next tenant with credit, unless the present one waits and has credit left."""
         if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the next tenant its turn, and so on until one has credit; rounds that no tenant could use are given at once."""
+        """Pass the turn on until a tenant has credit; full rounds in which no tenant would have credit are credited at
+        once.
+        """
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

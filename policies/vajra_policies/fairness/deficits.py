@@ -9,10 +9,10 @@ HolderT = TypeVar("HolderT")
 
 
 def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quantum: float) -> list[HolderT]:
-    """Add the quantum to every deficit that is used up, again and again, until one of the candidates has some left.
+    """Add the quantum to every used-up deficit, repeatedly, until a candidate has some left.
 
-    A deficit is used up at 0; who has none yet is at 0. Nothing happens where a candidate has some left, or there is no candidate.
-    Returns who has some left now and had none.
+    A deficit is used up at 0 or below; one without an entry is 0. Nothing changes if a candidate has some left, or if
+    there is no candidate. Returns the names whose deficit was used up and is not any more.
     """
     if not candidates or any(deficits.get(one, 0.0) > 0 for one in candidates):
         return []

@@ -27,18 +27,19 @@ class DlpmConfig(QuantumConfig):
 
 
 class Dlpm:
-    """Key of tenant u = 0 if q_u > 0, else 1, with q_u what is left of its deficit; key of a request = minus the cached prefix.
+    """Key of tenant u = 0 if q_u > 0, else 1, with q_u its remaining deficit; key of a request = minus its cached
+    prefix.
 
     - A request's admission takes w_p * (prompt - cached prefix) / f_u from q_u, each token that it generates w_q / f_u; q_u may
       fall below 0.
-    - When no tenant that waits has q_u > 0, the quantum Q is added to every q_u <= 0, until one has. Tenants begin at 0.
+    - When no waiting tenant has q_u > 0, the quantum Q is added to every q_u <= 0 until one has. Tenants begin at 0.
 
-    A large Q gives the order of `lpm`; a small one lets tenants take turns, as `vtc` does. Tenants that wait throughout differ by
-    a few quanta at most, whatever they have cached.
+    A large Q gives the order of `lpm`; a small one lets tenants take turns, as `vtc` does. Tenants that wait throughout
+    differ by a few quanta at most, whatever they have cached.
 
-    Left out: tenants that are idle are not forgotten. A request of a tenant without deficit is admitted in the same step where those
-    before it lack memory; the paper's loop passes over it. No default of Q was found in the text; here it is that of
-    `deficit_round_robin`.
+    Differs from the source: idle tenants are not forgotten. A request of a tenant without deficit is admitted in the
+    same step if those before it lack memory; the paper's loop skips it. The paper states no default for Q; the one of
+    `deficit_round_robin` is used.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), DLPM; details from a port to SGLang.
     """
@@ -50,13 +51,13 @@ class Dlpm:
         self._accounts = Accounts(config, self._charge, charges_cached=False)
         self._deficits: dict[str, float] = {}
         self._left: dict[str, None] = {}
-        """Tenants that may have deficit left, among them every waiting tenant that has."""
+        """Tenants that may have deficit left; includes every waiting tenant that has."""
         self._collected: set[str] = set()
         """Tenants that were charged for all tokens of the steps that have ended."""
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the tokens that the cache holds of it."""
+        """Return minus the number of the request's cached tokens."""
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
@@ -80,7 +81,7 @@ class Dlpm:
         self._refill()
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count it among the waiting; nothing is given back."""
+        """Count the request as waiting; its charges are kept."""
         if self._accounts.preempt(request):
             self._left[request.tenant] = None
         self._refill()
@@ -105,7 +106,9 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits unless a waiting tenant has some left; charges of the others can wait until then."""
+        """Refill deficits unless a waiting tenant has some left; until then, generated tokens of other tenants need not
+        be charged.
+        """
         left, waiting = self._left, self._accounts.num_waiting
         while left:
             tenant = next(iter(left))

@@ -1,4 +1,6 @@
-"""Equinox: tenants in the order of what their users got and what they cost, both predicted before a request runs."""
+"""Equinox: tenants ordered by the service that their users got and the resources that they used, both predicted before
+a request runs.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,14 @@ class Equinox:
     """Key of tenant u = HF_u = alpha * UFC_u + (1 - alpha) * RFC_u, least first.
 
     - UFC, the user's counter: (p + w * d) / (1 + wait / `patience_s`) for each request, since tokens that came late are worth less.
-    - RFC, the resource's counter: device time of the request, in prompt tokens that take as long: its prefill, and d decode steps' share,
-      so that a tenant is charged for what its shape costs.
-    - Both are charged at admission with the expected output d, and put right when the request ends.
-    - A tenant that begins to wait is lifted to the least HF of those that wait or run.
+    - RFC, the resource's counter: device time of the request, converted to prompt tokens that take as long: its prefill
+      and its share of d decode steps, so that a tenant is charged for the cost of its requests' shape.
+    - Both are charged at admission with the predicted output length d, and corrected when the request ends.
+    - A tenant that begins to wait is lifted to the least HF of the tenants that wait or run.
 
-    Left out: the mixture of experts that predicts (the backend's `output_length` and latency model stand for it), batches that adapt, and
-    tenants' weights. From memory: alpha and w. The paper's exact terms could not be checked; `patience_s`, the form of the discount
-    and the lift are ours.
+    Left out: the mixture of experts that predicts (the backend's `output_length` and latency model take its place),
+    adaptive batching, and tenants' weights. From memory: alpha and w. The paper's exact terms could not be checked;
+    `patience_s`, the form of the discount and the lift are ours.
 
     Source: "Equinox: Holistic Fair Scheduling in Serving Large Language Models" (arXiv:2508.16646).
     """
@@ -91,7 +93,7 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Put charges right, and forget tenants without requests that are not ahead of others."""
+        """Correct the charges, and forget tenants without requests whose counters are not above the others'."""
         for request in requests:
             tenant = request.tenant
             discount, charged = self._charged.pop(request, (0.0, 0.0))

@@ -17,7 +17,9 @@ class LeastCounterFirstConfig(TokenCostConfig):
 
 
 def _build(config: LeastCounterFirstConfig, context: PolicyContext) -> Vtc:
-    """A tenant that returns is served alone until its counter has caught up with the others: what the lift prevents."""
+    """Build the policy. A tenant that returns is served alone until its counter has caught up with the others; VTC's
+    lift prevents this.
+    """
     return Vtc(config, lifts=False)
 
 

@@ -21,23 +21,23 @@ class VtcConfig(TokenCostConfig):
 
 
 class Vtc:
-    """Key of tenant u = c_u, its counter: tokens served to it so far, weighted, over its share f_u.
+    """Key of tenant u = c_u, its counter: weighted tokens served to it so far, divided by its share f_u.
 
     - A request's admission adds w_p * prompt / f_u to c_u; each token that it generates adds w_q / f_u.
-    - Lift: when u begins to wait, c_u rises to the least counter of those that wait; where no tenant waits, to the counter of
-      the tenant that waited last. So time without requests earns no credit.
+    - Lift: when u begins to wait, c_u rises to the least counter of the waiting tenants, or if none waits, to the
+      counter of the tenant that waited last. Time without requests therefore earns no credit.
     - Requests of one tenant are served in order of arrival.
 
-    Of two tenants that wait throughout, none is served more than 2 U beyond the other, in any interval, where requests are not
-    preempted: U = max(w_p * longest prompt, w_q * M), with M the most tokens in a running batch. Tenants that wait share
-    evenly; who asks for less than its share gets it.
+    Without preemptions, the services of two tenants that wait throughout an interval differ by at most 2 U, with U =
+    max(w_p * longest prompt, w_q * M) and M the largest number of tokens in a running batch. Waiting tenants share
+    evenly; a tenant that demands less than its share gets all it demands.
 
-    A counter is brought up to date when it is read, so a tenant costs nothing while it is not next. It is forgotten when nothing of
-    its tenant waits or runs and every later lift would reach at least as far: above the least counter of those that wait or run,
-    and of the tenant that waited last, no lift ever falls.
+    A counter is updated when it is read, so a tenant that is not next costs nothing. A counter is forgotten when no
+    request of its tenant waits or runs and every later lift would raise it at least as high: no lift falls below the
+    least counter among the tenants that wait or run and the one that waited last.
 
-    Left out: predicted lengths that are charged in advance, and cost functions other than weighted tokens. Cached prompt tokens are
-    charged in full.
+    Left out: charging predicted lengths in advance, and cost functions other than weighted tokens. Cached prompt tokens
+    are charged in full.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI'24 (arXiv:2401.00588), algorithms 2 and 4.
     """
@@ -52,7 +52,7 @@ class Vtc:
         self._least_waiting = _LeastCounter(self.group_key, lambda tenant: tenant in self._accounts.num_waiting)
         self._least_live = _LeastCounter(self.group_key, self._accounts.is_live)
         self._left: list[tuple[float, str]] = []
-        """A heap of (counter, tenant) of tenants that have left; some of them may have come back, or have been forgotten."""
+        """Heap of (counter, tenant) of tenants that have left; some may have returned, or been forgotten."""
 
     def key(self, request: RequestView, now: float) -> float:
         """The same for all of a tenant."""
@@ -90,7 +90,7 @@ class Vtc:
             self._leave(before)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count it among the waiting; nothing is given back."""
+        """Count the request as waiting; its charges are kept."""
         if self._accounts.preempt(request) and self._lifts:
             self._least_waiting.add(request.tenant)
 
@@ -110,7 +110,7 @@ class Vtc:
         return self.group_key(self._last_waiting) if level is None else level
 
     def _leave(self, tenant: str) -> None:
-        """Let a counter be forgotten when it can be, if nothing of its tenant waits or runs."""
+        """Mark a counter to be forgotten when possible, if no request of its tenant waits or runs."""
         if self._lifts and tenant in self._counters and not self._accounts.is_live(tenant):
             heappush(self._left, (self._counters[tenant], tenant))
 
@@ -127,7 +127,7 @@ class Vtc:
 
 
 class _LeastCounter:
-    """The least counter of those tenants that belong to a set. Counters rise only, so their counters in a heap are not too high."""
+    """Least counter of the tenants in a set. Counters only rise, so counters stored in a heap are never too high."""
 
     def __init__(self, counter: Callable[[str], float], belongs: Callable[[str], bool]) -> None:
         self._counter = counter

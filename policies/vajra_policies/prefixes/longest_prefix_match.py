@@ -22,11 +22,12 @@ class LongestPrefixMatchConfig(PolicyConfig):
 class LongestPrefixMatch:
     """Key = minus the leading tokens that the cache of the request's replica holds now; 0 for all while more wait than `fcfs_above`.
 
-    Hits beget hits: a prefix that is in use is used again before it is overwritten. Nothing bounds the wait of a request without
-    one. A request that waits in a shared queue has no hits yet.
+    A prefix in use is thus used again before it is overwritten. The wait of a request without a hit is unbounded. A
+    request in a shared queue has no hits yet.
 
-    Left out: SGLang puts all but the first of the waiting requests that share an uncached prefix behind the others for a step. Here
-    a step's content can be found as soon as the step is formed, so that they hit in the same step.
+    Differs from SGLang, which for one step puts all but the first of the waiting requests with a common uncached prefix
+    behind the others. Here a step's blocks can be hit as soon as the step is formed, so the others hit in the same
+    step.
 
     Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (arXiv:2312.07104); SGLang's
     `schedule_policy.py` for the limit.

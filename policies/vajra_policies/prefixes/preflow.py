@@ -1,4 +1,4 @@
-"""PREFLOW: prompts by the product of the attention work that they need and that is left, aged by their wait."""
+"""PREFLOW: prompts ordered by total attention work times remaining attention work, aged by their wait."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def attention_work(num_tokens: int) -> int:
 class Preflow:
     """Key = (0 for decodes, else 1; ln P + ln R + arrival * ln 2 / D).
 
-    - W(n) = n (n + 1) / 2 is the attention work of n tokens. P = W(prompt) - W(h), with h the cached prefix at admission (now,
-      while it waits): what it needs in all. R = W(prompt) - W(done): what is left.
-    - The priority is 2^(A / D) / (P * R), with A the age; the key is minus its logarithm. All age alike, so the order does not depend on the
-      time: work that is twice as large in both weighs as much as a wait of 2 D.
+    - W(n) = n (n + 1) / 2 is the attention work of n tokens. P = W(prompt) - W(h) is the total work, with h the cached
+      prefix at admission (while it waits: now). R = W(prompt) - W(done) is the remaining work.
+    - The priority is 2^(A / D) / (P * R), with A the age; the key is minus its logarithm. All requests age at the same
+      rate, so the order does not depend on the time: doubling both P and R weighs as much as a wait of 2 D.
 
-    Short prompts go before long ones, a prompt near its end before one that begins, and no request waits for ever. Waiting prompts and those
-    in progress are in one line, so use it with a chunked scheduler such as `fixed_chunk`.
+    Short prompts go before long ones, a prompt near its end before one that begins, and no request waits forever.
+    Waiting prompts and those in progress are ordered together, so use it with a chunked scheduler such as
+    `fixed_chunk`.
 
     Left out: nothing of the rule; the source runs on replicas that only compute prompts. Unverified: the default of D.
 
@@ -44,7 +45,7 @@ class Preflow:
         self._ageing = log(2.0) / config.doubling_s
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 for decodes, else 1; minus the logarithm of the priority)."""
+        """Return (0 for decodes, else 1; minus the logarithm of the priority)."""
         prompt = request.num_prompt_tokens
         if not request.num_remaining_prompt_tokens:
             return (0.0, request.arrived_at * self._ageing)

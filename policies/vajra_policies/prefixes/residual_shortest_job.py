@@ -1,4 +1,4 @@
-"""Residual shortest job first: the prompt with the fewest blocks left to compute, uncached ones alone."""
+"""Residual shortest job first: the prompt with the fewest uncached blocks to compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 
 _EARLY_S = 1e-6
-"""Time by which the end of a wait is announced early, beyond what rounding can do, seconds."""
+"""Seconds by which the end of a wait is announced early; larger than any rounding error."""
 
 
 class ResidualShortestJobConfig(PolicyConfig):
@@ -23,8 +23,8 @@ class ResidualShortestJobConfig(PolicyConfig):
 class ResidualShortestJob:
     """Key = (0, 0) for a request that runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
 
-    A cached prefix is work that is done, so a long prompt with most of it in the cache is a short job. Costs are those at each step:
-    what others compute or overwrite changes them.
+    A cached prefix counts as work already done, so a long prompt that is mostly cached is a short job. Costs are read
+    at each step, since other requests may add or overwrite cached blocks.
 
     Left out: PrefillOnly's ageing, which subtracts a multiple of the wait from the cost; the limit takes its place.
 
@@ -48,7 +48,9 @@ class ResidualShortestJob:
         return (2.0, float(request.num_prompt_tokens // size - request.prefix_hit_tokens() // size))
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Time at which it will have waited for the limit; None: it has, or there is none."""
+        """Return the time at which the request's wait reaches the limit; None if it has already, or if there is no
+        limit.
+        """
         limit = self._max_wait_s
         if limit is None or request.num_preemptions or now - request.arrived_at >= limit:
             return None

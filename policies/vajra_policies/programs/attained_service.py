@@ -1,4 +1,6 @@
-"""Order of calls by the service that their programs had attained when they arrived: in all (`plas`), or on their longest chain (`atlas`)."""
+"""Order of calls by the attained service of their programs at their arrival: total service (`plas`), or that of the
+longest chain of calls (`atlas`).
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,14 @@ class _Call:
 
 
 class Plas:
-    """Key = running time of the program's ended calls when the call arrived (or the queue that this falls into).
+    """Key = running time of the program's ended calls when the call arrived (or the queue of that time).
 
-    Short programs go before long ones, although their lengths are unknown: a program sinks as it is served. With `queue_bounds_s` a
-    call also sinks by its own running time. A request without a program is a program of its own.
+    Short programs go before long ones, although their lengths are unknown: a program's urgency falls as it is served.
+    With `queue_bounds_s`, a call's urgency also falls with its own running time. A request without a program is its own
+    program.
 
-    Left out: its router (short calls to the least used replica, long ones to their program's), looks every few steps, and swaps in bulk.
-    The paper's text has no defaults for queues and ratio.
+    Left out: Autellix's router (short calls to the least used replica, long ones to their program's), decisions only
+    every few steps, and bulk swaps. The paper states no defaults for queues and ratio.
 
     Source: Autellix (arXiv:2502.13965), Algorithm 1, PLAS for programs of one thread.
     """
@@ -78,7 +81,7 @@ class Plas:
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """The call's queue, or its service in seconds where there are no queues; below all others if it starves."""
+        """Return the call's queue, or without queues its service in seconds; lower than all others if it starves."""
         if self._ratio is not None and self._starves(request, now):
             return -1.0
         if not self._bounds:
@@ -108,7 +111,7 @@ class Plas:
             self._calls.pop(request, None)
 
     def _call(self, request: RequestView) -> _Call:
-        """The times of a call; of one that was there before the policy, from now on."""
+        """Return the times of a call; for a call that was there before the policy, they start now."""
         call = self._calls.get(request)
         if call is None:
             program = request.program
@@ -134,12 +137,13 @@ class Plas:
 
 
 class Atlas(Plas):
-    """Key = longest chain of running times in the program when the call arrived (or the queue that this falls into).
+    """Key = longest chain of running times in the program when the call arrived (or the queue of that time).
 
-    A call that ends sets its program's service to max(service, service at its arrival + its running time). So calls side by side count once,
-    by the longest, and the graph need not be known: a program is as far as its critical path, however wide it is.
+    A call that ends sets its program's service to max(service, service at its arrival + its running time). Parallel
+    calls thus count once, by the longest, and the graph need not be known: a program's service is that of its critical
+    path, however many calls run in parallel.
 
-    Left out: as of `Plas`.
+    Left out: as in `Plas`.
 
     Source: Autellix (arXiv:2502.13965), Algorithm 1, ATLAS for programs of several threads.
     """
@@ -149,7 +153,7 @@ class Atlas(Plas):
         self._longest_s: dict[ProgramView, float] = {}
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Ended calls lengthen the chains of their programs."""
+        """Extend the chains of programs by their ended calls."""
         for request in requests:
             program = request.program
             if program is not None and program.end_reason is None:

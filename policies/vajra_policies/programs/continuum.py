@@ -9,19 +9,19 @@ from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, Progr
 
 
 class ContinuumConfig(ToolGapConfig):
-    """Parameters of `continuum`; those of the retention policy `continuum_pins` should be the same."""
+    """Parameters of `continuum`; the retention policy `continuum_pins` should have the same values."""
 
 
 class Continuum:
     """Key = (0 if the call came while its program's content was pinned, else 1; arrival of the program's first call).
 
-    After a call that is not the last one, the content is pinned for `ttl_s`, unless the tool that runs now has taken more than
-    `max_mean_gap_s` in the mean so far. A call that comes in time goes before all others and finds it; the rest is first come, first
-    served by programs, so that a program is not set back by its own tools.
+    After a call that is not the last one, the content is pinned for `ttl_s`, unless the mean time of the tool that runs
+    now exceeds `max_mean_gap_s`. A call that arrives in time goes before all others and hits the pinned content; the
+    rest is first come, first served by programs, so that a program is not set back by its own tools.
 
-    The retention policy `continuum_pins` does the pinning, by the same rule. Left out: a pin that expires while its program's next call
-    waits is not prolonged. The paper's time to live maximises the expected gain over the tool's distribution; this is the
-    threshold rule of its code.
+    The retention policy `continuum_pins` does the pinning, by the same rule. Left out: prolonging a pin that expires
+    while its program's next call waits. The paper's time to live maximises the expected gain over the tool's
+    distribution; this is the threshold rule of its code.
 
     Source: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache Time-to-Live"
     (arXiv:2511.02230); its code for the rule.
@@ -35,12 +35,12 @@ class Continuum:
         self._came_in_time: dict[RequestView, bool] = {}
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 if it came in time, else 1; arrival of its program, seconds)."""
+        """Return (0 if the call arrived in time, else 1; arrival of its program in seconds)."""
         since = request.arrived_at if request.program is None else request.program.arrived_at
         return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note which calls came within their time to live, and learn how long the tools took."""
+        """Note which calls arrived within the time to live, and record how long their tools took."""
         for request in requests:
             program = request.program
             until = None if program is None else self._pinned_until.pop(program, None)

@@ -1,4 +1,6 @@
-"""Justitia: agents in the order in which they would end if all shared the memory evenly, each served at full width."""
+"""Justitia: agents in the order in which they would end if all shared the memory evenly; the first gets all that it can
+use.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class JustitiaConfig(LengthConfig):
 class FluidShares:
     """Virtual time of a server that all agents present share evenly.
 
-    V grows by work / (number of agents present). An agent that comes at V with the cost C is served when V reaches its finish tag V + C,
-    and then leaves; what the real server has done meanwhile plays no part.
+    V grows by work / (number of agents present). An agent that arrives at V with cost C is served when V reaches its
+    finish tag V + C, and then leaves; the progress of the real server plays no part.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,13 @@ class Justitia:
       p + i tokens in its i-th decode step.
     - V grows by M / N(t) in each step of a replica, with M its KV tokens and N(t) the agents that even sharing would still serve.
 
-    The agent with the least F_j gets all that its calls can use, so agents end one after the other, hardly any later than
-    under even sharing and most of them sooner. An agent is a program; a request without one is an agent of its own.
+    The agent with the least F_j gets all that its calls can use, so agents end one after the other, most of them
+    earlier than under even sharing and none much later. An agent is a program; a request without one is an agent of its
+    own.
 
-    C_j is what the first call states in its metadata, else its own cost, by the backend's `output_length`, times the calls that the program
-    declares. Left out: the paper's predictor of costs by the text of prompts. The growth of V follows the idea; its formula could not
-    be checked in the text.
+    C_j is the cost stated in the first call's metadata, or else the first call's cost (with the backend's
+    `output_length`) times the number of calls that the program declares. Left out: the paper's predictor of costs from
+    the text of prompts. The growth of V follows the idea; its formula could not be checked in the text.
 
     Source: Yang et al., "Justitia: Fair and Efficient Scheduling of Task-parallel LLM Agents" (arXiv:2510.17015).
     """

@@ -36,12 +36,13 @@ class LeastAttainedService:
     """Key of a program = minus its score w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
 
     - A request that ends adds its weighted tokens, cached ones included, to its program's service, which halves every `half_life_s`.
-    - norm maps what programs with waiting requests have to 0 .. 1, from the least to the most; it is 0 for all where these are equal.
-    - Requests of one program are served in order of arrival. One without a program belongs to its tenant.
+    - norm maps the values of programs with waiting requests to 0 .. 1, from the least to the greatest; it is 0 for all
+      if they are equal.
+    - Requests of one program are served in order of arrival. A request without a program belongs to its tenant.
 
-    A program that has used nothing lately goes first, and one that waits for long catches up. Time alone changes no score: services
-    fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them. Service is dropped after an
-    hour in which nothing of the program has ended.
+    A program without recent service goes first, and one that waits long catches up. The passing of time changes no
+    score: all services decay in the same proportion, and all waits grow equally. An arrival, admission or end may
+    change all scores. Service is forgotten after an hour in which no request of the program has ended.
 
     Left out: llm-d's bands of priority and the limits of its queues.
 
@@ -55,7 +56,7 @@ class LeastAttainedService:
         self._waiting: dict[str, dict[RequestView, None]] = {}
         """Waiting requests of each program that has any, in the order in which they began to wait."""
         self._services: dict[str, tuple[float, float]] = {}
-        """Service of each program and when it was that, the latest one last."""
+        """Service of each program and the time of that value, the latest one last."""
         self._scores: dict[str, float] | None = {}
         """Scores of waiting programs; None if they must be recomputed."""
         self._changed_at = 0.0
@@ -70,7 +71,7 @@ class LeastAttainedService:
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
-        """Return minus the score; 0 where no request of the program waits."""
+        """Return minus the score; 0 if no request of the program waits."""
         if self._scores is None:
             self._scores = self._scores_at(self._changed_at)
         return -self._scores.get(group, 0.0)

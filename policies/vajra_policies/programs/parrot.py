@@ -23,11 +23,11 @@ class ParrotConfig(PolicyConfig):
 class Parrot:
     """Key = minus the depth of the call: 1 + the largest depth of the calls whose results it uses; 0 without any.
 
-    Where a call does not state them, its depth is the number of calls of its program that had ended when it came: its place in a
-    chain. A request without a program has the depth 0.
+    If a call does not state them, its depth is the number of calls of its program that had ended when it arrived: its
+    position in a chain. A request without a program has depth 0.
 
-    With N chains of two calls on one server, all there at once and one unit of time each, the mean completion time is N + 1; in order of
-    arrival it is (3 N + 1) / 2.
+    With N chains of two calls on one server, all arriving at once, and one unit of time per call, the mean completion
+    time is N + 1; in order of arrival it is (3 N + 1) / 2.
 
     Left out: groups of calls with a common successor, which Parrot places as one unit, and of calls with a common prompt, which it
     places together; prompts with variables, from which its service derives the graph.

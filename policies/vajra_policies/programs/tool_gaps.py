@@ -9,7 +9,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, ProgramView, RequestView
 
 _MOST_TOOLS = 1_000
-"""Tools that are remembered, the last used ones: clients choose their names."""
+"""Number of tools remembered, the most recently used ones: clients choose their names, so there may be any number."""
 
 
 class ToolGapConfig(PolicyConfig):
@@ -26,17 +26,19 @@ class ToolGapConfig(PolicyConfig):
 
 
 class ToolGaps:
-    """The mean time of each tool, and what follows from it for calls that end. The policy hands its callbacks on."""
+    """Mean time of each tool, and the time to live of content that follows from it. The policy forwards its callbacks
+    to this object.
+    """
 
     def __init__(self, config: ToolGapConfig) -> None:
         self._config = config
         self._last: dict[ProgramView, tuple[str, float]] = {}
         """Tool that each program runs, and since when."""
         self._sums: dict[str, tuple[float, int]] = {}
-        """Sum and number of the times of each tool, the last used one last."""
+        """Sum and number of the times of each tool, the most recently used one last."""
 
     def arrive(self, requests: Iterable[RequestView], now: float) -> None:
-        """End the time of the program's tool, at its next call."""
+        """Record the end of the program's tool, at its next call."""
         for request in requests:
             begun = None if request.program is None else self._last.pop(request.program, None)
             if begun is not None:
@@ -46,7 +48,7 @@ class ToolGaps:
                     del self._sums[next(iter(self._sums))]
 
     def depart(self, requests: Iterable[RequestView], now: float) -> None:
-        """Begin the time of a tool with each call that is not the last of its program."""
+        """Record the start of a tool after each call that is not the last of its program."""
         for request in requests:
             program = request.program
             if program is not None and not request.is_last_call and program.end_reason is None:
@@ -57,7 +59,9 @@ class ToolGaps:
         self._last.pop(program, None)
 
     def ttl_s(self, request: RequestView) -> float:
-        """Seconds for which the content of a call that ends stays: 0 for a last call and for tools that take long."""
+        """Return the seconds for which the content of an ending call is kept: 0 for a last call and for tools that take
+        long.
+        """
         if request.program is None or request.is_last_call:
             return 0.0
         total, count = self._sums.get(self._tool(request), (0.0, 0))

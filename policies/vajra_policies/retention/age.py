@@ -1,4 +1,4 @@
-"""Retention by the time of entry: the oldest content goes first (`fifo`), or the newest (`filo`)."""
+"""Retention by the time of entry: the oldest content is evicted first (`fifo`), or the newest (`filo`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class FifoConfig(PolicyConfig):
 
 
 class OldestFirst:
-    """Key = the time of entry: the oldest content goes first, however often it is used."""
+    """Key = the time of entry: the oldest content is evicted first, however often it is used."""
 
     key_motion = KeyMotion.STATIC
 
@@ -24,7 +24,7 @@ class FiloConfig(PolicyConfig):
 
 
 class NewestFirst:
-    """Key = minus the time of entry: what came first stays longest."""
+    """Key = minus the time of entry: the oldest content stays longest."""
 
     key_motion = KeyMotion.STATIC
 

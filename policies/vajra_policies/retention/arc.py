@@ -1,4 +1,4 @@
-"""ARC: content used once and content used again in two lists, whose sizes follow what was missed.
+"""ARC: two lists, of content used once and of content used again, whose sizes adapt to the misses.
 
 Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with the rules of vLLM 0.33's offloading
 manager: new content enters the first list even if it was there before, and there is one victim for each new block.
@@ -21,8 +21,8 @@ class ArcConfig(PolicyConfig):
 class AdaptiveReplacement:
     """Victims come from the list of content used once while it is at least as long as its target, else from the other list.
 
-    The target grows when content is entered that this list has given up, and shrinks when the other list had given it up. Within a list
-    the least recently used goes first.
+    The target grows when content enters that this list has evicted, and shrinks when the other list had evicted it.
+    Within a list, the least recently used content is evicted first.
     """
 
     key_motion = KeyMotion.PROGRESS
@@ -57,7 +57,7 @@ class AdaptiveReplacement:
         self.enter(blocks)
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Content that is used again goes to the second list."""
+        """Move content that is used again to the second list."""
         for block in blocks:
             self.once.pop(block, None)
             self.again[block] = None
@@ -83,7 +83,7 @@ class AdaptiveReplacement:
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Move the target for content that is to be entered, its end first."""
+        """Adapt the target to content that is about to enter, its end first."""
         once, again = self.gone
         for one in reversed(hashes):
             if one in once:

@@ -14,9 +14,10 @@ class ContinuumPinsConfig(ToolGapConfig):
 
 
 class ContinuumPins(LeastRecentlyUsed):
-    """Least recently used first, and pins of `ttl_s` after calls that are not the last, unless their tool takes long in the mean.
+    """Evicts the least recently used content first, and pins content for `ttl_s` after each call that is not the last,
+    unless the mean time of its tool is long.
 
-    Companion of the prioritizer `continuum`, which serves those first who come while they are pinned.
+    Companion of the prioritizer `continuum`, which serves calls first whose content is pinned.
 
     Source: Continuum (arXiv:2511.02230), the threshold rule of its code.
     """

@@ -12,9 +12,9 @@ class LfuConfig(PolicyConfig):
 
 
 class LeastFrequentlyUsed:
-    """Key = (uses, last use): the least used content goes first, of equals the least recently used.
+    """Key = (uses, last use): the least used content is evicted first, among equals the least recently used.
 
-    Uses are forgotten with the content, and do not age.
+    Counts of uses are forgotten with the content, and do not age.
     """
 
     key_motion = KeyMotion.PROGRESS
@@ -31,7 +31,9 @@ class SlruConfig(PolicyConfig):
 
 
 class SegmentedLru:
-    """Key = (protected, last use): content on probation goes before all that is protected; within each, the least recently used."""
+    """Key = (protected, last use): content on probation is evicted before all protected content; within each group, the
+    least recently used first.
+    """
 
     key_motion = KeyMotion.PROGRESS
 
@@ -39,7 +41,7 @@ class SegmentedLru:
         self._threshold = config.protected_threshold
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """1 if it was used often enough, then the time of the last use."""
+        """Return (1 if the content was used often enough, else 0; time of the last use)."""
         return (int(block.num_uses >= self._threshold), block.last_used_at)
 
 

@@ -1,4 +1,4 @@
-"""KVFlow: content of the agent whose turn is furthest away goes first."""
+"""KVFlow: the content of the agent whose turn is furthest away is evicted first."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class KvflowConfig(PolicyConfig):
 class Kvflow:
     """Key = (-rank, last use); rank = min over the block's agents of min(hold + 1, STE), and hold + 2 without an agent.
 
-    An agent is a stage of a program that has not ended, and its steps to execution (STE) are the calls until its turn: 0 while a call of it
-    waits or runs, else one more than the least of the stages before it in the step graph. So the prefix of the agent that is next stays,
-    where `lru` gives up just that one, since it was used longest ago.
+    An agent is a stage of a program that has not ended, and its steps to execution (STE) are the calls until its turn:
+    0 while a call of it waits or runs, else one more than the least of the stages before it in the step graph. The
+    prefix of the agent that is next therefore stays, whereas `lru` would evict just that one, because it was used
+    longest ago.
 
-    Left out: prefetching of prefixes whose turn is next, which no policy can ask of a memory tier, and joins that wait for all of several
-    calls (the paper takes the largest STE there; here any path counts). The default of hold_step is a round figure.
+    Left out: prefetching of the next agents' prefixes, which policies cannot request of a memory tier, and joins that
+    wait for all of several calls (the paper takes the largest STE there; here any path counts). The default of
+    hold_step is a round figure.
 
     Source: Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows", NeurIPS'25 (arXiv:2507.07400);
     code PanZaifeng/KVFlow.
@@ -73,7 +75,7 @@ class Kvflow:
         return (-float(min(ranks, default=self._hold + 2)), block.last_used_at)
 
     def steps_to_execution(self, program: ProgramView) -> Mapping[str, int]:
-        """Calls until the turn of each stage that may still come."""
+        """Return the number of calls until the turn of each stage that may still run."""
         known = self._steps.get(program)
         if known is None:
             known = self._steps[program] = self._walk(program)
@@ -116,7 +118,7 @@ class Kvflow:
                 self._steps.pop(program, None)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Forget the program: no request waits for its content any more."""
+        """Forget the program: none of its stages will run again."""
         for known in (self._alive, self._last, self._steps):
             known.pop(program, None)
 

@@ -1,4 +1,6 @@
-"""Retention by the last use: the least recently used content goes first (`lru`), or the most recently used (`mru`)."""
+"""Retention by the last use: the least recently used content is evicted first (`lru`), or the most recently used
+(`mru`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ class LruConfig(PolicyConfig):
 
 
 class LeastRecentlyUsed:
-    """Key = the last use: what was unused for longest goes first."""
+    """Key = the last use: the content unused for longest is evicted first."""
 
     key_motion = KeyMotion.PROGRESS
 
@@ -24,9 +26,9 @@ class MruConfig(PolicyConfig):
 
 
 class MostRecentlyUsed:
-    """Key = minus the last use: what was used just now goes first.
+    """Key = minus the last use: the content used last is evicted first.
 
-    The best that can be done where more content is asked for in turn than fits.
+    Optimal for cyclic use of more content than fits.
     """
 
     key_motion = KeyMotion.PROGRESS

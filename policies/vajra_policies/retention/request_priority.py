@@ -12,7 +12,8 @@ class PriorityConfig(PolicyConfig):
 class PriorityRetention:
     """Key = (minus the most urgent priority of its users, last use).
 
-    A priority is the request's own number, lower is more urgent; content keeps the most urgent that it was used with.
+    A priority is the number stated by the request, lower is more urgent; content keeps the most urgent priority among
+    its users.
     """
 
     key_motion = KeyMotion.PROGRESS

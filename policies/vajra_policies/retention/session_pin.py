@@ -17,7 +17,8 @@ class SessionPinConfig(PolicyConfig):
 
 
 class SessionPin(LeastRecentlyUsed):
-    """Least recently used first, and pins: a session that pauses while a tool runs finds its content again.
+    """Evicts the least recently used content first, and pins content of sessions: a session that pauses while a tool
+    runs finds its content again.
 
     Source: Continuum (arXiv 2511.02230), with one time for all tools.
     """

@@ -22,7 +22,9 @@ class TtlConfig(PolicyConfig):
 
 
 class TimeToLive:
-    """Key = the end of its time: what would end first goes first, where memory is short; at its end it goes in any case."""
+    """Key = the end of the time to live: if memory is short, the content that expires first is evicted first; expired
+    content is dropped in any case.
+    """
 
     key_motion = KeyMotion.PROGRESS
 
@@ -35,7 +37,7 @@ class TimeToLive:
         return self.expires_at(block)
 
     def expires_at(self, block: CachedBlock) -> float:
-        """Last use, and the time to live of the request that used it."""
+        """Return the last use plus the time to live of the request that used the content."""
         return block.last_used_at + self._by_class.get(block.request.slo_class, self._ttl_s)
 
 

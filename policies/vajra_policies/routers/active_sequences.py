@@ -1,4 +1,5 @@
-"""Block counts of a router: the blocks that each replica computes and holds for requests that this router sent there.
+"""Active sequences of a router: the blocks that each replica computes and holds for the requests that this router sent
+there.
 
 Source: Dynamo, `lib/kv-router`, active sequences.
 """
@@ -23,14 +24,15 @@ class _Booking:
     """Prompt tokens to compute, until the prompt is done."""
     blocks: Sequence[Hashable]
     num_blocks: int
-    """Full blocks of the prompt, those that have no identity included."""
+    """Return the number of full blocks of the prompt, including blocks of unknown content."""
     num_output_blocks: int = field(default=0)
 
 
 class ActiveSequences:
     """Prompt tokens, blocks and requests that are active at each replica.
 
-    With `assume_reuse` a block counts once at a replica, however many of its requests have it; else once for each request.
+    With `assume_reuse`, a block counts once per replica, however many of its requests have it; otherwise once for each
+    request.
     """
 
     def __init__(self, num_replicas: int, *, assume_reuse: bool, track_prefill: bool) -> None:
@@ -74,12 +76,12 @@ class ActiveSequences:
                 self._holders.add(block, replica_id)
 
     def admitted(self, request: RequestView) -> None:
-        """Note that the request computes its prompt from now on."""
+        """Note that the request now computes its prompt."""
         if request in self._bookings:
             self._admitted[request] = None
 
     def note_first_tokens(self) -> None:
-        """Mark the prompts done of those that have had their first token since the last time."""
+        """Mark the prompts of requests that got their first token since the last call as computed."""
         for request in [one for one in self._admitted if one.num_output_tokens]:
             self.prefill_complete(request)
 

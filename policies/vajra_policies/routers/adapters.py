@@ -14,13 +14,15 @@ LOADED, HAS_ROOM, WAITING, FULL = 1.0, 0.8, 0.6, 0.0
 
 
 class LoraAffinityScorer:
-    """1 where the adapter is loaded, 0.8 where another one has room, 0.6 where a request waits for it, else 0.
+    """Scores 1 if the adapter is loaded, 0.8 if the replica has room for another one, 0.6 if a request waits for it
+    there, else 0.
 
-    A request of the base model scores alike wherever there is room, or none, as in llm-d: its name is among no replica's adapters.
+    For a request of the base model, only room for another adapter counts, as in llm-d, since the model's name is not
+    among any replica's adapters.
     """
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[float]:
-        """Scores by the adapters that each replica has loaded, and those that requests wait for there."""
+        """Return scores by the adapters that each replica has loaded, and those for which requests wait there."""
         return [_score(request.adapter, one) for one in replicas]
 
 

@@ -1,4 +1,4 @@
-"""Ascendra: replicas for throughput, and a few that take over requests that would be late there."""
+"""Ascendra: replicas for throughput, and a few that take over requests that would miss their TTFT SLO there."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class AscendraConfig(PolicyConfig):
 
 
 class Ascendra(BindsOnArrival):
-    """Requests go to the least loaded low-priority replica (LP); one that still waits shortly before it would be late moves to an HP replica.
+    """Requests go to the least loaded low-priority replica (LP); a request that still waits shortly before it would be
+    late moves to a high-priority (HP) replica.
 
-    It is handed over when now + `margin_s` + T(prompt) > arrival + promised TTFT, with T the predicted time of the prompt alone; to the HP
-    replica with the fewest tokens to prefill, and only if that has fewer than its own. HP replicas are those with the highest ids. So LP
-    replicas may order and batch for throughput, and the HP ones keep room for what that makes late. Requests without a promised TTFT stay.
-    Where one replica is up, it takes all.
+    It is handed over when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T the predicted time of the prompt
+    alone; to the HP replica with the fewest tokens to prefill, and only if these are fewer than at its present replica.
+    HP replicas are those with the highest ids. LP replicas may therefore order and batch for throughput, and HP
+    replicas keep room for requests that this makes late. Requests without a TTFT SLO stay. If only one replica is up,
+    it takes all requests.
 
     Left out: the LP replicas' value function, elapsed time over urgency; any prioritizer stands for it. Fraction, margin and interval
     are round figures.
@@ -53,7 +55,7 @@ class Ascendra(BindsOnArrival):
         self._prefill_time = context.prefill_time
         self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._waiting: dict[RequestView, ReplicaId] = {}
-        """LP replicas of requests with a promised first token that wait there for the first time."""
+        """LP replica of each request with a TTFT SLO that waits there for the first time."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The least loaded LP replica."""
@@ -88,7 +90,7 @@ class Ascendra(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Forget the request as a waiting one."""
+        """Stop tracking the request, which no longer waits."""
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

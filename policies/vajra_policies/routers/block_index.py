@@ -1,4 +1,4 @@
-"""Index of which replicas hold which blocks, kept by a router itself."""
+"""A router's own index of the blocks that each replica holds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class BlockHolders:
             self._holders.pop(block, None)
 
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
-        """Return how many of the blocks each replica holds, by id, up to the first block that no replica holds.
+        """Return the number of the blocks that each replica holds, by id, up to the first block that no replica holds.
 
-        That is the length of the longest common prefix wherever replicas hold whole prefixes. One that has lost early blocks and
-        keeps later ones counts those, as in llm-d's index.
+        For replicas that hold whole prefixes, this is the length of the common prefix. For a replica that has lost
+        early blocks, later ones still count, as in llm-d's index.
         """
         total = np.zeros(self._num_replicas, dtype=np.int64)
         holders, run = self._holders, 0
@@ -59,7 +59,7 @@ class BlockHolders:
 
 
 class RecentBlocks:
-    """Blocks that were sent to each replica, as many as it is thought to keep: the least recently sent go first."""
+    """Blocks sent to each replica, up to an assumed capacity: the least recently sent ones are dropped first."""
 
     def __init__(self, num_replicas: int, capacity: int) -> None:
         self._holders = BlockHolders(num_replicas)

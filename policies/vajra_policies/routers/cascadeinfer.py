@@ -35,14 +35,15 @@ class CascadeinferConfig(PolicyConfig):
 
 
 class Cascadeinfer(BindsOnArrival):
-    """A request goes to the least loaded replica, by tokens, of those for its length; when it has outgrown them, it moves on with its KV.
+    """A request goes to the least loaded replica (by tokens) for its length; when it has outgrown the range, it moves
+    on with its KV.
 
-    Ranges, and the replicas of each, are those of `partition` for the lengths (tokens known) of the requests that are here when a look is
-    due `plan_s` after the last choice, and when other replicas are up; lower ids are for shorter requests. Moves stay within a pool, go
-    up only, and wait until the target has room.
+    Ranges, and the replicas of each, are computed by `partition` from the lengths (known tokens) of the present
+    requests, every `plan_s` and whenever the replicas that are up change; lower ids are for shorter requests. Moves
+    stay within a pool, go only to longer ranges, and wait until the target has room.
 
-    Left out: bids of replicas for requests, and the paper's cost of a range, fitted to a GPU. From the abstract alone: the cost used
-    here and all three figures are ours.
+    Left out: bids of replicas for requests, and the paper's cost of a range, fitted to a GPU. Written from the abstract
+    alone: the cost and the three parameters' defaults are ours.
 
     Source: Yuan et al., "CascadeInfer: Length-Aware Scheduling of LLM Serving with Low Latency and Load Balancing" (arXiv:2512.19179).
     """
@@ -57,7 +58,7 @@ class Cascadeinfer(BindsOnArrival):
         """Time, replicas and ranges of the last plan of each pool."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded replica of those for its length."""
+        """Return the least loaded replica for the request's length."""
         self._looks.start(now)
         members = [one for pool in _pools(replicas) for one in self._members(pool, request.num_known_tokens, now)]
         best = min(members, key=lambda one: (self._load(one), one.replica_id), default=None)
@@ -68,7 +69,7 @@ class Cascadeinfer(BindsOnArrival):
         return best.replica_id
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Running requests that have outgrown the range of their replica."""
+        """Return moves of running requests that have outgrown the range of their replica."""
         moves = []
         for pool in _pools(replicas):
             load = {one.replica_id: self._load(one) for one in pool}
@@ -103,7 +104,7 @@ class Cascadeinfer(BindsOnArrival):
             self._at.pop(request, None)
 
     def _members(self, pool: Sequence[ReplicaLoadView], length: int, now: float) -> Sequence[ReplicaLoadView]:
-        """Replicas of a pool, all up and in order of their ids, that are for this length."""
+        """Return the replicas for this length, of a pool's replicas that are up, in order of their ids."""
         stages = self._stages(pool, now)
         ends = accumulate(stage.num_replicas for stage in stages)
         return next(

@@ -30,10 +30,10 @@ class ConsistentHashingConfig(PolicyConfig):
 
 
 class ConsistentHashing(BindsOnArrival):
-    """The first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
+    """Chooses the first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
 
-    When a replica goes, its keys alone move, to the next ones on the ring; when it is back, they return. With the bound c
-    no replica has more than c times the mean, and the keys beyond it spill over to the next one.
+    When a replica goes down, only its keys move, to the next replicas on the ring; when it is back, they return. With
+    the bound c, no replica has more than c times the mean; keys beyond it spill over to the next replica.
 
     Left out: nothing.
 

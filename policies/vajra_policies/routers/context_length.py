@@ -19,7 +19,7 @@ from vajra_py.contract import (
 )
 
 _OUTSIDE = 0.3
-"""Scores within a range lie above, those beyond it below."""
+"""Lower bound of scores for lengths within the range, and upper bound for lengths outside it."""
 _NO_RANGE = 0.5
 
 
@@ -56,13 +56,17 @@ class ContextLengthAware:
         self._config = config
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> list[float]:
-        """Above 0.3 within the range: the tighter it is and the more room it leaves, the better; below 0.3 beyond it."""
+        """Return scores: above 0.3 within the range (higher for tighter ranges and for more remaining room), below 0.3
+        outside it.
+        """
         length = request.num_prompt_tokens
         ranges = [self._range_of(one) for one in replicas]
         return [_NO_RANGE if own is None else range_score(length, own.min_tokens, own.max_tokens) for own in ranges]
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep, with `enable_filtering`, the replicas whose range fits, and those without one."""
+        """Keep the replicas whose range fits and those without a range, if `enable_filtering` is set; otherwise keep
+        all.
+        """
         if not self._config.enable_filtering:
             return replicas
         length = request.num_prompt_tokens

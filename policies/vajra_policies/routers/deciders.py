@@ -1,4 +1,4 @@
-"""Deciders: which prompts are computed apart from their decode replica.
+"""Deciders: whether a prompt is computed on another replica than its decodes.
 
 Source: llm-d-router, `scheduling/profilehandler/disagg`; BLIS `--pd-decider`; Dynamo's conditional disaggregation.
 """
@@ -72,7 +72,9 @@ class IslBoundingConfig(OfPrefixProducer):
 
 
 class IslBounding:
-    """Computed where it decodes iff its uncached tokens are fewer than a threshold and than a part of the prompt."""
+    """Decides for the decode replica if the uncached tokens are fewer than a threshold and than a fraction of the
+    prompt.
+    """
 
     def __init__(self, config: IslBoundingConfig, matches: PrefixMatches) -> None:
         self._config = config

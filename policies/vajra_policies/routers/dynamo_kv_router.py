@@ -1,4 +1,4 @@
-"""Dynamo's KV router: the replica of least cost, in blocks to compute and blocks to hold.
+"""Dynamo's KV router: the replica with the least cost in blocks to compute and to hold.
 
 Left out: host and disk tiers, Dynamo's router queue, and its expiry of stale bookings.
 
@@ -29,7 +29,9 @@ from vajra_py.contract import (
 
 
 class CostRouterConfig(PolicyConfig):
-    """Parameters of `dynamo_kv_router`, under Dynamo's names; it draws ties from the run's stream of that name."""
+    """Parameters of `dynamo_kv_router`, under Dynamo's names. The policy breaks ties by the random stream of the same
+    name.
+    """
 
     overlap_score_credit: float = Field(1.0, ge=0, description="Credit of a cached block, blocks.")
     overlap_score_credit_decay: float = Field(
@@ -58,8 +60,9 @@ class CostRouterConfig(PolicyConfig):
 class CostRouter(BindsOnArrival):
     """cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests.
 
-    Blocks to compute: the replica's and this prompt's tokens, in fractions of blocks. Blocks to hold: the union of the full
-    blocks of its active requests and of this one. The least cost gets the request, ties uniformly at random.
+    Blocks to compute: prompt tokens active at the replica and those of this prompt, in fractional blocks. Blocks to
+    hold: the union of the full blocks of its active requests and of this one. The replica with the least cost gets the
+    request; ties are broken uniformly at random.
     """
 
     def __init__(self, config: CostRouterConfig, context: PolicyContext) -> None:
@@ -93,7 +96,7 @@ class CostRouter(BindsOnArrival):
         return chosen
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that a request may have its first token from now on."""
+        """Note that a request may get its first token from now on."""
         self.sequences.admitted(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -1,4 +1,4 @@
-"""DynaServe: a request is cut at one token into two parts on two replicas, so that both have the same work."""
+"""DynaServe: each request is cut at a token into two parts on two replicas, so that both replicas get the same load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cut:
     second: ReplicaId
     """The same as `first` where it is not cut."""
     at_token: int
-    """Token s: those before it are of the first part."""
+    """Token s; the tokens before it belong to the first part."""
 
 
 class Cuts:
@@ -63,13 +63,14 @@ class DynaserveConfig(LengthConfig):
 class Dynaserve(BindsOnArrival):
     """A request of p prompt and about d output tokens goes to the two least loaded replicas, cut at token s.
 
-    Work is in prompt tokens: p + w * d. The less loaded replica a gets the first part, and s is chosen so that both have the same load
-    afterwards: work before s = (W + load_b - load_a) / 2. s = p splits prompt and decodes, s = p + d is the whole at a; where a part
-    would be smaller than `min_part_tokens`, all of it goes to a. Load is the work left of what was placed.
+    Work is in prompt tokens: p + w * d. The less loaded replica a gets the first part, and s is chosen so that both
+    have the same load afterwards: work before s = (W + load_b - load_a) / 2. s = p separates prompt and decodes, s = p
+    + d leaves the whole request at a. If a part would be smaller than `min_part_tokens`, the whole request goes to a. A
+    replica's load is the remaining work of the requests placed there.
 
-    Needs the replica scheduler `micro_requests`, which lets a request leave at s. Left out: a search over predicted step times, since the
-    point that balances linear work has a closed form, and transfers that overlap with computing, which are the mechanism's
-    (`hand_off`). Weight and least part are round figures.
+    Needs the replica scheduler `micro_requests`, which lets a request leave at s. Left out: a search over predicted
+    step times, since the point that balances linear work has a closed form. Transfers that overlap with computing are
+    up to the mechanism (`hand_off`). The weight and the smallest part are round figures.
 
     Source: Ruan et al., "DynaServe: Unified and Elastic Execution for Dynamic Disaggregated LLM Serving" (arXiv:2504.09285).
     """
@@ -101,7 +102,7 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica of the second part, once the first one is done; None before and after."""
+        """Return the replica of the second part once the first one is done; None at any other time."""
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None
@@ -134,7 +135,7 @@ class Dynaserve(BindsOnArrival):
         return min(num_tokens, prompt) + self._weight * max(num_tokens - prompt, 0)
 
     def _token(self, request: RequestView, work: float) -> int:
-        """The token before which there is so much work."""
+        """Return the token before which the request has this much work."""
         prompt = request.num_prompt_tokens
         return round(work) if work <= prompt else prompt + round((work - prompt) / self._weight)
 
@@ -144,10 +145,11 @@ class MicroRequestConfig(FixedChunkConfig):
 
 
 class MicroRequests(FixedChunk):
-    """`fixed_chunk`, with chunks that end at the token s at which `dynaserve` has cut the request, which then leaves with its KV.
+    """`fixed_chunk` with chunks that end at the token s at which `dynaserve` has cut a request; the request then leaves
+    with its KV.
 
-    Without that router nothing is cut, and this is `fixed_chunk`. Left out: chunks sized by a promised time between tokens, which
-    `dynamic_chunk` and `slack_chunk` have.
+    Without that router, it behaves like `fixed_chunk`. Left out: chunks sized by the TBT SLO, as in `dynamic_chunk` and
+    `slack_chunk`.
 
     Source: DynaServe (arXiv:2504.09285).
     """

@@ -1,4 +1,4 @@
-"""Any figure of the replicas, as a scorer and as a filter.
+"""Scorer and filter by any attribute of the replicas.
 
 Source: llm-d-router, `scheduling/scorer/endpointattribute` and `scheduling/filter/endpointattribute`.
 """
@@ -36,7 +36,7 @@ Attribute: TypeAlias = Literal[
 
 
 class FixedRange(PolicyConfig):
-    """Values that score 0 and 1; values beyond them are clamped."""
+    """Values that score 0 and 1; values outside them are clamped."""
 
     min: float
     max: float
@@ -53,7 +53,7 @@ class AdaptiveRange(PolicyConfig):
 
 
 class Normalization(PolicyConfig):
-    """Range to which values are related; `adaptive_range` where neither is given."""
+    """Range by which values are normalised; `adaptive_range` if neither is given."""
 
     fixed_range: FixedRange | None = None
     adaptive_range: AdaptiveRange | None = None
@@ -86,7 +86,7 @@ class EndpointAttributeScorer:
         self._config = config
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """1 at the good end of the range, 0 at the other."""
+        """Return scores: 1 at the good end of the range, 0 at the other."""
         values = figures.figure(replicas, self._config.attribute_key)
         is_lower_better = self._config.algorithm.type == "linear_lower_is_better"
         fixed = self._config.algorithm.normalization.fixed_range

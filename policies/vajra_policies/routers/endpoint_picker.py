@@ -1,6 +1,6 @@
-"""A router that is composed of filters, weighted scorers and a picker, as llm-d's endpoint picker.
+"""Router composed of filters, weighted scorers and a picker, like llm-d's endpoint picker.
 
-Left out: flow control, which admission policies have here.
+Left out: flow control, which admission policies provide.
 
 Source: llm-d-router, `pkg/epp`: scheduling profiles, `single-profile-handler`, `disagg-profile-handler`.
 """
@@ -38,10 +38,11 @@ from vajra_py.contract import (
 class EndpointPicker:
     """Binds on arrival to the replica that a single profile chooses among those that are up.
 
-    Where the filters leave none, the request waits in the shared queue, from which a replica may pull it that the filters keep when
-    they are called for it alone. (llm-d answers 429 then; an admission policy can do that here.)
+    If the filters leave none, the request waits in the shared queue, and a replica may pull it if the filters, applied
+    to that replica alone, keep it. (llm-d responds with 429; here an admission policy can do that.)
 
-    Every part that listens to requests is notified of them, and every part that learns placements of each choice.
+    Every part that listens to requests is notified of them, and every part that learns from placements is notified of
+    each choice.
     """
 
     def __init__(self, parts: Parts, profile: Profile, num_batches: int) -> None:
@@ -81,7 +82,7 @@ class EndpointPicker:
 
 
 class DisaggregatedEndpointPicker(EndpointPicker):
-    """Chooses the replica that computes the prompt and the one that decodes by a profile each."""
+    """Chooses the replica that computes the prompt and the one that decodes, each by its own profile."""
 
     def __init__(
         self,
@@ -95,14 +96,16 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self._order = how.order
         self._decider: DisaggregationDecider | None = None if how.decider is None else parts.build(how.decider)
         self._decode_of: dict[RequestView, ReplicaId] = {}
-        """Replica that each living request is to decode on, where that is decided."""
+        """Decode replica of each living request for which it is decided."""
         is_decode_first = self._prefill is None or how.order == "decode-first"
         super().__init__(parts, self._decode if is_decode_first else profiles[PREFILL], num_batches)
         self._forward_departures = getattr(self, "on_departures", None)
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that computes the prompt: the one that decodes, where the decider refuses or no other is left."""
+        """Return the replica that computes the prompt; it is the decode replica if the decider refuses another one or
+        none is left.
+        """
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)
         if not chosen or (DECODE not in chosen and self._order != "decode-after-prompt"):
@@ -113,7 +116,9 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         return chosen.get(PREFILL, chosen.get(DECODE))
 
     def may_take(self, pool: str, role: str) -> bool:
-        """See `LeavesOutPools`; without a decider no prompt is computed apart where the decode replica is chosen first."""
+        """See `LeavesOutPools`; if the decode replica is chosen first, prompts are computed elsewhere only with a
+        decider.
+        """
         is_prefill_asked = self._prefill is not None and (self._order != "decode-first" or self._decider is not None)
         asked = (self._decode, self._prefill if is_prefill_asked else None)
         return any(one is not None and one.may_take(pool, role) for one in asked)
@@ -121,7 +126,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """The replica chosen at arrival, while it is up; else the choice of the decode profile."""
+        """Return the decode replica chosen at arrival if it is up; else the choice of the decode profile."""
         up = figures.those_up(replicas)
         decided = self._decode_of.get(request)
         if decided is not None and position_of(decided, up) >= 0:

@@ -16,9 +16,10 @@ Integers: TypeAlias = NDArray[np.int64]
 
 
 class Candidates(list[ReplicaLoadView]):
-    """Replicas of one placement, with the figures that were read of them so far.
+    """Replicas of one placement, with the figures read from them so far.
 
-    `source`: the sequence that these are from, if it may have a faster way to read figures; `mask`: which of it they are, if not all.
+    `source`: the sequence that they are from, if it may have a faster way to read figures; `mask`: marks them in that
+    sequence if they are not all of it.
     """
 
     __slots__ = ("columns", "mask", "source")
@@ -48,7 +49,7 @@ def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
 def fitting(
     replicas: Sequence[ReplicaLoadView], fits: NDArray[np.bool_], *, fallback: bool
 ) -> Sequence[ReplicaLoadView]:
-    """The replicas that fit, in their order; with `fallback` all of them where none does."""
+    """Return the replicas that fit, in their order; with `fallback`, all of them if none does."""
     if fits.all():
         return replicas
     kept = list(compress(replicas, fits.tolist()))
@@ -56,7 +57,7 @@ def fitting(
 
 
 def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> int:
-    """Position of a replica among some; -1 if it is not among them."""
+    """Return the position of a replica in a sequence; -1 if it is not in it."""
     found = np.flatnonzero(ids(replicas) == replica_id)
     return int(found[0]) if len(found) else -1
 
@@ -120,12 +121,12 @@ _READERS: dict[str, Any] = {  # spelled out, which is twice as fast as `getattr`
 
 
 def figure(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
-    """A figure by name, as views call it, or `kv_cache_utilization`."""
+    """Return a figure by its name in replica views, or `kv_cache_utilization`."""
     return kv_usage(replicas) if name == "kv_cache_utilization" else _floats(replicas, name)
 
 
 def min_max(values: Floats, *, lower_is_better: bool = True) -> Floats:
-    """Values scaled to 0 .. 1 between the smallest and the largest; all 1 where they are equal. The best is 1."""
+    """Return the values scaled to 0 .. 1 between the worst and the best, which is 1; all 1 if they are equal."""
     if not len(values):
         return values
     low, high = values.min(), values.max()

@@ -1,4 +1,4 @@
-"""Filter of replicas that are predicted to keep a request's promises.
+"""Filter of replicas that are predicted to meet a request's SLOs.
 
 Source: llm-d-router, `scheduling/filter/sloheadroomtier`.
 """
@@ -32,7 +32,7 @@ class HeadroomTierConfig(PolicyConfig):
 
 
 class HeadroomTierFilter:
-    """Keeps the replicas that keep both promises, where there are any; with a small probability the others."""
+    """Keeps the replicas predicted to meet both SLOs, if there are any; with a small probability, the others instead."""
 
     def __init__(self, config: HeadroomTierConfig, predictions: PredictsLatencies, stream: RandomStream) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class HeadroomTierFilter:
         self._stream = stream
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Replicas without a prediction count among those that miss."""
+        """Keep one of the two tiers; replicas without a prediction count as missing the SLOs."""
         if len(replicas) <= 1:
             return replicas
         predicted = self._predictions.latencies(request, replicas, now)

@@ -1,4 +1,4 @@
-"""Producer of loads in flight: requests that this router has sent and that are not complete.
+"""Producer of in-flight load: requests that this router has sent and that are not complete.
 
 Source: llm-d-router, `requestcontrol/dataproducer/inflightload`.
 """
@@ -28,7 +28,7 @@ from vajra_py.contract import (
 
 IN_FLIGHT = "inflight-load-producer"
 PREFILL = "prefill"
-"""Profile whose share of a request is over with the first token."""
+"""Profile whose part of a request ends with the first token."""
 
 
 class InFlightConfig(OfPrefixProducer):
@@ -60,10 +60,10 @@ class _Sent:
 
 
 class InFlightLoad:
-    """Counts requests until they end, and their uncached prompt tokens until the first token has come.
+    """Counts requests until they end, and their uncached prompt tokens until the first output token.
 
-    The first token is noticed when figures are read, by looking at the requests that were admitted and have none yet: steps need
-    not be listened to.
+    The first token is detected when figures are read, by checking the admitted requests that had none, so no step
+    events are needed.
     """
 
     def __init__(self, config: InFlightConfig, context: PolicyContext, matches: PrefixMatches) -> None:
@@ -73,7 +73,7 @@ class InFlightLoad:
         self._tokens: Integers = np.zeros(context.num_replicas, dtype=np.int64)
         self._sent: dict[RequestView, _Sent] = {}
         self._admitted: dict[RequestView, None] = {}
-        """Requests that may have their first token by now, without our knowing."""
+        """Admitted requests that may have got their first token unnoticed."""
 
     def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
         """Requests in flight at each replica."""
@@ -86,7 +86,7 @@ class InFlightLoad:
         return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Uncached prompt tokens at each replica, and the estimated output where that is counted."""
+        """Return the uncached prompt tokens at each replica, plus the estimated output if that is counted."""
         return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
@@ -141,7 +141,7 @@ class InFlightLoad:
 
 
 def loads_of(context: RoutingContext, name: str) -> InFlightLoads:
-    """The router's producer of this name. Raises `ValueError` if it counts nothing in flight."""
+    """Return the router's producer of this name. Raises `ValueError` if it does not count in-flight load."""
     found = context.producer(name)
     if not isinstance(found, InFlightLoads):
         raise ValueError(f"producer {name!r} does not count what is in flight; {IN_FLIGHT} does")

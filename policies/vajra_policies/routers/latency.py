@@ -1,6 +1,6 @@
 """Producer of latencies, predicted from the run's latency model.
 
-Source: llm-d-router, `predicted-latency-producer`; the predictor there is a trained model.
+Source: llm-d-router, `predicted-latency-producer`, whose predictor is a trained model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Length of the prompt whose prefill time converts waiting tokens to seconds, where the tokens of a step are not limited."""
+"""Length of the prompt whose prefill time converts waiting tokens to seconds, if steps have no token budget."""
 
 
 class LatencyProducerConfig(OfPrefixProducer):
@@ -38,8 +38,8 @@ class LatencyProducerConfig(OfPrefixProducer):
 class LatencyPredictions:
     """Predicts time to first token and time per output token on each replica.
 
-    - TTFT: what waits there at the rate of a long prompt alone, then the uncached rest of this prompt alone.
-    - TPOT: a step of all its running decodes and this request.
+    - TTFT: the tokens that wait there at the rate of a long prompt alone, then the uncached rest of this prompt alone.
+    - TPOT: the duration of a step of all running decodes of the replica and this request.
     """
 
     def __init__(self, config: LatencyProducerConfig, context: PolicyContext, matches: PrefixMatches) -> None:
@@ -71,7 +71,7 @@ class LatencyPredictions:
 
 
 def predictions_of(context: RoutingContext, name: str) -> PredictsLatencies:
-    """The router's producer of this name. Raises `ValueError` if it predicts no latencies."""
+    """Return the router's producer of this name. Raises `ValueError` if it predicts no latencies."""
     found = context.producer(name)
     if not isinstance(found, PredictsLatencies):
         raise ValueError(f"producer {name!r} predicts no latencies; {LATENCIES} does")

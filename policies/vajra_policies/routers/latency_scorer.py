@@ -1,4 +1,4 @@
-"""Scorer by headroom between promised and predicted latencies.
+"""Scorer by headroom: the SLO minus the predicted latency.
 
 Source: llm-d-router, `scheduling/scorer/latency`.
 """
@@ -45,11 +45,11 @@ class LatencyScorerConfig(OfPrefixProducer):
 
 
 class LatencyScorer:
-    """Rates replicas by headroom: promised minus predicted times.
+    """Rates replicas by headroom: SLO minus predicted latency.
 
-    Only the best bucket that is not empty is rated, all others get 0: those that keep both promises; else the idle ones; else
-    those that miss only the time per output token; only the time to first token; both. Within it |headroom| is scaled to
-    0 .. 1 in both dimensions and weighted; scores are hundredths from 0.01 to 1.01.
+    Only the best non-empty bucket is rated, all other replicas get 0. Buckets, best first: both SLOs met; idle; only
+    TPOT missed; only TTFT missed; both missed. Within the bucket, |headroom| is scaled to 0 .. 1 in both dimensions and
+    weighted; scores are hundredths from 0.01 to 1.01.
     """
 
     def __init__(self, config: LatencyScorerConfig, predictions: PredictsLatencies, matches: PrefixMatches) -> None:
@@ -98,7 +98,9 @@ class LatencyScorer:
 
 
 def best_bucket(predicted: Sequence[PredictedLatency | None]) -> tuple[list[int], bool]:
-    """Positions of the best bucket that is not empty, and whether it is that of promises kept (or unpredicted)."""
+    """Return the positions of the best non-empty bucket, and True if its replicas meet both SLOs (or have no
+    prediction).
+    """
     met = [position for position, one in enumerate(predicted) if one is None or one.is_met]
     if met:
         return met, True

@@ -1,4 +1,4 @@
-"""Ranges of request lengths, and how many replicas each is given."""
+"""Ranges of request lengths, and the number of replicas of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_PIECES = 32
 
 
 class Stage(NamedTuple):
-    """A range of lengths and the number of replicas that are for it."""
+    """Range of lengths and its number of replicas."""
 
     up_to: float
     """Longest length, tokens; infinite for the last range."""
@@ -19,10 +19,11 @@ class Stage(NamedTuple):
 
 
 def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> list[Stage]:
-    """Ranges and replicas of the least cost, by dynamic programming over the sorted lengths.
+    """Return the ranges and their replicas with the least cost, by dynamic programming over the sorted lengths.
 
-    A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) · (own_tokens + L): each of its requests waits for
-    steps of n / m, which take as long as if all were the longest. Of equal costs the fewest ranges.
+    A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) · (own_tokens + L): each of its
+    requests waits for steps of n / m requests, which take as long as if all were the longest. Among equal costs, the
+    fewest ranges win.
     """
     ordered = sorted(lengths)
     num_pieces = min(len(ordered), _MAX_PIECES)

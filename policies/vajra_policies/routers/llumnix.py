@@ -1,4 +1,4 @@
-"""Llumnix: dispatch to the freest replica, and live migration from replicas that are short of memory to those that are not.
+"""Llumnix: dispatch to the freest replica, and live migration from replicas that are short of memory to others.
 
 Source: Llumnix (OSDI'24, arXiv:2406.03243), section 4.4; code AlibabaPAI/llumnix, `load_computation`, `migration_policy` and
 `local_migration_scheduler`.
@@ -68,10 +68,11 @@ class LlumnixConfig(PolicyConfig):
 class Llumnix(BindsOnArrival):
     """Binds on arrival to the freest replica that is up, and moves requests from the least free replicas to the freest.
 
-    Freeness of a replica: the steps that its requests can still decode, (free blocks - demand) / requests. The demand is that of the
-    waiting requests that count, and the headroom of requests of high priority (the virtual usage of the paper); only the requests
-    whose demand counts are counted. Without a request it is infinite, and minus infinity while the replica drains. Ties go to the
-    lowest id. A request's demand is the blocks of its known tokens, as if nothing of it were cached.
+    Freeness of a replica: the steps that its requests can still decode, (free blocks - demand) / requests. The demand
+    is that of the waiting requests that count, plus the headroom of requests of high priority (the paper's virtual
+    usage); only requests whose demand counts are counted. Freeness is infinite without requests, and minus infinity
+    while the replica drains. Ties go to the lowest id. A request's demand is the blocks of its known tokens, cached or
+    not.
 
     Left out: scaling by freeness.
     """
@@ -121,14 +122,16 @@ class Llumnix(BindsOnArrival):
     # Migration
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """A request for each pair of a replica that is short of memory and one of its pool that is not."""
+        """Return a move for each pair of a replica that is short of memory and another one of its pool."""
         if not self._config.migrates:
             return []
         able = [one for one in replicas if one.is_up or one.state is ReplicaState.DRAINING]
         return [move for pool in by_pool(able) for pair in self._pairs(pool) for move in self._moves(*pair)]
 
     def _pairs(self, pool: Sequence[ReplicaLoadView]) -> Iterator[tuple[ReplicaLoadView, ReplicaLoadView]]:
-        """(source, target): the i-th least free of those that give away with the i-th freest of those that take."""
+        """Return (source, target) pairs: the i-th least free of the possible sources with the i-th freest of the
+        possible targets.
+        """
         by_id = {one.replica_id: one for one in pool}
         freeness = {one.replica_id: self._freeness(one, "first") for one in pool}
         least_free = sorted(by_id, key=lambda one: (freeness[one], one))
@@ -191,7 +194,9 @@ class Llumnix(BindsOnArrival):
 
 
 def _turn(request: RequestView) -> tuple[float, float, float, int]:
-    """Order in which an engine takes waiting requests: those preempted last first, then by priority and arrival."""
+    """Return the order in which an engine takes waiting requests: the latest preempted first, then by priority and
+    arrival.
+    """
     return -request.preempted_index, request.priority, request.arrived_at, request.index
 
 

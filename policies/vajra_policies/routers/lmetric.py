@@ -23,11 +23,12 @@ class LmetricConfig(PolicyConfig):
 
 
 class Lmetric(BindsOnArrival):
-    """Least P * B, with P the tokens to prefill and B the requests, running and waiting, of a replica if the request goes there.
+    """Chooses the least P * B, with P the tokens to prefill and B the number of running and waiting requests of a
+    replica if the request goes there.
 
-    P = prompt - cached prefix, and what is left to prefill there (`counts_pending`); B counts the request too
-    (`counts_itself`). The paper's text can be read in either way. A product needs no weights: rescaling P or B by any
-    constant changes nothing. Ties go to the least P, then to the next replica in turn.
+    P = prompt - cached prefix, plus the tokens left to prefill there (`counts_pending`); B includes the request itself
+    (`counts_itself`). The paper's text allows either reading of both. A product needs no weights: rescaling P or B by
+    any constant changes nothing. Ties go to the least P, then to the next replica in turn.
 
     Left out: the detector of prefixes that are cached on too few replicas for their share of the load.
 

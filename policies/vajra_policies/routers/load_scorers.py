@@ -60,13 +60,13 @@ class LoadAwareConfig(PolicyConfig):
 
 
 class LoadAwareScorer:
-    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it has half of its weight."""
+    """Scores 0.5 * (1 - min(waiting, threshold) / threshold): at most 0.5, so it has half of its weight."""
 
     def __init__(self, config: LoadAwareConfig) -> None:
         self._threshold = config.threshold
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """0.5 where nothing waits, 0 from the threshold on."""
+        """Return scores: 0.5 if nothing waits, 0 from the threshold on."""
         share: Floats = 0.5 * (1.0 - np.minimum(figures.waiting(replicas), self._threshold) / self._threshold)
         return share
 
@@ -118,7 +118,7 @@ class TokenLoadScorer:
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Scores by tokens that this router has sent and that are not computed, as far as it has seen."""
+        """Return scores by the tokens that this router has sent and that, as far as it knows, are not computed yet."""
         in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
         tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
         score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold

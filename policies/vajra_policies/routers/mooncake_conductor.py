@@ -22,14 +22,15 @@ class MooncakeConductorConfig(PolicyConfig):
 
 
 class MooncakeConductor(BindsOnArrival):
-    """Least T = T_queue + T_prefill(p, h): the prefill times of what was sent there and is not computed, and the request's own.
+    """Chooses the least T = T_queue + T_prefill(p, h): the prefill times of the prompts sent there and not computed
+    yet, and the request's own.
 
-    T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached; h is what the replica holds of it now. Ties go to
-    the replica with the fewer requests that compute their prompts, then to the lowest id. A request whose prompt was computed in another
-    pool goes to the replica with the fewest requests.
+    T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached at the replica now. Ties go to
+    the replica with the fewer requests that compute their prompts, then to the lowest id. A request whose prompt was
+    computed in another pool goes to the replica with the fewest requests.
 
-    `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the replica that holds most of it,
-    and so the threshold from which Mooncake weighs one; the time between tokens, by which it chooses the decode replica.
+    `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the
+    replica that holds most of it, with Mooncake's threshold for them; the choice of the decode replica by TBT.
 
     Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST'25 (arXiv:2407.00079),
     Algorithm 1.

@@ -1,4 +1,4 @@
-"""Pickers: the best score, any candidate, or any with a chance that grows with its score.
+"""Pickers: the best score, a random candidate, or a random one weighted by score.
 
 Source: llm-d-router, `scheduling/picker`.
 """
@@ -38,7 +38,7 @@ class MaxScorePicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Return the best candidate; draws only where several are best."""
+        """Return the best candidate; draws a random one only if several are best."""
         values: Floats = np.asarray(scores, dtype=np.float64)
         best = np.flatnonzero(values == values.max())
         chosen = best[0] if len(best) == 1 else best[int(self._stream.integers(0, len(best)))]
@@ -59,7 +59,8 @@ class RandomPicker:
 
 
 class WeightedRandomPicker:
-    """Each candidate with a chance in proportion to its score; where no score is above 0, any.
+    """Picks each candidate with a probability proportional to its score; any with equal probability if no score is
+    above 0.
 
     Source: weighted random sampling by the largest U^(1/score) (Efraimidis and Spirakis 2006).
     """

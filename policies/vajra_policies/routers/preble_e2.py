@@ -1,4 +1,4 @@
-"""Preble's E2: exploit a cached prefix where it is longer than the rest of the prompt, else explore by cost.
+"""Preble's E2: exploit a cached prefix if it is longer than the rest of the prompt, else explore by cost.
 
 Left out: the cost of evicting prefixes, which is off in Preble's code by default.
 
@@ -51,14 +51,16 @@ class _Placed:
 
 
 class E2(BindsOnArrival):
-    """Exploit: if the longest cached prefix is longer than what is left to compute, the least loaded of its holders.
+    """Exploit: if the longest cached prefix is longer than the rest of the prompt, choose the least loaded of its
+    holders.
 
-    Explore: the least of load + cost of this prompt there. Load is the work sent within the window: predicted time of the uncached
-    part of each prompt, and of its output at the pace of a decode step of what runs there. Rebalance: a prefix on the heaviest replica
-    is computed on the lightest one instead, once the first has `imbalance_ratio` times the load of the second.
+    Explore: choose the least sum of load and cost of this prompt there. Load is the work sent within the window: the
+    predicted time of the uncached part of each prompt, and of its output at the duration of a decode step of the
+    running requests. Rebalance: a prefix on the heaviest replica is computed on the lightest one instead, once the
+    first has `imbalance_ratio` times the load of the second.
 
-    Prefixes are those of prompts sent before, as many blocks as a replica has. The cost of evicting them, which is off in Preble's code
-    by default, is not counted.
+    Prefixes are those of prompts sent before, up to the number of a replica's blocks. The cost of evicting them, off by
+    default in Preble's code, is not counted.
     """
 
     def __init__(self, config: E2Config, context: PolicyContext) -> None:

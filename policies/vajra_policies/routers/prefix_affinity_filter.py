@@ -1,4 +1,4 @@
-"""Filter by prefix: only replicas that have most of the prompt cached, unless that would make it wait too long.
+"""Filter by prefix: keep only replicas that cache most of the prompt, unless it would wait too long there.
 
 Source: llm-d-router, `scheduling/filter/prefixcacheaffinity`.
 """
@@ -55,7 +55,9 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
 
 
 class PrefixAffinityFilter:
-    """Keeps the sticky replicas; all, where none is sticky or the penalty would be too high."""
+    """Keeps the sticky replicas, which cache most of the prompt; keeps all if there are none or the penalty would be
+    too high.
+    """
 
     def __init__(
         self,

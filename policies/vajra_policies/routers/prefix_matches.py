@@ -1,4 +1,5 @@
-"""Producers of prefix matches: approximate ones, learnt from the router's own choices, and precise ones from the replicas' caches.
+"""Producers of prefix matches: approximate ones, from the router's own choices, and precise ones, from the replicas'
+caches.
 
 Source: llm-d-router, `requestcontrol/dataproducer`: approximateprefix, preciseprefixcache.
 """
@@ -47,7 +48,7 @@ class ApproximateConfig(PolicyConfig):
 
 
 class ApproximatePrefixMatches:
-    """Remembers which prompts were sent to each replica, in blocks, as many as a replica is thought to keep.
+    """Remembers the blocks of the prompts sent to each replica, up to the replica's assumed capacity.
 
     A block of the index is a whole number of the replicas' KV blocks, at least `min_block_size_tokens` long. Evictions and
     restarts of replicas go unnoticed.
@@ -65,7 +66,7 @@ class ApproximatePrefixMatches:
         self._asked: tuple[RequestView, Integers] | None = None
 
     def num_blocks(self, request: RequestView) -> int:
-        """Full blocks of the prompt, as far as they are compared."""
+        """Return the number of the prompt's full blocks that are compared."""
         blocks = request.num_prompt_tokens // self.block_size
         return blocks if self._max_blocks is None else min(blocks, self._max_blocks)
 
@@ -84,7 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Do nothing: only its blocks are kept of a request."""
+        """Do nothing: nothing is stored per request, only blocks per replica."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:
@@ -99,11 +100,11 @@ def _max_blocks(config: ApproximateConfig, block_size: int) -> int | None:
 
 
 class PreciseConfig(PolicyConfig):
-    """`precise-prefix-cache-producer` has no parameters: blocks are those of the replicas."""
+    """Parameters of `precise-prefix-cache-producer`, which has none: blocks are those of the replicas."""
 
 
 class PrecisePrefixMatches:
-    """Queries each replica's prefix cache as it is now, like an index that is fed by KV events without delay."""
+    """Queries each replica's present prefix cache, like an index fed by KV events without delay."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.block_size = context.limits.block_size
@@ -135,7 +136,7 @@ class OfPrefixProducer(PolicyConfig):
 
 
 def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
-    """The router's producer of this name. Raises `ValueError` if it has no prefix figures."""
+    """Return the router's producer of this name. Raises `ValueError` if it has no prefix figures."""
     found = context.producer(name)
     if not isinstance(found, PrefixMatches):
         raise ValueError(f"producer {name!r} knows no prefixes; {APPROXIMATE} and {PRECISE} do")

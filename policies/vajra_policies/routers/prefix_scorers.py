@@ -42,7 +42,7 @@ class PrefixCacheScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """1 where the whole prompt is cached, 0 where nothing is."""
+        """Return scores: 1 if the whole prompt is cached, 0 if none of it is."""
         part = match_fractions(self._matches, request, replicas)
         weight = self._config.match_length_weight
         if not weight:
@@ -60,10 +60,9 @@ class NoHitLruConfig(OfPrefixProducer):
 
 
 class NoHitLruScorer:
-    """0.5 for all if any replica has a part of the prompt; else those rank first that took such a prompt longest ago.
-
-    Replicas that never took one come before all others, in the order of the candidates: score = 1 - rank / (n - 1). So
-    prompts without a hit are spread over all caches.
+    """Scores all replicas 0.5 if any of them caches a part of the prompt. Otherwise score = 1 - rank / (n - 1), and the
+    replica whose last prompt without a hit is longest ago ranks first; replicas that never took one come before it, in
+    the order of the candidates. Prompts without a hit are thus spread over all caches.
     """
 
     def __init__(self, config: NoHitLruConfig, matches: PrefixMatches) -> None:
@@ -72,7 +71,7 @@ class NoHitLruScorer:
         self._used: OrderedDict[ReplicaId, None] = OrderedDict()
         """Replicas that took a prompt without a hit, least recently first."""
         self._asked: tuple[RequestView, bool] | None = None
-        """The request that was scored last, and whether no replica had a part of it."""
+        """The request scored last, and True if no replica cached a part of it."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
         """See the class."""
@@ -91,7 +90,7 @@ class NoHitLruScorer:
         return score
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Make the replicas of a prompt that no replica had a part of the most recently used ones."""
+        """Mark the replicas of a prompt without a hit as most recently used."""
         if self._asked is not None and self._asked[0] is request and self._asked[1]:
             for replica in placements.values():
                 self._used[replica.replica_id] = None

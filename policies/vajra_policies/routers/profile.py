@@ -42,7 +42,7 @@ class Parts:
         self._context = context
         self._producers: dict[str, Any] = {}
         self.built: list[Any] = []
-        """Every part; those that others read come before them."""
+        """All parts, each after the parts that it reads."""
 
     def build(self, choice: RoutingPartChoice) -> Any:
         """Build one part."""
@@ -63,7 +63,7 @@ class Parts:
         return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Methods to notify of a placement, each part's before those of the producers that it reads."""
+        """Callbacks for placements; each part's callback comes before those of the producers that it reads."""
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 
@@ -88,7 +88,7 @@ class WeightedScorer:
 
 
 class Profile:
-    """Chooses one of some replicas: filters in order, the weighted sum of clamped scores, the picker."""
+    """Chooses a replica by filters in order, the weighted sum of clamped scores, and a picker."""
 
     def __init__(
         self, filters: Sequence[ReplicaFilter], scorers: Sequence[WeightedScorer], picker: ReplicaPicker
@@ -98,7 +98,7 @@ class Profile:
         self._picker = picker
 
     def choose(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that the picker takes; None if the filters leave none."""
+        """Return the replica chosen by the picker; None if the filters leave none."""
         left = self.filtered(request, replicas, now)
         if not left:
             return None
@@ -109,7 +109,7 @@ class Profile:
         return chosen
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return False if the filters leave out replicas of this pool and role for good."""
+        """Return False if the filters always reject replicas of this pool and role."""
         return all(one.may_take(pool, role) for one in self._filters if isinstance(one, LeavesOutPools))
 
     def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
@@ -122,7 +122,9 @@ class Profile:
         return left
 
     def totals(self, request: RequestView, replicas: Candidates, now: float) -> Floats:
-        """Sum of the scores, each clamped to 0 .. 1 and times its weight. Raises `ValueError` for NaN and wrong lengths."""
+        """Return the sum of the scores, each clamped to 0 .. 1 and multiplied by its weight. Raises `ValueError` for
+        NaN and wrong lengths.
+        """
         total: Floats = np.zeros(len(replicas))
         for one in self._scorers:
             total += one.weight * _clamped(one, one.scorer.scores(request, replicas, now), len(replicas))

@@ -1,4 +1,4 @@
-"""Requests of each replica, as a router follows them from their placement to their end."""
+"""Requests of each replica, tracked by a router from placement to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Places: TypeAlias = defaultdict[ReplicaId, dict[RequestView, None]]
 
 
 class RequestPlaces:
-    """Requests that wait and run at each replica, each in the order in which they began to."""
+    """Waiting and running requests of each replica, in the order in which they began to wait or run."""
 
     def __init__(self) -> None:
         self.running: Places = defaultdict(dict)

@@ -1,6 +1,6 @@
 """Filters by load: replicas that are not too busy.
 
-Source: llm-d-router, `scheduling/filter/utilization`, and the saturation detectors of `flowcontrol` in their part as filters.
+Source: llm-d-router, `scheduling/filter/utilization`, and the saturation detectors of `flowcontrol` used as filters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UtilizationFilter:
         self._load = load
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """None may be left, unless `fallback_on_empty`."""
+        """Keep the replicas that are not too busy; all if there are none and `fallback_on_empty` is set."""
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         for condition in self._config.conditions:
             fits &= self._values(condition.metric, replicas) <= condition.max_value
@@ -81,7 +81,7 @@ class UtilizationDetectorConfig(PolicyConfig):
 
 
 class UtilizationDetector:
-    """Keeps replicas below both thresholds; all, where there is none."""
+    """Keeps replicas below both thresholds; all if there are none."""
 
     def __init__(self, config: UtilizationDetectorConfig) -> None:
         self._most_waiting = config.queue_depth_threshold * (1.0 + config.headroom)
@@ -106,7 +106,7 @@ class ConcurrencyDetectorConfig(PolicyConfig):
 
 
 class ConcurrencyDetector:
-    """Keeps replicas with less in flight than their limit; there may be none."""
+    """Keeps replicas with less in flight than their limit, possibly none."""
 
     def __init__(self, config: ConcurrencyDetectorConfig, load: InFlightLoads) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Tokens that requests whose prompts and decodes are placed apart have been given at each replica.
+"""Tokens scheduled at each replica, for requests whose prompts and decodes are placed separately.
 
 Source: splitwise-sim, pending tokens and memory of its instances (`MixedPoolScheduler`).
 """
@@ -14,7 +14,7 @@ from vajra_py.contract import ReplicaId, RequestView
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Replicas of a request's prompt and of its decodes, and its counted load there."""
+    """Replicas of a request's prompt and of its decodes, and the load counted for it there."""
 
     prompt_at: ReplicaId
     token_at: ReplicaId
@@ -23,15 +23,15 @@ class Placement:
     is_pending: bool = True
     """True until its prompt is computed."""
     has_left: bool = False
-    """True once its KV is no longer where the prompt was computed."""
+    """True once the KV has left the replica that computed the prompt."""
 
 
 @dataclass(slots=True)
 class Scheduled:
-    """Tokens that requests have been given at one replica."""
+    """Tokens scheduled at one replica."""
 
     pending: int = 0
-    """Prompts that are not computed, and one for each request that is to decode there."""
+    """Prompt tokens that are not computed yet, plus one for each request that is to decode there."""
     memory: int = 0
     """Tokens whose KV it holds or is to hold."""
     here: dict[RequestView, None] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class Scheduled:
 
 
 class ScheduledTokens:
-    """Placements of the requests that have not ended, and their sum at each replica."""
+    """Placements of living requests, and their sum at each replica."""
 
     def __init__(self) -> None:
         self.placed: dict[RequestView, Placement] = {}
         self.at: defaultdict[ReplicaId, Scheduled] = defaultdict(Scheduled)
 
     def place(self, request: RequestView, placement: Placement) -> None:
-        """Count a request, which waits where its prompt is to be computed."""
+        """Count a request, which waits at the replica that will compute its prompt."""
         self.placed[request] = placement
         self.at[placement.prompt_at].here[request] = None
         self._count(placement, 1)
@@ -60,7 +60,7 @@ class ScheduledTokens:
         self._count(placed, 1)
 
     def forget(self, request: RequestView) -> Placement | None:
-        """Count a request no more; returns its placement, None if it had none."""
+        """Stop counting a request; returns its placement, None if it had none."""
         placed = self.placed.pop(request, None)
         if placed is not None:
             self._count(placed, -1)

@@ -1,4 +1,4 @@
-"""Session affinity, as a scorer and as a filter: requests of a session go where its last one went.
+"""Session affinity, as a scorer and as a filter: requests of a session go to the replica of its last request.
 
 Source: llm-d-router, `scheduling/scorer/sessionaffinity` and `scheduling/filter/sessionaffinity`.
 """
@@ -49,12 +49,12 @@ class _Sessions:
         """Replica and time of the last request of each session, the longest unused first."""
 
     def replica_of(self, request: RequestView, now: float) -> ReplicaId | None:
-        """The replica that the request's session is bound to; None if there is none."""
+        """Return the replica to which the request's session is bound; None if there is none."""
         bound = self._bound.get(request.session_id)
         return None if bound is None or self._is_over(bound[1], now) else bound[0]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Send the session's later requests where this one goes."""
+        """Bind the session's later requests to the replica of this one."""
         name = self._config.profile_name
         chosen = placements.get(name) if name else placements.get("decode", placements.get("default"))
         if request.session_id and chosen is not None:
@@ -76,10 +76,10 @@ class _Sessions:
 
 
 class SessionAffinityScorer(_Sessions):
-    """1 for the session's replica, 0 for all others."""
+    """Scores the session's replica 1, all others 0."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return 0 for all, for a request without a session, or the first of one."""
+        """Return scores; all are 0 for a request without a session, and for the first request of one."""
         bound = self.replica_of(request, now)
         if bound is None:
             return np.zeros(len(replicas))
@@ -88,10 +88,12 @@ class SessionAffinityScorer(_Sessions):
 
 
 class SessionAffinityFilter(_Sessions):
-    """Keeps the session's replica alone, where it is among the candidates."""
+    """Keeps only the session's replica if it is among the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep all for a request without a session, for the first of one, and if its replica is not among them."""
+        """Keep the session's replica; keep all for a request without a session, for the first one of a session, and if
+        the replica is not a candidate.
+        """
         bound = self.replica_of(request, now)
         return [one for one in replicas if one.replica_id == bound] or replicas
 

@@ -1,6 +1,6 @@
-"""SGLang's cache-aware router: to the replica that got the longest common prefix, unless load is too uneven.
+"""SGLang's cache-aware router: the replica with the longest common prefix, unless load is too uneven.
 
-Left out: characters, by which SGLang compares prompts; here whole KV blocks count.
+Differs from SGLang: prompts are compared by whole KV blocks, not by characters.
 
 Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 """
@@ -46,10 +46,9 @@ class CacheAware(BindsOnArrival):
     """Uneven load: the least loaded replica. Else the longest common prefix, if it is long enough; else the least loaded one.
 
     Load is the number of requests in flight; load is uneven if max - min > `balance_abs_threshold` and max >
-    `balance_rel_threshold` * min. Prefixes are those of prompts sent before. Ties go to the lowest id; of several replicas with the
-    longest prefix the least loaded one is taken.
-
-    SGLang compares characters; here whole KV blocks. Where its comment names the smallest tree, its code takes the least load.
+    `balance_rel_threshold` * min. Prefixes are those of prompts sent before, compared by whole KV blocks (SGLang:
+    characters). Ties go to the lowest id; of several replicas with the longest prefix, the least loaded one is taken,
+    as in SGLang's code (its comment names the smallest tree).
     """
 
     def __init__(self, config: CacheAwareConfig, context: PolicyContext) -> None:

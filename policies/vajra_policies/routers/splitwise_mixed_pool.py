@@ -1,4 +1,4 @@
-"""Splitwise's mixed pool: replicas of a full pool get help from the other one, and go back when that work is done.
+"""Splitwise's mixed pool: a full pool borrows replicas of the other one, which return when their work is done.
 
 Source: Splitwise (ISCA'24, arXiv:2311.18677), section 4.4; splitwise-sim, `MixedPoolScheduler`.
 Left out: the search for the numbers and kinds of machines.
@@ -37,13 +37,15 @@ class MixedPoolConfig(PolicyConfig):
 
 
 class MixedPool(BindsOnArrival):
-    """Places both phases of a request when it arrives; replicas belong to the pool of prompts, of decodes, or the mixed one.
+    """Places both phases of a request when it arrives. A replica belongs to the prompt pool, the decode pool, or the
+    mixed pool.
 
-    A prompt goes to the replica of its pool with the fewest pending tokens, unless that has a long queue; then to one of the mixed pool;
-    then the pool of decodes gives one to the mixed pool. Decodes go to the replica of their pool with the least memory in use by what is
-    placed there, unless it lacks room; then to the mixed pool; then the pool of prompts gives one. Where neither is left, both phases
-    go to the replica with the fewest pending tokens of all. A mixed replica that has nothing to do returns. Ties go to the replica that
-    has been in its pool longest. Of an output, `max_tokens` are counted. Replicas of other pools are always mixed. Listens to every step.
+    A prompt goes to the replica of the prompt pool with the fewest pending tokens; if its queue is long, to the mixed
+    pool; otherwise the decode pool lends a replica to the mixed pool. Decodes go to the replica of the decode pool with
+    the least memory in use by the requests placed there; if it lacks room, to the mixed pool; otherwise the prompt pool
+    lends a replica. If there is none to lend, both phases go to the replica with the fewest pending tokens of all. A
+    mixed replica without work returns to its pool. Ties go to the replica that has been in its pool longest. The output
+    length is taken to be `max_tokens`. Replicas of pools of other roles are always mixed. Listens to every step.
     """
 
     def __init__(self, config: MixedPoolConfig, context: PolicyContext) -> None:
@@ -55,7 +57,7 @@ class MixedPool(BindsOnArrival):
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}
-        """Replicas of each pool, by the time since when they are in it."""
+        """Replicas of each pool, in the order in which they joined it."""
 
     # Placing
 
@@ -75,7 +77,7 @@ class MixedPool(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """The replica of the decodes; another one if it takes no requests now."""
+        """Return the decode replica; another one if it takes no requests now."""
         placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}
         if placed is None or not up:
@@ -151,7 +153,7 @@ class MixedPool(BindsOnArrival):
     # Completed work
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Prompts that are computed are pending no more; a mixed replica without work returns to its pool."""
+        """Count computed prompts as no longer pending, and return mixed replicas without work to their pools."""
         placements = self._scheduled.placed
         for request in step.requests:
             placed = placements.get(request)
@@ -166,7 +168,7 @@ class MixedPool(BindsOnArrival):
         self._return_if_idle(step.replica_id)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The source holds nothing of the request any more; it is at the target."""
+        """Count the request's KV at the target, and no longer at the source."""
         if request in self._scheduled.placed:
             self._scheduled.change(request, token_at=target, has_left=True)
             self._scheduled.at[source].here.pop(request, None)

@@ -1,4 +1,4 @@
-"""ThunderAgent's router: programs keep their replica, and wait as wholes when the contexts of all do not fit."""
+"""ThunderAgent's router: programs keep their replica, and whole programs are paused when not all contexts fit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _UNPLACED = -1
 class ThunderAgent:
     """Binds a program to the replica with the least tokens when it comes, and keeps it there.
 
-    A program's tokens are those of its context, also while a tool runs. When they do not all fit, programs whose tool runs are paused, the
-    smallest first; if these are not enough, the others when their turns end. The next call of a paused program waits in the shared queue
-    until the program is resumed. Programs with several calls at once count the contexts of all. Requests without a program go to the
-    replica with the least tokens. What a call's priority is changed by is emitted as `priority_jump_s`, and orders the calls that a replica
-    takes from the shared queue.
+    A program's tokens are those of its context, also while a tool runs. When they do not all fit, programs whose tools
+    are running are paused, the smallest first; if that is not enough, the others are paused when their turns end. The
+    next call of a paused program waits in the shared queue until the program is resumed. For a program with several
+    calls at once, the contexts of all count. Requests without a program go to the replica with the least tokens. The
+    change of a call's priority is emitted as `priority_jump_s`, and orders the calls that a replica takes from the
+    shared queue.
 
-    Left out: what the paper has beyond Dynamo's router.
+    Left out: parts of the paper that Dynamo's router lacks.
 
     Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`).
     """
@@ -51,11 +52,13 @@ class ThunderAgent:
         self._held: dict[str, dict[RequestView, None]] = {}
         """Calls of each paused program."""
         self._ready: dict[ReplicaId, dict[RequestView, float]] = {}
-        """Calls in the shared queue that a replica may take, with the time by which they are ordered; -1: any replica."""
+        """Calls in the shared queue that each replica may take, with the time that orders them; key -1: calls for any
+        replica.
+        """
         self._ticks = PeriodicWakeUps(wake, config.scheduler_interval_s, _TICK)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of the request's program; None while the program is paused."""
+        """Return the replica of the request's program; None while the program is paused."""
         self._look_at(replicas)
         if request.program is None:
             return self._least_loaded(request, replicas)
@@ -81,7 +84,7 @@ class ThunderAgent:
         return [request.request_id for request, _ in sorted(ready, key=lambda one: (one[1], one[0].index))]
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look at all programs; or resume one that was paused for too long."""
+        """Apply the rules to all programs, or resume one that was paused for too long."""
         if key != _TICK:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)
@@ -124,7 +127,7 @@ class ThunderAgent:
     # Replicas and their programs
 
     def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
-        """Take in which replicas are up, with their tokens."""
+        """Update the replicas that are up, with their tokens."""
         capacity = self._table.capacity
         for replica in replicas:
             if replica.is_up and replica.replica_id not in capacity:
@@ -147,7 +150,7 @@ class ThunderAgent:
         return best.replica_id
 
     def _num_tokens(self, name: str) -> int:
-        """Tokens of the program's calls that run or wait at their replica."""
+        """Return the tokens of the program's calls that run or wait at their replica."""
         return sum(request.num_known_tokens for request in self._calls.get(name, ()))
 
     # Held calls
@@ -163,7 +166,7 @@ class ThunderAgent:
                 self._ready.setdefault(place, {})[request] = now - passage.priority_jump_s
 
     def _drop_held(self, name: str, request: RequestView, held: dict[RequestView, None]) -> None:
-        """Forget a held call that was taken back, as if it had not been sent."""
+        """Forget a held call that was withdrawn, as if it had not been sent."""
         del held[request]
         program: AgentProgram | None = self._table.programs.get(name)
         if program is not None:

@@ -59,15 +59,15 @@ class AgentProgram:
     turn: int = 0
     """Calls that it has sent."""
     is_reasoning: bool = False
-    """A call of it is here or on its way; otherwise a tool runs."""
+    """True while a call of the program is here or on its way; otherwise a tool runs."""
     is_paused: bool = False
     is_marked: bool = False
-    """Mark of a program that is to be paused when its turn ends."""
+    """True if the program is to be paused when its turn ends."""
     replica: ReplicaKey | None = None
     soft_until: float = 0.0
-    """Time until which its calls are put behind others."""
+    """Time until which its calls are ordered after others."""
     pause_order: int = 0
-    """Position of its pause in the sequence of all."""
+    """Position of its pause in the sequence of all pauses."""
     is_waiting: bool = False
     """A call of it is held."""
     acting_since: float = 0.0
@@ -114,7 +114,7 @@ class ProgramTable:
     # Moves of one program
 
     def pause(self, program: AgentProgram) -> None:
-        """Take a program off its replica; its next call is held."""
+        """Detach a program from its replica; its next call is held."""
         self.num_pauses += 1
         program.is_paused = True
         program.pause_order = self.num_pauses
@@ -128,17 +128,17 @@ class ProgramTable:
         program.is_waiting = False
 
     def has_no_place(self, program: AgentProgram) -> bool:
-        """True if a program has no replica, or one that is gone."""
+        """Return True if a program has no replica, or one that is gone."""
         return program.replica not in self.capacity
 
     def roomiest_for(self, program: AgentProgram) -> ReplicaKey | None:
-        """The replica with the least used tokens among those with room for the program."""
+        """Return the replica with the fewest used tokens among those with room for the program."""
         used, need = self.used(), self.needed(program)
         free = [key for key, capacity in self.capacity.items() if capacity - used[key] >= need]
         return min(free, key=used.__getitem__, default=None)
 
     def least_bad(self, now: float) -> ReplicaKey | None:
-        """The replica with most room, tokens of programs whose tool runs counted less the longer it does."""
+        """Return the replica with the most room; tokens of a program whose tool runs count less the longer it runs."""
         left = dict(self.capacity)
         for one in self.programs.values():
             if one.is_paused or one.replica not in left:

@@ -1,9 +1,10 @@
-"""Rules of ThunderAgent's router: programs are placed, paused and resumed as wholes, by the tokens that their contexts hold.
+"""Rules of ThunderAgent's router: whole programs are placed, paused and resumed, by the tokens of their contexts.
 
-Everything here is operations on a table of programs; each operation gets the time in seconds, and nothing is read from anywhere.
+All rules are operations on a table of programs; each operation gets the time in seconds, and reads nothing else.
 `thunderagent.py` calls it for each event.
 
-Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); rules read there, code and words here.
+Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); the rules follow
+that source, the code is new.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from vajra_policies.routers.thunderagent_programs import AgentProgram, ProgramTable, ReplicaKey
 
 _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
-"""Order in which paused programs are resumed: a call waits, they have only begun, a tool runs."""
+"""Order in which paused programs are resumed: those with a waiting call, those in their first turn, those whose tool
+runs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A call that may continue: its replica (None: any), and the change of its priority."""
+    """Permission for a call to run: its replica (None: any), and the change of its priority."""
 
     program_id: str
     replica: ReplicaKey | None
@@ -80,7 +83,9 @@ class ThunderTable(ProgramTable):
         return [self._passage(one, now, was_paused=True) for one in resumed if one.is_reasoning]
 
     def force(self, program_id: str, now: float) -> Passage | None:
-        """Resume a program that was paused for too long, wherever most room is; its call, if one waits."""
+        """Resume a program that was paused for too long, on the replica with the most room; returns its waiting call,
+        if any.
+        """
         program = self.programs.get(program_id)
         if program is None or not program.is_paused:
             return None

@@ -1,3 +1,3 @@
-"""Scalers: how many replicas each pool should have."""
+"""Scalers: policies that set the number of replicas of each pool."""
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Budget of devices for scaling decisions: a ceiling that is never passed, and a floor that guards against scaling down.
+"""Budget of devices for scaling decisions: a ceiling that is never exceeded, and a floor that limits scaling down.
 
-A decision that exceeds the budget is reduced, never reversed: the pool neither goes beyond the number asked for nor moves the other way.
+A decision that exceeds the budget is reduced, never reversed: the pool neither exceeds the requested number nor changes
+in the opposite direction.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -18,9 +19,9 @@ RECONCILE = "gpu_budget_reconcile"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Devices that all replicas together may and should have.
+    """Maximum and minimum of the devices of all replicas together.
 
-    The floor may be missed by the devices of one replica where there is a ceiling too, since whole replicas seldom meet both.
+    If there is a ceiling too, the floor may be missed by the devices of one replica, since whole replicas seldom meet both.
     """
 
     ceiling: int | None = None
@@ -51,7 +52,7 @@ NO_BUDGET = Budget()
 
 
 def clamp_one(wanted: int, devices: int, budget: Budget, least: int) -> int:
-    """Replicas of one pool, cut or raised into the budget; 0 where `least` replicas pass the ceiling."""
+    """Return the replicas of one pool, reduced or raised to fit the budget; 0 if `least` replicas exceed the ceiling."""
     total = wanted * devices
     if budget.is_open or budget.admits(total, devices):
         return wanted

@@ -1,4 +1,4 @@
-"""Dynamo's planner as a scaler: load-based and throughput-based scaling with figures of the pools' views, of arrivals and of departures."""
+"""Dynamo's planner as a scaler: load-based and throughput-based scaling from the pools' views, arrivals and departures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from vajra_py.contract import PolicyContext, PoolRole, PoolView, ReplicaId, Repl
 
 
 class DynamoPlanner:
-    """Scales by the expected throughput, by load, or by both, in which case throughput sets the fewest replicas.
+    """Scales by expected throughput, by load, or by both, in which case throughput sets the minimum number of replicas.
 
-    A pool that computes prompts and one that decodes are decided on together; any other pool by itself. Traffic is expected to go on as it
-    was in the last interval (the program's predictor `constant`). While a replica starts or drains, load decides nothing.
+    A prompt pool and a decode pool are decided on together; any other pool on its own. The forecast is the traffic of
+    the last interval (Dynamo's predictor `constant`). While a replica starts or drains, there is no load-based
+    decision.
 
-    Source: NVIDIA Dynamo 1.6.1, planner; its correction of predictions by measurements is gone from that version.
+    Source: NVIDIA Dynamo 1.6.1, planner; that version no longer corrects predictions by measurements.
     """
 
     def __init__(self, config: DynamoPlannerConfig, context: PolicyContext) -> None:
@@ -98,7 +99,7 @@ class DynamoPlanner:
 
 
 def _groups(pools: Sequence[PoolView]) -> list[Sequence[PoolView]]:
-    """Pools that are decided on together: one for prompts and one for decodes."""
+    """Return the pools in groups that are decided on together: one for prompts and one for decodes."""
     prompts = [pool for pool in pools if pool.role == PoolRole.PREFILL.value]
     decodes = [pool for pool in pools if pool.role == PoolRole.DECODE.value]
     if len(prompts) == len(decodes) == 1:

@@ -1,4 +1,4 @@
-"""Parameters of `dynamo_planner`, and the rules of the planner that they state."""
+"""Parameters of `dynamo_planner`, and the planner's settings that follow from them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DynamoPlannerConfig(PolicyConfig):
 
     @property
     def intervals_s(self) -> Mapping[str, float]:
-        """Time between decisions of each kind that is made, in the order in which they are made."""
+        """Interval of each kind of decision that is used, in the order in which decisions are made."""
         intervals_s = {THROUGHPUT: self.throughput_interval_s} if self._scales_by_throughput else {}
         return intervals_s | ({LOAD: self.load_interval_s} if self.by_load else {})
 
@@ -94,7 +94,7 @@ class DynamoPlannerConfig(PolicyConfig):
         return PlannerRules(self.target, promises, budget, self.by_load, self._scales_by_throughput, self.max_change)
 
     def thresholds(self, role: PoolRole) -> Thresholds | None:
-        """Return the thresholds of load of a pool; None where latencies decide, or none are given."""
+        """Return the load thresholds of a pool; None if latencies decide, or none are given."""
         if self.target == "sla":
             return None
         if self.target != "load":

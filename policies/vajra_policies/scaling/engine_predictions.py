@@ -1,4 +1,4 @@
-"""Predictions for one replica from a latency model: times under a load, and the highest rate that keeps its promises."""
+"""Predictions for one replica from a latency model: times under a load, and the highest rate that meets the SLOs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
-"""Tokens of a step of prompts where nothing limits them."""
+"""Tokens of a step of prompts if there is no token budget."""
 
 
 class EnginePredictions:
     """`CapacityModel` of a replica, by the run's latency model.
 
-    A queue is as many prompts of the mean length as its tokens make up, computed one after another; decodes beside them take a decode
-    step for each step of prompts. A replica's highest rate is the one with the largest batch that keeps the promised time between
-    tokens and fits into its KV memory; a replica that does both spends its time on prompts and decodes in turn.
+    A queue is modelled as prompts of the mean length with the same total of tokens, computed one after another. Running
+    decodes add the time of a decode step to each step of prompts. A replica's highest rate is that of the largest batch
+    that meets the SLO for the time between tokens and fits into its KV memory. A replica of both phases alternates
+    between prompts and decodes.
     """
 
     def __init__(self, context: PolicyContext, promises: Promises, prompt_tokens: float) -> None:
@@ -24,7 +25,7 @@ class EnginePredictions:
         self.prompt_tokens = prompt_tokens
         """Mean length of prompts, tokens."""
         self.hit_fraction = 0.0
-        """Part of the prompts that was in prefix caches lately."""
+        """Fraction of recent prompt tokens that prefix caches had."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
         """See `EngineModel`."""
@@ -64,7 +65,9 @@ class EnginePredictions:
         return self._context.latency.batch_time_s(features)
 
     def _largest_batch(self, traffic: Traffic) -> tuple[int, float]:
-        """Return the most decodes that keep the promised time between tokens, at least one, and the time of their step."""
+        """Return the largest number of decodes, at least one, that meets the SLO for the time between tokens, and the
+        duration of their step.
+        """
         limits = self._context.limits
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
         room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))

@@ -1,4 +1,5 @@
-"""Load-based scaling of Dynamo's planner: one replica up or down for each pool, within the floor of throughput and the budget of devices.
+"""Load-based scaling of Dynamo's planner: one replica up or down for each pool, within throughput's minimum and the
+device budget.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
@@ -25,7 +26,7 @@ NO_FIGURES = "no_fpm_data"
 MISMATCH = "worker_count_mismatch"
 CAPPED = "scale_down_capped_by_throughput"
 UP, DOWN = "scale_up", "scale_down"
-"""Reasons, by the names that the program gives them."""
+"""Reasons, under Dynamo's names."""
 
 _INTEREST = {UP: 4, CAPPED: 3, DOWN: 2, NO_CHANGE: 1}
 
@@ -44,14 +45,14 @@ class LoadDecision:
 
 
 def decide_by_load(rules: PlannerRules, pools: Sequence[PoolState], model: EngineModel) -> LoadDecision:
-    """Decide on one pool, or on a pool for prompts and one that decodes."""
+    """Decide on one pool, or on a prompt pool and a decode pool together."""
     if len(pools) == 2:
         return _decide_on_two(rules, (pools[0], pools[1]), model)
     return _decide_on_one(rules, pools[0], model)
 
 
 def _hold(pools: Sequence[PoolState]) -> str | None:
-    """Reason for which nothing can be decided; None when it can."""
+    """Return the reason why no decision is possible; None if it is."""
     if not any(pool.engines for pool in pools):
         return NO_FIGURES
     if any(pool.is_changing for pool in pools):
@@ -86,7 +87,9 @@ def _decide_on_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], mode
 
 
 def _reason_of(pool: PoolState, asked: int, lifted: int, count: int) -> str:
-    """Reason for a pool's count, by what its load asked for and what the throughput made of it."""
+    """Return the reason for a pool's number of replicas, from the number that its load requires and the throughput's
+    minimum.
+    """
     if count > pool.ready:
         return UP
     if lifted > asked and asked < pool.ready:

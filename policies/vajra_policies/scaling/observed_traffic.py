@@ -1,4 +1,4 @@
-"""Traffic of a deployment since it was last looked at, which is the forecast of what comes (the predictor `constant` of Dynamo's planner)."""
+"""Traffic of a deployment since the last decision, used as the forecast (the predictor `constant` of Dynamo's planner)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ObservedTraffic:
         self._prompts += sum(one.num_prompt_tokens for one in requests)
 
     def admit(self, request: RequestView) -> None:
-        """Count a request's prompt and how much of it was in the prefix cache, the first time that it is admitted."""
+        """Count a request's prompt and its cached tokens, at its first admission."""
         if request.num_preemptions == 0:
             self._admitted += request.num_prompt_tokens
             self._cached += min(request.num_cached_tokens, request.num_prompt_tokens)
 
     def depart(self, requests: Sequence[RequestView]) -> None:
-        """Count the outputs of requests that have come to their end."""
+        """Count the outputs of completed requests."""
         for request in requests:
             if request.end_reason in (EndReason.STOP, EndReason.LENGTH):
                 self._ended += 1

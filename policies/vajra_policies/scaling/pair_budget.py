@@ -1,6 +1,7 @@
-"""Budget of devices over two pools: decisions are reduced to it, never reversed.
+"""Budget of devices over two pools: decisions are reduced to fit it, never reversed.
 
-No pool ends beyond what was asked for it or moves the other way, and where one pool grows at another's cost, both move or neither does.
+No pool exceeds its requested number or changes in the opposite direction; if one pool is to grow while the other
+shrinks, both change or neither does.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -15,7 +16,7 @@ from typing import TypeAlias
 from vajra_policies.scaling.device_budget import HOLD, RECONCILE, Budget, is_between
 
 Counts: TypeAlias = tuple[int, int]
-"""Replicas of the pool that computes prompts and of the one that decodes."""
+"""Numbers of replicas of the prompt pool and the decode pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class PairBudget:
         return PairBudget(self.budget.without_floor(), self.devices, self.least)
 
     def clamp(self, wanted: Counts) -> Counts:
-        """Shrink or grow both pools in proportion into the budget; (0, 0) where the fewest replicas pass the ceiling."""
+        """Shrink or grow both pools in proportion to fit the budget; (0, 0) if the minimum numbers of replicas exceed
+        the ceiling.
+        """
         if self.budget.is_open or self.admits(wanted):
             return wanted
         ceiling = self.budget.ceiling
@@ -76,8 +79,8 @@ class PairBudget:
     def fit(self, current: Counts, wanted: Counts) -> Counts:
         """Return the counts within the budget nearest to the wanted ones, each between its current and its wanted count.
 
-        Of equally near ones the most even progress of both, then the most progress. Where one pool is to grow and the other to
-        shrink, both move or neither does. Without such counts the current ones.
+        Among equally near ones, the most even progress of both pools wins, then the most progress. If one pool is to
+        grow and the other to shrink, both change or neither does. Returns the current counts if there are none.
         """
         if wanted[0] >= self.least[0] and wanted[1] >= self.least[1] and self.admits(wanted):
             return wanted
@@ -93,7 +96,7 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Counts within the budget, for each of one pool the best of the other; the shorter range is gone through."""
+        """Yield counts within the budget: for each count of the pool with the shorter range, the best one of the other."""
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1
         inner = 1 - outer
@@ -129,7 +132,7 @@ class PairBudget:
         return max(counts[0], self.least[0]), max(counts[1], self.least[1])
 
     def plan(self, current: Counts, wanted: Counts) -> Counts:
-        """Fit what throughput asks for under the ceiling alone, since the floor does not raise it."""
+        """Fit the counts that throughput requires under the ceiling; the floor does not raise them."""
         bound = self.without_floor()
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 

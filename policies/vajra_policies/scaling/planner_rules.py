@@ -16,12 +16,12 @@ from vajra_py.contract import PoolRole
 Target: TypeAlias = Literal["throughput", "latency", "load", "sla"]
 
 NO_CHANGE = "no_change"
-"""Reason of decisions by load and by throughput, by the name that the program gives it."""
+"""Reason of decisions by load and by throughput, under Dynamo's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Loads of an engine between which a pool stays as it is."""
+    """Load thresholds of an engine; between them, the pool does not change."""
 
     up: float
     down: float
@@ -35,7 +35,7 @@ class Thresholds:
         return load >= self.up if self.up_at_equal else load > self.up
 
     def is_below(self, load: float) -> bool:
-        """Return whether an engine with this load could do with less."""
+        """Return whether an engine with this load is underused."""
         return load <= self.down if self.down_at_equal else load < self.down
 
 
@@ -53,19 +53,19 @@ DECODE_THRESHOLDS = {
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """Latencies that engines should keep, seconds, and how much of them may be used up by scaling down."""
+    """SLOs of the engines, in seconds, and the fraction of them that scaling down may use up."""
 
     ttft_s: float
     itl_s: float
     sensitivity: float
-    """Part of a promise that engines may take after scaling down, fraction."""
+    """Fraction of an SLO that engines may use up after scaling down."""
     accept_length: float = 1.0
-    """Tokens that a decode step gives a request: above 1 with speculative decoding."""
+    """Tokens per request and decode step: above 1 with speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Sizes of an engine, tokens; None where unknown."""
+    """Sizes of an engine in tokens; None if unknown."""
 
     context_length: int | None
     max_kv_tokens: int | None
@@ -84,7 +84,7 @@ class PoolRules:
     least: int = 1
     """Fewest replicas."""
     thresholds: Thresholds | None = None
-    """Factor of its load, unless the target is latencies that are promised."""
+    """Load thresholds of the pool; None if the targets are latency SLOs."""
     sizes: EngineSizes = UNKNOWN_SIZES
 
 
@@ -98,7 +98,7 @@ class PlannerRules:
     scales_by_load: bool = True
     scales_by_throughput: bool = False
     max_change: int = 8
-    """Most replicas by which one decision on throughput changes a pool."""
+    """Largest change of a pool's number of replicas by one decision on throughput."""
 
 
 # What is observed
@@ -162,17 +162,21 @@ class EngineModel(Protocol):
     """Predictions for one replica."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
-        """Time to first token of a request that arrives now with `queue_scale` times the queue.
+        """Return the TTFT of a request that arrives now, with the queue multiplied by `queue_scale`.
 
-        `kv_scale`: decodes beside it count so many times, those that wait included; None: those that are scheduled, as they are.
+        `kv_scale` multiplies the decodes, including waiting ones; None: the scheduled ones, unscaled.
         """
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """Time between tokens with `scale` times the decodes, waiting ones included; `counts_prefill`: as if queued prompts decoded too."""
+        """Return the time between tokens with the decodes, including waiting ones, multiplied by `scale`;
+        `counts_prefill`: as if queued prompts decoded too.
+        """
 
 
 class CapacityModel(EngineModel, Protocol):
-    """Predictions for one replica, its highest rate among them."""
+    """Predictions for one replica, including its highest rate."""
 
     def requests_per_s(self, role: PoolRole, traffic: Traffic) -> float:
-        """Requests of this traffic a second of a replica of such a pool that keeps the promises; 0 when unknown."""
+        """Return the requests per second of this traffic that a replica with this role can serve within the SLOs; 0 if
+        unknown.
+        """

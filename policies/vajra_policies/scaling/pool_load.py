@@ -1,7 +1,8 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-One more replica as soon as one engine is over a threshold of load; with promised latencies, when every engine is predicted to miss its own.
-One less where all engines are below the lower threshold and those that remain would not be over the upper one with the load shared out.
+Scale up as soon as one engine exceeds a load threshold; with latency SLOs, when every engine is predicted to miss them.
+Scale down if all engines are below the lower threshold and the remaining ones would not exceed the upper one with the
+load redistributed.
 
 Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
 """
@@ -27,7 +28,7 @@ from vajra_py.contract import PoolRole
 
 REFUSED = "scale_down_refused_consolidation"
 INSUFFICIENT = "insufficient_data"
-"""Reasons, by the names that the program gives them."""
+"""Reasons, under Dynamo's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class Opinion:
 
     @property
     def is_refusal(self) -> bool:
-        """True if scaling down was refused, since the engines that remain could not take the load."""
+        """True if scaling down was refused because the remaining engines could not take the load."""
         return self.reason == REFUSED
 
 
 class Consolidation(Enum):
-    """Outcome of asking whether the other engines could take over the load of one."""
+    """Outcome of the check that the other engines could take over the load of one."""
 
     SAFE = "safe"
     REFUSED = "refused"
@@ -56,7 +57,7 @@ class Consolidation(Enum):
 
 
 def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opinion:
-    """Return the number of replicas by the load of a pool, with the rules of its role and target."""
+    """Return the number of replicas that a pool's load requires, by the rules of its role and target."""
     own, promises = pool.rules, rules.promises
     counts = pool.ready, own.least
     if rules.target != "sla":
@@ -85,7 +86,9 @@ def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
 
 
 def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
-    """One up when any load is over, one down when all are below and would not be over afterwards. `ready`: replicas that are up."""
+    """Return one more if any load is over, one less if all are below and would not be over afterwards. `ready`:
+    replicas that are up.
+    """
     if ready == 0 or not loads or thresholds is None:
         return Opinion(None, INSUFFICIENT)
     if any(map(thresholds.is_over, loads)):
@@ -99,7 +102,7 @@ def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: 
 
 
 def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
-    """The load by which an engine is judged; None where a size is unknown."""
+    """Return the load by which an engine is judged; None if a size is unknown."""
     if role is PoolRole.PREFILL:
         if target == "load":
             return float(engine.queued_prefill)
@@ -158,7 +161,7 @@ def by_decodes(
 
 
 def _share(ready: int) -> float:
-    """Factor by which the load of each engine grows when one is gone."""
+    """Return the factor by which the load of each engine grows when one is removed."""
     return ready / (ready - 1) if ready > 1 else 1.0
 
 

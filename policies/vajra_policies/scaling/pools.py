@@ -8,7 +8,7 @@ from vajra_py.contract import PoolView, ReplicaLoadView, ReplicaState
 
 
 def replicas_in(pool: PoolView, state: ReplicaState) -> Sequence[ReplicaLoadView]:
-    """Return the pool's replicas at this stage of their lives."""
+    """Return the pool's replicas in this state."""
     return [one for one in pool.replicas if one.state is state]
 
 

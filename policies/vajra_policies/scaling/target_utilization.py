@@ -55,9 +55,9 @@ class TargetUtilizationConfig(PolicyConfig):
 class TargetUtilization:
     """wanted = ceil(replicas * load / target), unless load / target is within the tolerance of 1.
 
-    While replicas start they count as idle before more are started, and not at all before some are stopped. What is then done is the
-    least that the looks of the last `up_window_s` seconds asked for where replicas are started, and the most of `down_window_s` where
-    they are stopped; before the first look the pool asked for what it had.
+    Starting replicas count as idle for decisions to start more, and do not count for decisions to stop some. The result
+    is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to scale down,
+    the largest within `down_window_s`. Before the first decision, the computed number counts as the present one.
 
     Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
     """

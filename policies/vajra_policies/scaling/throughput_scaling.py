@@ -1,6 +1,7 @@
-"""Throughput-based scaling of Dynamo's planner: replicas for the requests that are expected, by the rate of one that keeps the promises.
+"""Throughput-based scaling of Dynamo's planner: replicas for the expected requests, from the rate that one replica
+serves within the SLOs.
 
-Where load decides too, these are the fewest replicas that it may choose.
+If load decides too, this number is its minimum.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
@@ -25,7 +26,7 @@ from vajra_policies.scaling.planner_rules import (
 LOWER_BOUND = "set_lower_bound"
 NOT_READY = "model_not_ready"
 SCALE = "scale"
-"""Reasons, by the names that the program gives them."""
+"""Reasons, under Dynamo's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ThroughputDecision:
     counts: tuple[int, ...] | None
     """Replicas of each pool; None: as they are."""
     floors: tuple[int, ...] | None
-    """Fewest replicas of each pool from now on, where load decides too."""
+    """Minimum number of replicas of each pool from now on, if load decides too."""
     reason: str
     requests_per_s: tuple[float | None, ...] = ()
     """Highest rate of one engine of each pool."""
@@ -44,7 +45,7 @@ class ThroughputDecision:
 def decide_by_throughput(
     rules: PlannerRules, pools: Sequence[PoolState], traffic: Traffic, model: CapacityModel
 ) -> ThroughputDecision:
-    """Decide on one pool, or on a pool for prompts and one that decodes."""
+    """Decide on one pool, or on a prompt pool and a decode pool together."""
     rates = [model.requests_per_s(pool.rules.role, traffic) for pool in pools]
     is_known = all(rate > 0 for rate in rates)
     wanted = []

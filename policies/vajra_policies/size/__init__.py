@@ -1,1 +1,1 @@
-"""Order by size: the shortest, the shortest that is left, or the shortest for its wait."""
+"""Order by size: shortest job, shortest remaining job, or size relative to the wait."""

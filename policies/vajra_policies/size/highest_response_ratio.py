@@ -1,4 +1,4 @@
-"""Highest response ratio next: the longest wait for its size first."""
+"""Highest response ratio next: the request with the longest wait relative to its size goes first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HighestResponseRatioConfig(SizeConfig):
 class HighestResponseRatio:
     """Key = -(now - arrival) / S, with S = w * prompt + output expected at arrival, in output tokens.
 
-    The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
-    long one overtakes every later short one after a while, so no request starves.
+    The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age
+    fast, and after a while a long one overtakes every later short one, so no request starves.
 
     Left out: nothing.
 

@@ -20,11 +20,11 @@ from vajra_py.contract import (
 )
 
 _ROUNDING_S = 1e-6
-"""Time by which the queue looks early, so that no boost is missed by the rounding of a sum."""
+"""Seconds by which a boost is announced early, so that rounding cannot make the queue miss it."""
 
 
 class LearningToRankConfig(LengthConfig):
-    """Parameters of `ltr`. The paper's code has no defaults for the two; it counts the wait in steps."""
+    """Parameters of `ltr`. The paper's code has no defaults for either, and counts the wait in steps."""
 
     starvation_s: float = Field(
         10.0, gt=0, description="Time without running after which a request is boosted, seconds."
@@ -40,11 +40,13 @@ class LearningToRankConfig(LengthConfig):
 class LearningToRank:
     """Key = (0 if boosted, else 1; score), with the output length expected at arrival as score.
 
-    A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so no request waits much
-    longer than that. Only the order of scores matters: what counts of a predictor is its rank correlation (Kendall's tau), not
-    its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it is shortest job first.
+    A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so no
+    request waits much longer than that. Only the order of scores matters: a predictor's rank correlation (Kendall's
+    tau) counts, not its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it is
+    shortest job first.
 
-    Left out: the ranking model, a small language model trained on prompts; the backend's `output_length` stands for it.
+    Left out: the ranking model, a small language model trained on prompts; the backend's `output_length` takes its
+    place.
 
     Source: Fu et al., "Efficient LLM Scheduling by Learning to Rank", NeurIPS'24 (arXiv:2408.15792).
     """
@@ -62,18 +64,18 @@ class LearningToRank:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 if it is boosted, else 1; the expected length at arrival)."""
+        """Return (0 if the request is boosted, else 1; the output length expected at its arrival)."""
         is_boosted = request in self._boosts or self._starves(request, now)
         return (0.0 if is_boosted else 1.0, self._lengths.total(request))
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Time of its boost, seconds; None if it has one."""
+        """Return the time at which the request's boost begins, in seconds; None if it is boosted already."""
         if request in self._boosts or self._starves(request, now):
             return None
         return self._last_run_at.get(request, request.arrived_at) + self._starvation_s - _ROUNDING_S
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count the steps of boosts; a starving request that ran begins one."""
+        """Count the steps of boosts; a starving request that ran begins its boost."""
         boosts, ran_at, starved_at = self._boosts, self._last_run_at, step.formed_at - self._starvation_s
         for request in step.requests:
             if boosts and request in boosts:

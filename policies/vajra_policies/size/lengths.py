@@ -1,4 +1,4 @@
-"""Output lengths as policies that order by size expect them."""
+"""Expected output lengths, for policies that order by size."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Lengths:
         return expected
 
     def remaining(self, request: RequestView) -> float:
-        """Tokens that it is expected to generate still; at least 1."""
+        """Return the number of tokens that the request is still expected to generate; at least 1."""
         return max(self.total(request) - request.num_output_tokens, 1.0)
 
 
 class FirstLengths:
-    """Lengths as expected at a request's first query: at its arrival."""
+    """Output lengths as expected at a request's arrival, when its key is first read."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths

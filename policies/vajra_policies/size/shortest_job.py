@@ -15,8 +15,8 @@ class ShortestJobFirstConfig(SizeConfig):
 class ShortestJobFirst:
     """Key = w * prompt + expected output, in output tokens, fixed at arrival.
 
-    With a replica scheduler that preempts no request for one that waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
-    bounds the wait of a long request.
+    With a replica scheduler that preempts no request for a waiting one (such as `fixed_chunk`) this is the
+    non-preemptive rule. The wait of a long request is unbounded.
 
     Left out: nothing.
 

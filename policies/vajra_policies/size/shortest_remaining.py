@@ -11,10 +11,11 @@ class ShortestRemainingConfig(SizeConfig):
 
 
 class ShortestRemaining:
-    """Key = w * known tokens left to compute + output tokens expected still, as of now.
+    """Key = w * known tokens left to compute + expected remaining output tokens, at present.
 
-    With `preemptive` and the oracle's lengths this is the optimal rule for the mean time in system of one server. A request
-    that has outlived its estimate counts as one token; one that lost its memory has its known tokens to compute again.
+    With `preemptive` and the oracle's lengths this rule minimises the mean time in system on one server. A request that
+    has exceeded its expected output counts as one token; a request preempted by recompute has all its known tokens to
+    compute again.
 
     Left out: nothing.
 

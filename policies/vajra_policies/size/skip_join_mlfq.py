@@ -41,22 +41,24 @@ class SkipJoinMlfqConfig(PolicyConfig):
 class _Place:
     level: int
     ran_s: float
-    """Time that it has run since it came to its level."""
+    """Time that the request has run at its present level, seconds."""
     last_run_at: float | None = None
 
 
 class SkipJoinMlfq:
-    """Key = (level, -time of the last step), so those of a level that have just run go on, and new ones come after them.
+    """Key = (level, -time of the last step): within a level, requests that have just run continue, and new ones follow
+    them.
 
-    - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers its prompt's prefill time alone,
-      so its own prompt does not demote it.
+    - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers the prefill time of its
+      prompt computed alone, so the prompt itself does not demote it.
     - After a step: a request that has run for longer than its level's quantum goes one level down.
     - Every `promotion_steps` steps, those that did not run for `starvation_s` go to the first level.
 
     Needs a replica scheduler that preempts, such as `preemptive`.
 
-    Left out: swapping ahead of need (proactive swapping, overlapped with computing) and its rules for free host blocks.
-    Time is that of whole steps, chunks and neighbours included.
+    Left out: proactive swapping (ahead of need, overlapped with computing) and FastServe's rules for free host blocks.
+    A request's running time is the duration of the whole steps that it was part of, prefill chunks and other requests
+    included.
 
     Source: Wu et al., "Fast Distributed Inference Serving for Large Language Models" (FastServe, arXiv:2305.05920).
     """
@@ -73,12 +75,14 @@ class SkipJoinMlfq:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(level from 0; minus the end of its last step, 0 before)."""
+        """Return (level from 0; minus the end of the request's last step, 0 before its first)."""
         place = self._place(request)
         return (float(place.level), 0.0 if place.last_run_at is None else -place.last_run_at)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count the time of those that ran, demote them, and promote the starving from time to time."""
+        """Add the step's duration to the requests that ran, demote them if needed, and periodically promote starving
+        ones.
+        """
         last, quanta, places = len(self._quanta) - 1, self._quanta, self._places
         ended_at, duration_s = step.ended_at, step.duration_s
         for request in step.requests:

@@ -21,14 +21,14 @@ class TrailConfig(LengthConfig):
 
 
 class Trail:
-    """Key = (0, r) once a request has generated a >= C * r0 tokens, else (1, r), with r the tokens expected still.
+    """Key = (0, r) once a request has generated a >= C * r0 tokens, else (1, r), with r the expected remaining tokens
+    and r0 those expected at arrival.
 
-    r0 is what was expected at arrival. C = 0 is shortest job first without preemption, C = 1 preempts up to the end. Preempting
-    a request far on costs the most memory, which its neighbours lack, and saves the least. Needs a replica scheduler that
-    preempts, such as `preemptive`.
+    C = 0 is shortest job first without preemption, C = 1 allows preemption until the end. Preempting a request near its
+    end wastes the most memory and saves the least time. Needs a replica scheduler that preempts, such as `preemptive`.
 
     Left out: the predictor itself, a probe on the embeddings of the model's middle layers, smoothed over tokens; the
-    backend's `output_length` stands for it.
+    backend's `output_length` takes its place.
 
     Source: Shahout et al., "Don't Stop Me Now: Embedding Based Scheduling for LLMs", ICLR'25 (arXiv:2410.01035).
     """
@@ -41,7 +41,7 @@ class Trail:
         self._first = FirstLengths(self._lengths)
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 from a >= C * r0 on, else 1; output tokens expected still)."""
+        """Return (0 once a >= C * r0, else 1; expected remaining output tokens)."""
         age = request.num_output_tokens
         stays = age > 0 and age >= self._fraction * self._first.total(request)
         return (0.0 if stays else 1.0, self._lengths.remaining(request))

@@ -1,4 +1,6 @@
-"""AdaServe: as many drafts for each request as its promised pace needs, and the rest of the budget where drafts pay most."""
+"""AdaServe: as many drafts for each request as its TPOT SLO needs; the rest of the budget goes to drafts with the
+highest chance of acceptance.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,18 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """Need of a decode for tokens of a step, and the chance of its drafts."""
+    """Tokens that a decode needs of a step, and the chance of its drafts."""
 
     needed: float
-    """A(r): tokens that it needs of this step to be in time."""
+    """A(r): tokens that it needs of this step to meet its SLO."""
     chance: float
     """Chance that a draft is accepted, given that those before it are."""
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
-    """Return how many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
-    1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by one, the draft that is accepted with the greatest chance q^j.
+    """Return the number of drafts that each decode gets of `num_drafts` in all, at most `most_each`. Needed drafts come
+    first, the greatest need first, until a decode's 1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by
+    one, the draft with the greatest chance q^j of acceptance.
     """
     most_needed = min(most_needed, most_each)
     given = [0] * len(wishes)
@@ -77,7 +80,7 @@ def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed:
 
 
 class _Drafted:
-    """Begin of a request's decoding, and its verified drafts so far."""
+    """Start of a request's decoding, and its verified drafts so far."""
 
     __slots__ = ("begun_at", "num_accepted", "num_tried", "seen")
 
@@ -87,7 +90,7 @@ class _Drafted:
         self.num_tried = self.num_accepted = 0
 
     def look(self, request: RequestView) -> None:
-        """Count the drafts that were verified since the last look: those accepted, and the first one that was not."""
+        """Count the drafts verified since the last call: the accepted ones, and the first rejected one."""
         drafted, accepted = request.num_draft_tokens - self.seen[0], request.num_accepted_tokens - self.seen[1]
         self.seen = (request.num_draft_tokens, request.num_accepted_tokens)
         self.num_accepted += accepted
@@ -97,9 +100,10 @@ class _Drafted:
 class AdaServe(FixedChunk):
     """A(r) = (l + t) / TPOT - o: tokens that request r needs of this step, which takes t seconds, after o tokens in l seconds of decoding.
 
-    A request with a chance q for each next draft is expected to get 1 + q + q^2 + ... + q^k tokens of k drafts. `shares` gives the B - n
-    drafts of a step with n decodes: what is needed first, then what is accepted most likely. TPOT is `tpot_slo_s`, else
-    `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt. Prompts follow as under `fixed_chunk`.
+    A request with a chance q for each next draft is expected to get 1 + q + q^2 + ... + q^k tokens from k drafts.
+    `shares` divides the B - n drafts of a step with n decodes: needed ones first, then the most likely ones. TPOT is
+    `tpot_slo_s`, else `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt.
+    Prompts follow as under `fixed_chunk`.
 
     Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from what was accepted of the request's
     drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a profile of the device.

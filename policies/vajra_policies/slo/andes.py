@@ -1,4 +1,4 @@
-"""Andes: requests run that gain the most quality of experience for the memory that they hold."""
+"""Andes: run the requests that gain the most quality of experience per token of memory that they hold."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ class AndesConfig(PolicyConfig):
 class Andes:
     """Key = (1, -gain / context): gain = QoE after `horizon_s` if served - QoE if not, context = tokens that the request holds or needs.
 
-    QoE is the integral of what the reader has read over that of what was expected (`Reading`): TTFT as promised, then 1 / TPOT as
-    promised, or `reading_speed`. A request whose reader has tokens in store loses nothing by a pause and lets others run; one whose reader
-    waits goes on. Once requests have been preempted `preemption_cap` times in the mean, those that run come first: (0, ..).
+    QoE is the integral of the tokens read divided by that of the tokens expected (`Reading`): the first at the TTFT
+    SLO, then 1 / TPOT SLO per second, or `reading_speed`. A request whose reader has buffered tokens loses nothing by a
+    pause and makes room for others; a request whose reader waits continues. Once requests have been preempted
+    `preemption_cap` times on average, running ones come first: (0, ..).
 
-    Needs `preemptive`, which pauses and preempts only where slots or memory are short; all run while there is room for all.
+    Needs `preemptive`, which pauses and preempts only if slots or memory are short; as long as there is room, all
+    requests run.
 
     Left out: the search for the batch size; the time between tokens is that of recent steps (mean with a weight of 0.1). Cap and
     horizon from memory of the paper; the reading speed is a round figure.
@@ -68,7 +70,7 @@ class Andes:
         self._num_preemptions = 0
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 if it runs and the cap is reached, else 1; minus the gain for each token of context)."""
+        """Return (0 if the request runs and the cap is reached, else 1; minus the gain per token of context)."""
         cap = self._config.preemption_cap
         is_capped = cap is not None and self._num_preemptions > cap * self._num_requests
         stays = is_capped and request.is_resident

@@ -35,23 +35,26 @@ class BlendserveConfig(FixedChunkConfig, LengthConfig):
 
 
 def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
-    """M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the share of memory by which both ends together have the density of all."""
+    """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the memory share of the left end with which both ends
+    together have the density of all requests.
+    """
     if rho_left <= rho_right:
         return 1.0
     return min(max((rho_root - rho_right) / (rho_left - rho_right), 0.0), 1.0)
 
 
 class Blendserve(FixedChunk):
-    """Waiting requests are sorted by density rho = T_comp / T_mem, and are admitted from both of its ends.
+    """Waiting requests are sorted by density rho = T_comp / T_mem, and admitted from both ends of this order.
 
-    - T_comp is the time to compute p + d tokens, without those that a sibling with the same prefix computes; T_mem the time to read
-      p * d + d^2 / 2 tokens of context in its decodes. Requests with the same first block stay together, by the density of them all, so
-      that prefixes are shared as in depth-first order.
-    - The end that computes (rho_L) has memory M_L = M * (rho_root - rho_R) / (rho_L - rho_R), the other one the rest: together they have
-      rho_root, the density of all that waits, until the last request.
+    - T_comp is the time to compute p + d tokens, except those shared with a request of the same prefix; T_mem is the
+      time to read p * d + d^2 / 2 tokens of context in its decodes. Requests with the same first block stay together,
+      at their common density, so that prefixes are shared as in depth-first order.
+    - The compute-bound end (rho_L) gets memory M_L = M * (rho_root - rho_R) / (rho_L - rho_R), the other end the rest:
+      together they keep rho_root, the density of all waiting requests, until the last one.
 
-    Left out: prefix trees deeper than one level and splitting of outliers, lengths from samples of 1 % (the backend's `output_length`
-    stands for them), and chunks for each end. Gains only where steps take max(computing, reading); both rates are round figures for 7B models.
+    Left out: prefix trees deeper than one level and splitting of outliers, lengths from samples of 1 % (the backend's
+    `output_length` takes their place), and chunks for each end. Gains only if a step takes max(compute time, memory
+    time); both rates are round figures for 7B models.
 
     Source: Zhao et al., "BlendServe: Optimizing Offline Inference for Auto-regressive Large Models with Resource-aware Batching"
     (arXiv:2411.16102).
@@ -66,10 +69,10 @@ class Blendserve(FixedChunk):
         self._block_size = context.limits.block_size
         self._num_kv_tokens = context.limits.num_blocks * context.limits.block_size
         self._is_left: dict[RequestView, bool] = {}
-        """Requests that were admitted, and whether from the end that computes."""
+        """Admitted requests; True if they come from the compute-bound end."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, prompts in progress, then waiting ones from both ends."""
+        """Add decodes, prompts in progress, then waiting requests from both ends."""
         if replica.num_waiting:
             add_all_decodes(replica, batch, self._mode)
             for request in replica.partial_prefills():
@@ -87,7 +90,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """(rho, request) of all that waits, the densest first, and rho of them together (0 of none)."""
+        """Return (rho, request) for all waiting requests, the densest first, and their common rho (0 without any)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)

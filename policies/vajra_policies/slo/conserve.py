@@ -1,4 +1,4 @@
-"""ConServe: offline requests run in what online promises leave, and alone at full width."""
+"""ConServe: offline requests use the time that online SLOs leave, and the whole replica without online requests."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ class ConserveConfig(PreemptiveConfig):
 class Conserve(Hygen):
     """`preemptive`, with offline requests added while the step is predicted to take at most T.
 
-    - With online requests running or waiting, T is the tightest time per token that those that run promise: the budget of tokens that
-      keeps online promises. Without any, T = `offline_step_s`, and offline requests have the replica for themselves.
-    - An online request that lacks memory takes it from offline ones. Use it with the prioritizer `priority`.
-    - Checkpoints are the mechanism's: a memory tier with `write: write_through` gets each block of a running request once it is full, in
-      the background, so that a preemption copies nothing, and the request that comes back loads what was computed.
+    - With online requests running or waiting, T is the tightest SLO for the time per token among running ones. Without
+      online requests, T = `offline_step_s`, and offline requests have the replica to themselves.
+    - An online request that lacks memory preempts offline ones. Use it with the prioritizer `priority`.
+    - Checkpoints are the mechanism's: a memory tier with `write: write_through` gets each block of a running request
+      once it is full, in the background, so that a preemption copies nothing, and a returning request loads its
+      computed KV.
 
-    Left out: interruption of a step between two layers (safepoints), in whose place `offline_step_s` bounds steps; restoring before a
-    request is scheduled, which is loaded when it is. Rule from memory of the paper; both times are round figures.
+    Left out: interruption of a step between two layers (safepoints), replaced by the bound `offline_step_s`; restoring
+    KV before a request is scheduled (here it is loaded when scheduled). The rule is from memory of the paper; both
+    times are round figures.
 
     Source: Qiao et al., "ConServe: Harvesting GPUs for Low-Latency and High-Throughput LLM Serving" (arXiv:2410.01228).
     """
@@ -48,7 +50,7 @@ class Conserve(Hygen):
         self._offline_step_s = config.offline_step_s
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Online requests, then offline ones within the budget of this step."""
+        """Add online requests, then offline ones within the budget of this step."""
         promises = [
             self._default_tpot_s if (promised_s := promised_tpot_s(one)) is None else promised_s
             for one in replica.running()

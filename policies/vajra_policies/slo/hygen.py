@@ -1,4 +1,4 @@
-"""HyGen: offline requests fill what a step's latency budget leaves."""
+"""HyGen: offline requests fill the rest of a step's latency budget."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class HygenConfig(PreemptiveConfig):
 class Hygen(Preemptive):
     """`preemptive`, with offline requests added only while the step's predicted time stays within `latency_budget_s`.
 
-    Online requests are taken by urgency whatever they take; then offline decodes, and offline prompts in chunks that fit. Offline requests
-    have their memory taken by online ones. A step that would be empty takes an offline request all the same. Use it with
-    the prioritizer `priority`, which puts offline requests behind online ones.
+    Online requests are added by urgency regardless of the budget; then offline decodes, and offline prompts in chunks
+    that fit. Online requests preempt offline ones for memory. A step that would be empty takes an offline request in
+    any case. Use it with the prioritizer `priority`, which puts offline requests behind online ones.
 
-    Left out: the search for the budget that keeps an SLO (`vajra capacity` answers such questions), and the order of offline
-    requests by shared prefixes. Predictions are those of the run's latency model, where the paper fits a linear one.
+    Left out: the search for the budget that keeps an SLO (see `vajra capacity`), and the order of offline requests by
+    shared prefixes. Predictions are those of the run's latency model, where the paper fits a linear one.
 
     Source: Sun et al., "HyGen: Efficient LLM Serving via Elastic Online-Offline Request Co-location", NeurIPS'25 (arXiv:2501.14808).
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Offline decodes may be left out of a step as contexts grow, so that steps need not repeat."""
+    """Offline decodes may be left out of a step as contexts grow, so steps need not repeat."""
 
     def __init__(self, config: HygenConfig, context: PolicyContext) -> None:
         super().__init__(config, context)

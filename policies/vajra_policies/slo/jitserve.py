@@ -47,23 +47,24 @@ class JitserveConfig(LengthConfig):
 
 
 class Jitserve:
-    """Key = -(reward / remaining time), computed anew every `refresh_steps` steps.
+    """Key = -(reward / remaining time), recomputed every `refresh_steps` steps.
 
     - Remaining time = (expected output - generated) * mean step time.
-    - Reward of a request with a promised first token or time between tokens: p * r_p^k + w * d * r_d^k; with a promised end, or
-      without any promise: (p + w * d) * r^k. p and d are prompt and expected output tokens; r = promised time / predicted time, at
-      most 1 (punctual), so the reward falls as it becomes too late. r_p is that of the first token, r_d that between tokens.
-    - Calls of a program with a promised end count together: their rewards are added, the longest remaining time counts.
+    - Reward of a request with an SLO for TTFT or TBT: p * r_p^k + w * d * r_d^k; with a deadline, or without any SLO:
+      (p + w * d) * r^k. p and d are prompt and expected output tokens; r = allowed time / predicted time, at most 1
+      (punctual), so the reward falls as the request gets late. r_p is the ratio for the first token, r_d that between
+      tokens.
+    - Calls of a program with a deadline count together: with the sum of their rewards and the longest remaining time.
 
-    Needs a replica scheduler that preempts, such as `preemptive`. Left out: groups of requests with similar inputs, among which the
-    paper chooses, and its predictor of lengths, a quantile regression forest that is refined as tokens come; the
-    backend's `output_length` stands for it.
+    Needs a replica scheduler that preempts, such as `preemptive`. Left out: groups of requests with similar inputs,
+    among which the paper chooses, and its predictor of lengths, a quantile regression forest that is refined as tokens
+    come; the backend's `output_length` takes its place.
 
     Source: "JITServe: SLO-aware LLM Serving with Imprecise Request Information", NSDI'26 (arXiv:2504.20068); its code.
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """Priorities change with step times and with sibling calls, all at once where they are computed anew."""
+    """Priorities depend on step times and sibling calls; all of them change when they are recomputed."""
 
     def __init__(self, config: JitserveConfig, context: PolicyContext) -> None:
         self._config = config
@@ -76,7 +77,7 @@ class Jitserve:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the priority, weighted tokens a second, as it was computed last."""
+        """Return minus the last computed priority, in weighted tokens per second."""
         priority = self._priorities.get(request)
         if priority is None:
             priority = self._priorities[request] = self._priority(request, now)
@@ -140,7 +141,7 @@ class Jitserve:
         return request.num_prompt_tokens + self._config.output_weight * self._lengths.total(request)
 
     def _ratio(self, allowed_s: float, predicted_s: float) -> float:
-        """Promised over predicted time, from 1e-6 to 1, to the power k."""
+        """Return the allowed time divided by the predicted time, clamped to 1e-6 .. 1, to the power k."""
         ratio = min(max(allowed_s / predicted_s, _LEAST_RATIO), 1.0)
         return float(ratio**self._config.lateness_power)
 

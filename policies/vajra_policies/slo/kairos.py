@@ -1,4 +1,4 @@
-"""Kairos: prompts in the order in which they have to start."""
+"""Kairos: prompts in the order of their latest start times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class KairosConfig(PolicyConfig):
 
 
 class Kairos:
-    """Key = arrival + promised TTFT - T(rest of the prompt): the latest time at which it may start, least first.
+    """Key = arrival + TTFT SLO - T(rest of the prompt): the latest time at which it may start.
 
-    The urgency of a prompt is its deadline less its predicted completion if it ran now; `now` is the same for all, so the order does
-    not change with time. A long prompt goes before a short one with the same deadline, where earliest deadline first sees no difference.
+    The urgency of a prompt is its deadline minus its predicted completion if it ran now; `now` is the same for all, so
+    the order does not change with time. A long prompt goes before a short one with the same deadline; earliest deadline
+    first does not distinguish them.
 
-    Left out: decodes that are packed into the time per token that others have to spare; `slack_chunk` and `scorpio` do so by rules of
-    their own. From the abstract; the default is a round figure.
+    Left out: decodes packed into the slack of others' TPOT SLOs, for which `slack_chunk` and `scorpio` have their own
+    rules. Written from the abstract; the default is a round figure.
 
     Source: "Kairos" (arXiv:2605.02329).
     """

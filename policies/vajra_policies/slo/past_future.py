@@ -1,4 +1,4 @@
-"""Past-Future: admit while the peak of KV memory to come, drawn from past output lengths, fits."""
+"""Past-Future: admit while the future peak of KV memory, with output lengths drawn from past ones, fits."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class PastFutureConfig(FixedChunkConfig):
 
 
 def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
-    """Most tokens that are ever held by requests that hold a_i and generate b_i more: max over k of sum of the first k a_i, + k * b_k.
-
-    Entries are (a, b), in any order; they are taken by b, the longest first. Exact if all generate one token a step and free
-    their memory at their end.
+    """Return the peak of tokens held by requests that hold a_i and generate b_i more: the maximum over k of (sum of the
+    first k a_i) + k * b_k, sorted by b, the longest first. Entries are (a, b), in any order. Exact if all requests
+    generate one token per step and free their memory at their end.
     """
     held = peak = 0.0
     for count, (num_held, num_to_come) in enumerate(sorted(entries, key=_to_come, reverse=True), 1):
@@ -54,21 +53,23 @@ def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
 
 
 class PastFuture(FixedChunk):
-    """A waiting request is admitted if the peak of everything that runs and of itself is at most M * (1 - reserve).
+    """Admits a waiting request if the peak of the running requests and itself is at most M * (1 - reserve).
 
-    - a_i: known tokens; b_i: tokens to come. b is drawn anew in each step from the last output lengths that are longer
-      than what the request has generated; before there are any, what it may generate at most.
+    - a_i: known tokens; b_i: tokens to come. b is redrawn in each step from the recent output lengths that exceed the
+      request's output so far; if there are none, it is the most that the request may still generate.
     - A request that does not fit waits, and no request is admitted past it. Steps are those of `fixed_chunk`.
 
-    Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each, and requests in flight under pipelining. Window and reserve
-    are round figures; the paper's were not found.
+    Memory is counted in whole blocks. Left out: shared prefixes, which count once for each request, and requests in
+    flight under pipelining. Window and reserve are round figures; the paper's values were not found.
 
     Source: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS'25 (arXiv:2507.10150);
     LightLLM.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
-    """While requests wait, draws differ from step to step; the first request is admitted whatever its peak."""
+    """While requests wait, draws differ from step to step; on an empty replica the first request is admitted whatever
+    its peak.
+    """
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits
@@ -86,12 +87,12 @@ class PastFuture(FixedChunk):
         self._is_closed = False
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency; waiting ones while their peak fits."""
+        """Add decodes, then prompts by urgency; waiting ones while their peak fits."""
         self._entries, self._is_closed = None, False
         super().schedule(replica, batch, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn the lengths of outputs that ended by themselves."""
+        """Record the output lengths of completed requests."""
         for request in requests:
             if request.end_reason in _BY_ITSELF:
                 self._recent.append(request.num_output_tokens)

@@ -1,4 +1,4 @@
-"""PolyServe: tiers of promises on replicas of their own, each request to the most loaded one that still keeps its promises."""
+"""PolyServe: replicas per SLO tier; each request goes to the most loaded replica that still meets its SLOs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ class PolyserveConfig(TierConfig):
 
 
 class Polyserve:
-    """The most loaded replica of the request's tier that passes the checks; else one of a tighter tier; else an idle one, which joins.
+    """Chooses the most loaded replica of the request's tier that passes the checks; else one of a tighter tier; else an
+    idle one, which joins the tier.
 
-    A replica keeps its promises with one more request if (1) the first token comes in time behind the prompts that are pending there,
-    (2) the second one does, and (3) a decode step of all of its requests, each grown by the mean output of its tier, takes at most
-    the TPOT of the replica's tier, and their memory suffices. Where no replica passes, the request waits in the shared queue until
-    one does or is idle. One whose promises not even an idle replica keeps belongs to the loosest tier, without promises.
+    A replica still meets its SLOs with one more request if (1) the first token is in time after the prompts pending
+    there, (2) the second token is, and (3) a decode step of all its requests, each grown by the mean output of its
+    tier, takes at most the TPOT of the replica's tier, and their memory suffices. If no replica passes, the request
+    waits in the shared queue until one does or is idle. A request whose SLOs not even an idle replica can meet belongs
+    to the loosest tier, without SLOs.
 
-    So load forms a gradient, and replicas that are not needed stay idle and may be scaled away. With a fixed number of replicas and
-    nothing to save, `least_loaded` has shorter times.
+    Load thus forms a gradient, and unneeded replicas stay idle and may be stopped by a scaler. With a fixed number of
+    replicas, `least_loaded` has lower latencies.
 
-    Left out: reassignment of replicas between tiers while they work, dynamic chunks, and split prompts and decodes. From a summary of
-    sections 4.5 to 4.7; the tiers are those of its experiments, from memory.
+    Left out: reassignment of replicas between tiers while they work, dynamic chunks, and split prompts and decodes.
+    Written from a summary of sections 4.5 to 4.7; the tiers are those of the paper's experiments, from memory.
 
     Source: Zhu et al., "PolyServe: Efficient Multi-SLO Serving at Scale" (arXiv:2507.17769).
     """
@@ -40,7 +42,7 @@ class Polyserve:
         """Tier of each replica that is not idle."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica by the rule, or None: the request waits for one."""
+        """Return the replica by the rule; None if the request waits for one."""
         self._leave(request)
         up = those_up(replicas)
         if not up:
@@ -55,7 +57,7 @@ class Polyserve:
         return None if idle is None else self._place(request, idle, tier)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """The most urgent request that waits for a replica like this one."""
+        """Yield the most urgent request that waits for a replica like this one."""
         for request in queued:
             tier, has_promises = self._tiers.of(request, now)
             own = self._tier_of.get(replica.replica_id)

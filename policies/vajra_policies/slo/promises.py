@@ -1,4 +1,4 @@
-"""Promises of requests in the form in which policies compare them."""
+"""SLO targets of requests, in the form in which policies compare them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from vajra_py.contract import RequestView
 
 
 def promised_tpot_s(request: RequestView) -> float | None:
-    """The promised time per output token or, without it, between two tokens in a row, seconds; None without either."""
+    """Return the TPOT SLO, or else the TBT SLO, in seconds; None without either."""
     return request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
 
 
 class DueTimes:
-    """Times at which decodes' next tokens are due: arrival + max(time to the first token, promised one) + TBT * tokens so far."""
+    """Times at which decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * tokens so far."""
 
     def __init__(self) -> None:
         self._first_token_at: dict[RequestView, float] = {}
 
     def due_at(self, request: RequestView) -> float | None:
-        """Return the time at which the decode's next token is due, seconds on the run's clock; None without a promise."""
+        """Return the time at which the decode's next token is due, seconds on the run's clock; None without an SLO."""
         tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
         if tbt_s is None or last_at is None:
             return None

@@ -1,4 +1,4 @@
-"""The plan of SLOs-Serve: the most prompts whose promised first tokens can all be kept.
+"""The plan of SLOs-Serve: the largest set of prompts whose TTFT SLOs can all be met.
 
 Source: Chen et al., "SLOs-Serve: Optimized Serving of Multi-SLO LLMs" (arXiv:2504.08784), dynamic programming over requests.
 """
@@ -16,12 +16,13 @@ class Prompt(NamedTuple):
     num_steps: int
     """Whole steps until its first token is due."""
     is_admitted: bool = False
-    """True if an earlier plan contains it, so that every plan must."""
+    """True if an earlier plan contains it, so that every later plan must too."""
 
 
 def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
-    """Return the largest set of prompts to admit, by rising deadline: the a-th to be admitted needs, with all before it,
-    tokens <= steps until its deadline * (step_tokens - num_running - (a - 1)), since each that is done decodes.
+    """Return the largest set of prompts to admit, by rising deadline. The tokens of the first a admitted prompts must
+    be at most (steps until the a-th deadline) * (step_tokens - num_running - (a - 1)), since each finished prompt
+    decodes.
 
     Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
     """

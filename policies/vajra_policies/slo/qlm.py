@@ -1,4 +1,4 @@
-"""QLM: groups of requests with a common promise, by deadline once a group is predicted to be late."""
+"""QLM: groups of requests with a common SLO, ordered by deadline once a group is predicted to be late."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class QlmConfig(PolicyConfig):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Requests with one promise that came one after the other."""
+    """Successive requests with the same SLO."""
 
     number: int
     slo_s: float
@@ -54,13 +54,13 @@ class Group:
 class Qlm:
     """Key = (deadline or number of the request's group; arrival): groups by arrival, and by deadline once one is predicted to be late.
 
-    - A group has up to `group_requests` requests whose promised times to the first token (or, without, to the end) are equal, rounded
+    - A group has up to `group_requests` requests whose TTFT SLOs (or, without one, deadlines) are equal when rounded
       down. Its deadline is that of its first request.
     - Waiting time of a group = requests ahead * mean output / throughput in output tokens a second, both over the last requests.
-    - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time that is left to any, the order
-      is earliest deadline first until the queue is empty.
+    - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time
+      left for any group, the order is earliest deadline first until the queue is empty.
 
-    Left out: the mixed integer program for several workers and models, models that are swapped, and groups formed by clustering.
+    Left out: the mixed integer program for several workers and models, model swapping, and groups formed by clustering.
     Size and granularity of groups are round figures.
 
     Source: Patke et al., "Queue Management for SLO-Oriented Large Language Model Serving", SoCC'24 (arXiv:2407.00047); its code.
@@ -73,7 +73,7 @@ class Qlm:
         self._groups: dict[int, Group] = {}
         """Groups of which something waits, by number."""
         self._alive: dict[int, Group] = {}
-        """Groups of which some request has not ended; it may be queued with its KV, which does not count as waiting."""
+        """Groups with a request that has not ended; a request queued with its KV does not count as waiting."""
         self._open: dict[float, Group] = {}
         self._of: dict[RequestView, Group] = {}
         self._num_groups = 0
@@ -97,7 +97,7 @@ class Qlm:
         return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Form groups, and look whether one would be late."""
+        """Form groups, and check whether one would be late."""
         for request in requests:
             self._wait(request)
         if not self._by_deadline and self._is_late(now):

@@ -1,4 +1,6 @@
-"""QoServe's order of prompts: deadlines, prompt lengths in overload, and relegation of requests that are late anyway."""
+"""QoServe's order of prompts: by deadline, in overload by prompt length, with requests that will be late anyway
+relegated.
+"""
 
 from __future__ import annotations
 
@@ -48,31 +50,32 @@ class QoserveConfig(PolicyConfig):
 class Qoserve:
     """Key = (1 if relegated, else 0; arrival + D + alpha * remaining prompt tokens).
 
-    - D is the promised time to first token; of requests with a promised end alone, that end less `expected_output_tokens` times
+    - D is the TTFT SLO; for requests with only a deadline, the deadline minus `expected_output_tokens` times
       `batch_tbt_s`. alpha = 0 is earliest deadline first; a large alpha is shortest remaining prompt first.
-    - Relegation: a request that would miss arrival + D if its prompt were all that is computed from now on, at the recent throughput, goes
-      behind all that still can be in time, for good once it is admitted. So an overload makes some late, and not all.
+    - Relegation: a request that would miss arrival + D even if only its prompt were computed from now on, at the recent
+      throughput, goes behind all requests that can still be in time; permanently once it is admitted. An overload thus
+      makes some requests late, not all.
 
-    Companion of `slack_chunk`, QoServe's chunks. Left out: alpha that adapts to the load, and important requests, which are
-    relegated last.
+    Companion of `slack_chunk`, QoServe's chunks. Left out: an alpha that adapts to the load, and the relegation of
+    important requests last.
 
     Source: "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv:2503.22562), as QoServe at ASPLOS'26; its branch
     `niyama_asplos2026` of Sarathi-Serve for constants.
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """Relegation comes with time alone, as a rise; it is taken back where the recent throughput rises."""
+    """A request is relegated as time passes, which raises its key, and reinstated when the recent throughput rises."""
 
     def __init__(self, config: QoserveConfig) -> None:
         self._config = config
         self._throughput = config.first_throughput
         self._relegated: dict[RequestView, None] = {}
         self._reprieves: dict[RequestView, None] = {}
-        """Waiting requests that were relegated before their time was over: a higher throughput may take that back."""
+        """Waiting requests that were relegated before their deadline; a higher throughput may reinstate them."""
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(1 if relegated, else 0; the deadline and the weighted rest of the prompt, seconds)."""
+        """Return (1 if relegated, else 0; deadline plus weighted rest of the prompt, in seconds)."""
         deadline = request.arrived_at + self._relative_s(request)
         is_relegated = self._is_relegated(request, now)
         if is_relegated and now < deadline and request not in self._relegated:
@@ -104,7 +107,7 @@ class Qoserve:
             self._reprieves.pop(request, None)
 
     def _reprieve(self, now: float) -> None:
-        """Let the keys be read again of those that may be in time after all."""
+        """Have the keys of requests that may be in time after all re-read."""
         for request in list(self._reprieves):
             if now < request.arrived_at + self._relative_s(request):
                 self.fallen_requests.add(request)

@@ -1,4 +1,4 @@
-"""Quality of experience of a token stream: what its reader has read, over what a punctual stream would have let it read."""
+"""Quality of experience of a token stream: tokens read, relative to those of a punctual stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Reading:
-    """A reader who reads at most `speed` tokens a second of those that have come, and expects the first after `ttft_s`.
+    """Reader who reads received tokens at up to `speed` tokens per second, and expects the first after `ttft_s`.
 
-    Tokens that come faster than they are read wait in a buffer; they add nothing until they are read. Times are seconds from the
-    arrival of the request.
+    Tokens that arrive faster than they are read wait in a buffer; they add nothing until they are read. Times are
+    seconds from the arrival of the request.
 
-    Source: Andes (arXiv:2404.16283): QoE = integral of what is read / integral of min(expected, length of the answer).
+    Source: Andes (arXiv:2404.16283): QoE = integral of the tokens read / integral of min(expected tokens, length of the
+    answer).
     """
 
     speed: float
@@ -32,7 +33,9 @@ class Reading:
         self.num_tokens += num_tokens
 
     def area_after(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Integral of what is read by `seconds` after the last event, with `rate` tokens a second coming after `delay_s`."""
+        """Return the integral of the tokens read until `seconds` after the last event, if `rate` tokens per second
+        arrive after `delay_s`.
+        """
         return self.area + self._read(seconds, delay_s, rate)
 
     def expected_area(self, until_s: float, length: float = float("inf")) -> float:
@@ -43,12 +46,12 @@ class Reading:
         return self.speed * rising_s**2 / 2.0 + rest
 
     def qoe(self) -> float:
-        """Quality so far of an answer that has ended with its last token; 1 is perfect."""
+        """Return the quality of an answer that has ended with its last token; 1 is perfect."""
         expected = self.expected_area(self.at_s, self.num_tokens)
         return 1.0 if expected <= 0 else min(self.area / expected, 1.0)
 
     def _read(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Integral of what is read over the next `seconds`."""
+        """Return the integral of the tokens read over the next `seconds`."""
         delay_s = min(delay_s, seconds)
         buffered = self.num_tokens - self.num_read
         area, read = self._drained(delay_s, self.num_read, buffered, 0.0)

@@ -1,4 +1,4 @@
-"""SCORPIO: each decode runs as often as its own promise needs, and prompts that would be late are turned away."""
+"""SCORPIO: each decode runs as often as its TPOT SLO requires, and prompts that would be late are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vajra_py.contract import (
 from vajra_py.contract.fill import add_prompts, least_urgent_victim
 
 _WHOLE = 1.0 - 1e-9
-"""A credit of one, reached by adding fractions."""
+"""Threshold for a credit of one that is reached by adding fractions."""
 
 
 class ScorpioConfig(FixedChunkConfig):
@@ -42,21 +42,24 @@ class ScorpioConfig(FixedChunkConfig):
 
 
 class Scorpio(FixedChunk):
-    """Decodes with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
+    """Decodes with a credit of 1 run; every step adds TRP(r) = tightest TPOT SLO / TPOT SLO of r to each credit.
 
-    - So a request promised twice the time per token of the tightest one runs in every second step.
-    - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
-      predicted to take at most the tightest promise.
-    - TTFT guard: in the order of urgency, a waiting request that would miss its promised first token behind the prompts before it is
-      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all that wait.
+    - A request with twice the tightest TPOT SLO thus runs in every second step.
+    - TPOT guard: a request is admitted if a decode step of the virtual batch size, the sum of TRP over the running
+      requests and itself, is predicted to take at most the tightest TPOT SLO.
+    - TTFT guard: in order of urgency, a waiting request that would miss its TTFT SLO after the prompts before it is
+      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all waiting
+      requests.
 
-    Left out: predicted output lengths, by which the paper allows for memory. Decodes that are left out keep their KV.
+    Left out: predicted output lengths, with which the paper bounds memory. Decodes that are left out keep their KV.
 
     Source: Tang et al., "SCORPIO: Serving the Right Requests at the Right Time for Heterogeneous SLOs" (arXiv:2505.23022).
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Steps differ by their credits; the request with the tightest promise runs in each, and no request is kept out of an idle replica."""
+    """Steps differ with the credits; the request with the tightest SLO runs in each step, and an idle replica admits
+    any request.
+    """
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
@@ -70,7 +73,7 @@ class Scorpio(FixedChunk):
         self._context_tokens = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """The decodes whose turn it is, then prompts by urgency."""
+        """Add the decodes whose turn it is, then prompts by urgency."""
         running = replica.running()
         self._tightest_s = min((self._tpot_s(one) for one in running), default=float("inf"))
         self._virtual_size = sum(self._tightest_s / self._tpot_s(one) for one in running)
@@ -124,7 +127,7 @@ class Scorpio(FixedChunk):
         return 0
 
     def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """The TPOT guard; a request that is let in counts from then on."""
+        """Return True if the TPOT guard admits the request, which then counts."""
         own_s = self._tpot_s(request)
         tightest_s = min(self._tightest_s, own_s)
         rescaled = 0.0 if not self._virtual_size else self._virtual_size * tightest_s / self._tightest_s

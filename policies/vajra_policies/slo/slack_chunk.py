@@ -41,11 +41,12 @@ class SlackChunkConfig(PreemptionConfig):
 
 
 class SlackChunk:
-    """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or the smallest of all.
+    """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or else the
+    smallest size.
 
-    Slack of a decode: arrival + max(time to its first token, promised one) + TBT * i - now, with i the tokens that it has and TBT
-    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise do not count,
-    and without any decode the largest size is taken.
+    Slack of a decode: arrival + max(TTFT, TTFT SLO) + TBT SLO * i - now, with i its number of output tokens. If decodes
+    are ahead of their SLOs, chunks become larger. Decodes without an SLO do not count; without decodes, the largest
+    size is taken.
 
     Left out: smaller sizes when KV memory runs short.
 
@@ -53,7 +54,9 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    runs.
+    """
 
     def __init__(self, config: SlackChunkConfig, context: PolicyContext) -> None:
         self._sizes = config.sizes
@@ -70,7 +73,7 @@ class SlackChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size, which a prompt has with the replica to itself."""
+        """Return the largest size, which a prompt gets if it is alone on the replica."""
         return min(self._sizes[-1], num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

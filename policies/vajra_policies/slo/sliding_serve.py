@@ -1,4 +1,6 @@
-"""SlidingServe: chunks that two steps in a row can afford, and the prompts that can be in time where not all can."""
+"""SlidingServe: chunks that fit the decodes' SLOs over two consecutive steps, and a choice of prompts if not all can be
+in time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from vajra_py.contract import (
 
 
 class SlidingServeConfig(PreemptionConfig):
-    """Parameters of `sliding_serve`. No defaults were found in what was read of the paper; these are round figures."""
+    """Parameters of `sliding_serve`. The parts of the paper that were available state no defaults; these are round
+    figures.
+    """
 
     min_chunk: int = Field(
         128, ge=1, description="Minimum number of prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
@@ -48,20 +52,24 @@ class SlidingServeConfig(PreemptionConfig):
 class SlidingServe:
     """Prompt tokens of a step = the C_1 that maximises C_1 + C_2 over this step and the next, found by ternary search.
 
-    - T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: the tightest decode has its next token in time, and the one after that. A greedy
-      chunk takes all of s_1 and leaves nothing for the next step. Of equal sums the larger C_1. Where nothing fits, `min_chunk`.
-    - T is the run's latency model times `safety_factor`, for one chunk of the most urgent prompt behind the decodes.
-    - Where the first `candidates` prompts cannot all have their first token in time, as many as can are chosen by dynamic programming over
-      (requests, least time), a 0/1 knapsack; the others are passed over while one of these gets a chunk.
+    - T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: the tightest decode gets its next two tokens in time. A
+      greedy chunk would take all of s_1 and leave nothing for the next step. Among equal sums, the larger C_1; if
+      nothing fits, `min_chunk`.
+    - T is the run's latency model times `safety_factor`, for one chunk of the most urgent prompt added to the decodes.
+    - If the first `candidates` prompts cannot all have their first token in time, the largest feasible subset is chosen
+      by dynamic programming over (requests, least time), a 0/1 knapsack; the others are passed over while a chosen one
+      gets a chunk.
 
-    Left out: the order of prompts, which is the prioritizer's (`qoserve`, `edf`); the fitted predictor, linear in seven features. From
-    summaries, since the text could not be read: which requests the knapsack weighs and by what value is ours (one each).
+    Left out: the order of prompts, which is the prioritizer's (`qoserve`, `edf`); the fitted predictor, linear in seven
+    features. Written from summaries, since the text was not available: the requests in the knapsack and their value
+    (one each) are ours.
 
     Source: Chen et al., "Beyond Greedy Chunking: SLO-Aware Sliding-Window Scheduling for LLM Inference" (arXiv:2606.05933).
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With decodes alone, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
+    """With only decodes, or no room for prompts, `fill` adds only decodes; passing over prompts never empties a step.
+    """
 
     def __init__(self, config: SlidingServeConfig, context: PolicyContext) -> None:
         self._config = config
@@ -75,7 +83,7 @@ class SlidingServe:
         self._passed: frozenset[RequestView] = frozenset()
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then the prompts that can be in time, up to what two steps can afford."""
+        """Add decodes, then the prompts that can be in time, as far as two steps allow."""
         self._budget, self._passed = None, frozenset()
         if replica.num_waiting or replica.num_partial_prefills:
             due = [(at, request.tbt_slo_s or 0.0) for request in replica.decodes() if (at := self._due.due_at(request))]
@@ -89,7 +97,7 @@ class SlidingServe:
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size, which a prompt has with the replica to itself."""
+        """Return the largest size, which a prompt gets if it is alone on the replica."""
         return min(self._config.max_chunk, num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -105,7 +113,7 @@ class SlidingServe:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _first_of_two(self, request: RequestView, now: BatchFeatures) -> int:
-        """C_1 for a step of these decodes, with the prompts taken for one that continues this one."""
+        """Return C_1 for a step of these decodes, treating the prompts as one that continues this one."""
         config, (s_1, s_2) = self._config, self._slacks
         done, decodes = request.num_computed_tokens, now.num_decodes
         following = BatchFeatures().with_decodes(decodes, now.decode_context_tokens + decodes)
@@ -120,7 +128,9 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Return the prompts, of the first ones with a promised first token, that are given up for the others; none if all can be in time."""
+        """Return those of the first prompts with a TTFT SLO that are given up for the others; none if all can be in
+        time.
+        """
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():
             if len(heads) >= self._config.candidates:

@@ -1,4 +1,4 @@
-"""SLOs-Serve: a plan of prompt tokens that keeps every promise it gives, for as many requests as possible."""
+"""SLOs-Serve: a plan of prompt tokens that meets the SLOs of all requests it admits, for as many requests as possible."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ class SlosServeConfig(FixedChunkConfig):
 
 
 class SlosServe(FixedChunk):
-    """Admit the largest set of arrived requests whose promised first tokens can all be kept; the others are best effort.
+    """Admits the largest set of arrived requests whose TTFT SLOs can all be met; the others are best effort.
 
-    - A step takes at most `step_s`, for the promised times per token, and so has B tokens by the latency model; n requests that run have
-      one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for prompts, and one less for each that
-      is admitted before it. `most_in_time` finds the largest set under this supply, earlier admissions included.
-    - Admitted prompts are computed in the order of their deadlines. Best-effort requests (declined ones, and those without a
-      promise) begin or go on with their prompts while no admitted prompt is left, so that they take nothing from a plan.
+    - A step takes at most `step_s`, to meet the TPOT SLOs, and therefore has B tokens by the latency model; n running
+      requests get one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for
+      prompts, and one token less for each prompt admitted before it. `most_in_time` finds the largest set under this
+      supply; it includes earlier admissions.
+    - Admitted prompts are computed in the order of their deadlines. Prompts of best-effort requests (declined ones, and
+      those without an SLO) are computed only while no admitted prompt is left, so that they take nothing from a plan.
 
-    Left out: values of requests other than 1, several tiers of time per token with batch sizes of their own, speculative decoding, and
-    a router that offers a declined request to the next replica. Memory is not planned. The plan follows a reimplementation's description;
-    `step_s` is a round figure.
+    Left out: values of requests other than 1, several TPOT tiers with their own batch sizes, speculative decoding, and
+    a router that offers a declined request to the next replica. Memory is not planned. The plan follows a
+    reimplementation's description; `step_s` is a round figure.
 
     Source: Chen et al., "SLOs-Serve: Optimized Serving of Multi-SLO LLMs" (arXiv:2504.08784).
     """
@@ -56,10 +57,10 @@ class SlosServe(FixedChunk):
         self._step_s = config.step_s
         self._latency = context.latency
         self._admitted: dict[RequestView, bool] = {}
-        """Verdicts on requests that wait or run; True: their first token is kept."""
+        """Verdicts on waiting and running requests; True if the plan meets the TTFT SLO."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, admitted prompts by deadline, then best-effort ones."""
+        """Add decodes, admitted prompts by deadline, then best-effort ones."""
         if replica.num_waiting:
             self._decide(replica, now)
         pending = [one for one in self._prompts(replica) if self._admitted.get(one)]
@@ -78,7 +79,7 @@ class SlosServe(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the tokens, of a prompt that has the replica to itself, that take `step_s`; at least 1."""
+        """Return the number of tokens that take `step_s` for a prompt alone on the replica; at least 1."""
 
         def fits(num_tokens: int) -> bool:
             features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
@@ -115,7 +116,7 @@ class SlosServe(FixedChunk):
             self._admitted[request] = is_in
 
     def _step_tokens(self, replica: LocalReplicaView) -> int:
-        """B: the most tokens of a step that takes `step_s`, those of its decodes included."""
+        """Return B, the largest number of tokens of a step that takes `step_s`, including those of its decodes."""
         running = replica.running()
         decodes = BatchFeatures().with_decodes(len(running), sum(one.num_known_tokens for one in running))
         most = most_that_fits(
@@ -124,7 +125,7 @@ class SlosServe(FixedChunk):
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
-        """Return at most so many tokens, as the step's time allows; 1 for a step that would be empty."""
+        """Return as many tokens as the step's time allows, up to this number; 1 for a step that would be empty."""
         most = most_that_fits(0, num_tokens + 1, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 

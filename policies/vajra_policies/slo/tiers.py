@@ -1,4 +1,4 @@
-"""PolyServe's tiers of promised times per token, and its checks that a replica keeps its promises with one more request."""
+"""PolyServe's tiers of TPOT SLOs, and its checks that a replica still meets its SLOs with one more request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tiers:
         self._outputs = [_Outputs(config.default_output_tokens) for _ in config.tiers_s]
 
     def learn(self, request: RequestView) -> None:
-        """Count the output of a request that has ended in the mean of its tier."""
+        """Include the output length of an ended request in the mean of its tier."""
         if request.num_output_tokens:
             outputs = self._outputs[self.promised(request)]
             outputs.count += 1
@@ -67,7 +67,9 @@ class Tiers:
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
 
     def of(self, request: RequestView, now: float) -> tuple[int, bool]:
-        """Tier of the request, and whether its promises can be kept: not if an idle replica would break them."""
+        """Return the request's tier, and True if its SLOs can be met, False if not even an idle replica would meet
+        them.
+        """
         prefill_s = self._prefill_time.total_s(request.num_prompt_tokens)
         tier = self.promised(request)
         if self._in_time(request, tier, prefill_s, self._step_s(1, request.num_prompt_tokens), now):

@@ -6,9 +6,10 @@ from collections import deque
 
 
 class WaitingTimeEstimator:
-    """waiting time = requests ahead * mean output / throughput in output tokens a second, both over the last `window` requests that ended.
+    """waiting time = requests ahead * mean output / throughput in output tokens a second, both over the last `window`
+    requests that ended.
 
-    `output_tokens`, `throughput`: what is expected before any has ended.
+    `output_tokens` and `throughput` are used before any has ended.
 
     Source: QLM (arXiv:2407.00047), request waiting time (RWT) estimator.
     """
@@ -19,12 +20,12 @@ class WaitingTimeEstimator:
         self._ended: deque[tuple[float, int]] = deque(maxlen=window)
 
     def learn(self, num_output_tokens: int, now: float) -> None:
-        """Count a request that has ended with so many tokens."""
+        """Record an ended request with its number of output tokens."""
         if num_output_tokens:
             self._ended.append((now, num_output_tokens))
 
     def wait_s(self, num_ahead: int) -> float:
-        """Predicted wait behind so many requests, seconds."""
+        """Return the predicted wait in seconds after this many requests."""
         ended = self._ended
         if len(ended) < 2 or ended[-1][0] <= ended[0][0]:
             return num_ahead * self._output_tokens / self._throughput

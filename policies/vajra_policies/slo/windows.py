@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 def first_of_two(
     t_1: Callable[[int], float], t_2: Callable[[int, int], float], s_1: float, s_2: float, sizes: Sequence[int]
 ) -> int | None:
-    """The first of two chunks with the largest sum such that t_1 <= s_1 and t_1 + t_2 <= s_2; None if none fits. Times are convex."""
+    """Return the first of the two chunks with the largest sum such that t_1 <= s_1 and t_1 + t_2 <= s_2; None if none
+    fits. Times must be convex.
+    """
 
     def most(fits: Callable[[int], bool]) -> int:
         """Number of the ascending sizes that fit."""
@@ -33,7 +35,7 @@ def first_of_two(
 
 
 def most_in_time(jobs: Sequence[tuple[float, float]]) -> frozenset[int]:
-    """Positions of the most jobs, each (time until it is due, time that it takes), that one server can end in time."""
+    """Return the positions of a largest set of jobs, each (time until due, duration), that one server can end in time."""
     least: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())]
     for index in sorted(range(len(jobs)), key=lambda one: (jobs[one][0], one)):
         due_s, takes_s = jobs[index]

@@ -1,4 +1,4 @@
-"""MinivLLM by its documentation: prefill first, decode else, one budget for both."""
+"""MinivLLM as documented: prefill first, otherwise decode, with one budget for both."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from vajra_py.contract import (
 
 
 class MinivllmConfig(PolicyConfig):
-    """`minivllm` has no parameters: its limits are the replica's `max_batch_size` and `max_batch_tokens`, for each step."""
+    """Parameters of `minivllm`, which has none: its limits per step are the replica's `max_batch_size` and
+    `max_batch_tokens`.
+    """
 
 
 class Minivllm:
     """Prefill whole prompts from the head of the queue; only a step that prefills nothing decodes.
 
     A prompt must fit the budget and the free blocks at its full length and is charged its full length, cached or not.
-    Decoding looks for a block before it looks at the limits: in a full batch the next decode in line still pushes
-    the latest admitted out when it needs a block, although it does not run itself. Victims are recomputed and go back
-    to the front of the queue (prioritizer `fcfs` with `preempted: first`).
+    Decoding checks blocks before limits: in a full batch, the next decode in line still preempts the latest admitted
+    request if it needs a block, although it does not run itself. Victims are recomputed and return to the front of the
+    queue (prioritizer `fcfs` with `preempted: first`).
 
     Differences from MinivLLM's code, which loses requests, leaks blocks and repeats tokens: this is the scheduler that
-    its documentation describes. Where that would stall (a sequence that can never fit memory or budget), the request is
+    its documentation describes. A request that would stall it (a sequence that can never fit memory or budget) is
     refused at submission; a prompt whose blocks are all cached computes its last block again.
 
     Source: MinivLLM (Wenyueh), documentation of scheduling.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
-    """Decodes follow one another while nothing waits; a waiting request may be prefilled in any step."""
+    """Decode steps repeat while nothing waits; a waiting request may be prefilled in any step."""
 
     def __init__(self, config: MinivllmConfig, context: PolicyContext) -> None:
         self._budget = context.limits.max_batch_tokens

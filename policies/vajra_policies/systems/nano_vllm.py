@@ -23,7 +23,9 @@ from vajra_py.contract import (
 
 
 class NanoVllmConfig(PolicyConfig):
-    """Parameters of `nano_vllm`. Its `max_num_seqs` is the replica's `max_batch_size`: it limits a step, not what runs."""
+    """Parameters of `nano_vllm`. Its `max_num_seqs` is the replica's `max_batch_size`: it limits a step, not the number
+    of running requests.
+    """
 
     prefill: Literal["whole", "chunk_first"] = Field(
         "chunk_first",
@@ -40,24 +42,25 @@ class NanoVllmConfig(PolicyConfig):
 class NanoVllm:
     """Prefill from the head of the queue while anything fits; only a step that prefills nothing decodes.
 
-    - `whole`: a prompt must fit budget and free blocks at its full length, as if nothing of it were cached; what it
-      is charged is the part that is not cached.
-    - `chunk_first`: what is not cached counts for both, and shared blocks count once. The first prompt of a step is cut
-      where the budget ends; until it is done every step continues it, no request decodes, and it cannot be preempted.
+    - `whole`: a prompt must fit budget and free blocks at its full length, cached or not, but only its uncached part is
+      charged.
+    - `chunk_first`: only the uncached part counts for both, and shared blocks count once. The first prompt of a step is
+      cut where the budget ends; until it is done every step continues it, no request decodes, and it cannot be
+      preempted.
 
-    A prompt takes the blocks of its whole known sequence at once. Decodes lack a block only when they begin one; then
-    the latest admitted is preempted, recomputed, and goes back to the front of the queue (prioritizer `fcfs` with
-    `preempted: first`).
+    A prompt takes the blocks of its whole known sequence at once. A decode lacks a block only when it begins a new one;
+    then the latest admitted request is preempted, to be recomputed, and returns to the front of the queue (prioritizer
+    `fcfs` with `preempted: first`).
 
-    Differences from nano-vLLM: where it runs into an assertion (a sequence that can never fit, or outgrows the budget
-    of whole prompts), the request is refused at submission; a prompt whose blocks are all cached computes its last
-    block again, so that there is a logit to sample from.
+    Differences from nano-vLLM: a request that would fail an assertion there (a sequence that can never fit, or outgrows
+    the budget of whole prompts) is refused at submission; a prompt whose blocks are all cached computes its last block
+    again, so that there is a logit to sample from.
 
     Source: nano-vLLM (GeeeekExplorer), `nanovllm/engine/scheduler.py`; `whole` until 2026-04-13, `chunk_first` after.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
-    """Decodes follow one another while nothing waits; a waiting request may be prefilled in any step."""
+    """Decode steps repeat while nothing waits; a waiting request may be prefilled in any step."""
 
     def __init__(self, config: NanoVllmConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens

@@ -28,7 +28,9 @@ _NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_
 
 
 class NanoVllmRsConfig(PolicyConfig):
-    """Parameters of `nano_vllm_rs`. Its `max_num_seqs` is the replica's `max_batch_size`: sequences that run at once."""
+    """Parameters of `nano_vllm_rs`. Its `max_num_seqs` is the replica's `max_batch_size`: the number of concurrent
+    sequences.
+    """
 
     prefill_budget_tokens: int = Field(
         4096,
@@ -54,25 +56,29 @@ class NanoVllmRsConfig(PolicyConfig):
 class NanoVllmRs:
     """Each step: a token for every decode, a chunk for every prompt in progress, then admissions by priority.
 
-    The code and its document part in several places, and the document leaves others open. What its stated intent
-    ("no sequence ever waits for another to finish", "will resume when memory available") asks for:
+    The engine's code and its document disagree in several places, and the document leaves others open. This class
+    follows its stated intent ("no sequence ever waits for another to finish", "will resume when memory available"):
 
-    - *Swapped requests resume.* They wait with all others in order of priority, then arrival, and come back with their KV
-      when it fits (`PreemptionMode.SWAP`; recomputed where host memory is full or absent).
-    - *Chunks follow each other.* Prompts in progress go on before anyone is admitted, most urgent first, each by at most
-      `chunk_size` tokens a step, and are cut to what the budget has left, as in the document's example of ten tokens.
-    - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
-      priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
-      is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
-      that waits for its KV or its adapter. Under a prioritizer other than `priority`, a step may preempt who it has just
-      admitted; where that leaves it empty, since blocks are shared or pinned, no request is preempted for that request again.
-    - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
-      decode itself. (The code lets it go on without a block.)
-    - *`max_num_seqs` counts all that run*, prompts in progress too, as in its description ("to run concurrently").
-    - The prefill budget counts prompt tokens alone, as in its name; it may be used up exactly.
-    - The head of the queue is never overtaken: who cannot be admitted ends the admissions of the step.
+    - *Swapped requests resume.* They wait with all others in order of priority, then arrival, and return with their KV
+      when it fits (`PreemptionMode.SWAP`; recomputed if host memory is full or absent).
+    - *Chunks follow each other.* Prompts in progress continue before any request is admitted, most urgent first, each
+      by at most `chunk_size` tokens per step and cut to the remaining budget, as in the document's example of ten
+      tokens.
+    - *Urgent requests get memory.* If the head of the queue lacks only memory, running requests of strictly lower
+      priority are preempted, lowest first, among equals the one admitted last, but only if that makes enough room; the
+      head is admitted in the same step. (If equal priority sufficed, requests would preempt each other forever.) No
+      request is preempted for a head that waits for its KV or its adapter. Under a prioritizer other than `priority`, a
+      step may preempt a request that it has just admitted; if that leaves the step empty, because blocks are shared or
+      pinned, no request is preempted for that head again.
+    - *Decodes that need a block get one.* The request of lowest priority is preempted, among equals the one admitted
+      last, possibly the decode itself. (The code lets the decode continue without a block.)
+    - *`max_num_seqs` counts all running requests*, including prompts in progress, as in its description ("to run
+      concurrently").
+    - The prefill budget counts only prompt tokens, as its name says; it may be used up exactly.
+    - The head of the queue is never overtaken: the first request that cannot be admitted ends the admissions of the
+      step.
 
-    Lower numbers are more urgent here, as everywhere in Vajra (in the Rust engine higher ones are).
+    Lower numbers are more urgent, as everywhere in Vajra (in the Rust engine, higher ones are).
 
     Source: appleparan/nano-vllm-rs, `docs/scheduler.md`.
     """
@@ -87,14 +93,14 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request for which a step has preempted all that it had admitted, and which was refused even so."""
+        """Request for which a step has preempted all requests that it had admitted, in vain."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt that is alone is cut into chunks all the same."""
+        """Return `chunk_size`: even a prompt alone on the replica is cut into chunks."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head for ever."""
+        """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head forever."""
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
@@ -112,7 +118,7 @@ class NanoVllmRs:
                 return
 
     def _continue_prompts(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> int:
-        """Next chunks of prompts in progress; tokens that they got."""
+        """Add the next chunks of prompts in progress; return their number of tokens."""
         num_added = 0
         for request in replica.partial_prefills():
             num_tokens = self._chunk(request, batch, budget - num_added)
@@ -147,7 +153,7 @@ class NanoVllmRs:
                 budget -= num_tokens
 
     def _chunk(self, request: RequestView, batch: BatchBuilder, budget: int) -> int:
-        """Tokens of the next chunk; 0 when the budget has no room for it."""
+        """Return the tokens of the next chunk; 0 if the budget has no room for it."""
         num_tokens = batch.max_chunk(request)
         if self._chunk_size is None:
             return num_tokens if num_tokens <= budget else 0
@@ -162,8 +168,8 @@ class NanoVllmRs:
     ) -> bool:
         """Preempt requests of lower priority for a waiting one, if their blocks together seem to suffice.
 
-        Shared and pinned blocks stay in use, so room may still be missing afterwards. Returns whether a request was
-        preempted that this step had admitted.
+        Shared and pinned blocks stay in use, so room may still be missing afterwards. Returns True if a request
+        admitted in this step was preempted.
         """
         needed = batch.blocks_needed(request, request.num_known_tokens)
         victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_victim_key)

@@ -1,4 +1,4 @@
-"""ORCA: iteration-level batching, first come first served, memory for the longest output set aside at admission."""
+"""ORCA: iteration-level batching, first come first served, with memory for the longest output reserved at admission."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from vajra_py.contract import (
 
 
 class OrcaConfig(PolicyConfig):
-    """`orca` has no parameters: the paper's max_bs is the replica's `max_batch_size`, its n_slots the KV memory."""
+    """Parameters of `orca`, which has none: the paper's max_bs is the replica's `max_batch_size`, its n_slots the KV
+    memory.
+    """
 
 
 class Orca:
-    """Each iteration takes up to max_bs requests in order of arrival: those that run, then new ones with their whole prompt.
+    """Each iteration takes up to max_bs requests in order of arrival: running ones, then new ones with their whole
+    prompt.
 
-    A request is admitted only when memory for its prompt and all the output that it may generate can be set aside;
-    the first for whom that fails ends the selection. So no request ever lacks memory later and none is preempted.
-    Prompts are not cut, and one iteration mixes prompts and decodes (selective batching).
+    A request is admitted only if memory for its prompt and longest possible output can be reserved; the first request
+    for which this fails ends the selection. No request therefore lacks memory later, and none is preempted. Prompts are
+    not cut, and one iteration mixes prompts and decodes (selective batching).
 
     Choices where the paper is silent: memory is counted in KV blocks; the last token's KV, which is never computed, is
-    not counted. A token limit of the replica, which ORCA has not, must hold any prompt whole.
+    not counted. A token budget of the replica, which ORCA does not have, must fit any whole prompt.
 
     Source: Yu et al., ORCA, OSDI'22, Algorithm 1 (with one worker: an iteration returns before the next begins).
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
-    """Decodes follow one another while nothing waits, or while they fill the batch."""
+    """Decode steps repeat while nothing waits, or while decodes fill the batch."""
 
     def __init__(self, config: OrcaConfig, context: PolicyContext) -> None:
         self._token_limit = context.limits.max_batch_tokens
@@ -45,7 +48,7 @@ class Orca:
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """A prompt that no step can hold would wait at the head for ever."""
+        """Refuse a prompt that no step can hold: it would wait at the head forever."""
         limit = self._token_limit
         if limit is None or request.num_prompt_tokens <= limit:
             return None

@@ -6,11 +6,11 @@ from vajra_py.contract import BatchBuilder, LocalReplicaView, Refusal, RequestVi
 
 
 def decode_in_order(replica: LocalReplicaView, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
-    """One token for each decode, earliest admission first, up to the batch limit.
+    """Add one token for each decode, earliest admission first, up to the batch limit.
 
-    A decode that needs a block where none is free takes it from the decode admitted last, which may be itself; those
-    before it are in the batch already and safe. With `looks_past_the_limit` the decode at which the full batch stops
-    is given its chance to push others out too, although it does not run in this step.
+    A decode that lacks a block preempts the decode admitted last, possibly itself; decodes already in the batch are
+    safe. With `looks_past_the_limit`, the first decode beyond a full batch may also preempt others, although it does
+    not run in this step.
     """
     while (stop := batch.add_decodes()) is not None:
         request = stop.request

@@ -1,8 +1,8 @@
 """Presets of Vajra and other systems: all three layers, the replica options and pools, by name.
 
-Where a system leaves routing to others (an engine is one replica), its preset takes requests in turn. Sizes that depend on the
-device (KV blocks) are left open. Prefix-cache options and the moment at which blocks become visible are part of a system:
-they decide cache hits, and with them token counts.
+If a system has no router (an engine is one replica), its preset routes round robin. Sizes that depend on the device (KV
+blocks) are left open. Prefix-cache options, and the moment at which blocks become visible, are part of a system: they
+determine cache hits, and thereby token counts.
 """
 
 from __future__ import annotations

@@ -76,18 +76,19 @@ class VllmV1Config(PolicyConfig):
 
 
 class VllmV1:
-    """There is no prefill phase and no decode phase: every request has known tokens left to compute, a decode has one.
+    """There are no separate prefill and decode phases: every request has known tokens left to compute; a decode has
+    one.
 
-    1. Running requests in order of (latest) admission get what they have left, cut by threshold and budget. One that
-       lacks blocks takes them from a victim, possibly itself, and possibly one that this step already holds: the
-       victim leaves the step and its tokens return to the budget. The size of the needing request's chunk stays
-       what it was when it was first tried.
-    2. Unless someone was preempted, waiting requests are admitted from the head until budget, limit or blocks end it. No
-       looking past the head, and no request is preempted for it.
+    1. Running requests, in order of (latest) admission, get their remaining tokens, limited by threshold and budget. A
+      request that lacks blocks preempts a victim, possibly itself, and possibly one already in this step: the victim
+      leaves the step and its tokens return to the budget. The needing request keeps the chunk size with which it was
+      first tried.
+    2. If none was preempted, waiting requests are admitted from the head until budget, limit or blocks are used up.
+      Requests behind the head are not considered, and no request is preempted for it.
 
-    Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts it);
-    exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
-    prefix cache for tokens that a victim then did not compute are taken out of it.
+    Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts
+    it); exact ties of priority and arrival go by submission, not by the text of the id; blocks cached for tokens that a
+    victim then did not compute are removed from the prefix cache.
 
     Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py` (synchronous scheduler); Kwon et al., SOSP'23.
     """
@@ -108,11 +109,11 @@ class VllmV1:
         self._is_backed_up = False
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt that is alone has the whole budget; the threshold is off."""
+        """Return the whole budget for a prompt alone on the replica if the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head for ever."""
+        """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head forever."""
         if self._config.chunked_prefill:
             return None
         return outgrows(request, self._budget, "tokens without chunked prefill")
@@ -147,7 +148,7 @@ class VllmV1:
         return threshold
 
     def _holds(self, replica: LocalReplicaView) -> bool:
-        """Return True if prompts wait in this step so that decodes have it to themselves."""
+        """Return True if prompts are held back to make this a pure decode step."""
         if self._is_backed_up or self._num_steps + 1 - self._last_prefill_step >= self._interval:
             return False
         return replica.num_decodes > 0
@@ -160,7 +161,7 @@ class VllmV1:
                 return
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
-        """Preempt until the request fits or has been preempted itself; False when that is impossible."""
+        """Preempt until the request fits or has been preempted itself; return False if that is impossible."""
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
         if cap is not None:
@@ -183,7 +184,7 @@ class VllmV1:
     # Waiting requests
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
-        """Take waiting requests from the head; whether any of them has more than its last token to compute."""
+        """Admit waiting requests from the head; return True if any of them has more than its last token to compute."""
         has_prefill = False
         waiting = iter(replica.waiting())  # reading a request may query the KV connector, so read no more than needed
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
@@ -210,7 +211,7 @@ class VllmV1:
                 break  # of a prompt that windows leave in part, the chunk can need more than the whole
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
-                continue  # others do not wait for its KV, or its adapter
+                continue  # a request that waits for its KV or adapter does not block those behind it
             if refusal is not None:
                 break
             has_prefill = has_prefill or num_cached < known - 1

@@ -6,7 +6,7 @@ from vajra_py.contract import PolicyContext, RequestView
 
 
 def needs_whole_prompts(context: PolicyContext) -> None:
-    """Raises `ValueError` for replicas on which a prompt may not be computed in one piece."""
+    """Raise `ValueError` if the replica cannot compute every prompt in one piece."""
     groups = context.limits.kv_parallel_groups
     if groups > 1:
         raise ValueError(
@@ -15,9 +15,10 @@ def needs_whole_prompts(context: PolicyContext) -> None:
 
 
 def outgrows(request: RequestView, budget: int | None, counted: str = "tokens") -> str | None:
-    """Return the reason that a sequence computed in one piece, again after a preemption, could get stuck; None if it cannot.
+    """Return the reason why a sequence computed in one piece (also after a preemption) could get stuck; None if it
+    cannot.
 
-    `budget`: most tokens of a step; None: any number. `counted`: what the budget is of, for the message.
+    `budget`: largest number of tokens of a step; None: any number. `counted`: name of the budget, for the message.
     """
     if budget is None or request.num_prompt_tokens + request.max_tokens - 1 <= budget:
         return None

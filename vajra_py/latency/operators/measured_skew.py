@@ -17,7 +17,7 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Largest difference in the contexts' variation with which a measured batch is used."""
+"""Largest difference between the wanted variation of contexts and a measured batch's for the batch to be used."""
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")
 BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_context")
@@ -26,7 +26,7 @@ BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_contex
 def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mixed: bool) -> Array | None:
     """Return the factor at every point of a grid of attention times.
 
-    None if no batches of this variation were measured, or it is 0.
+    Returns None if the variation is 0 or no batches with about this variation were measured.
 
     `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the
     measured ratios in a cell; cells are powers of two apart, as in profiles. Between cells, factors are linear in the

@@ -46,8 +46,8 @@ class ComparedSettings:
     replications: tuple[int, ...] = ()
     """Number of runs of each setting."""
     copied: tuple[int, ...] = ()
-    """Number of seeds of each setting whose seeds all give the same run; 0 for other settings. Such a setting is not
-    tested and has no interval.
+    """Number of seeds of each setting that gives the same run under every seed; 0 for other settings. A setting whose
+    runs are all the same is not tested and has no interval.
     """
     step_times: tuple[str, ...] = ()
     """Origin of each setting's step times, as a sentence without its full stop; an empty text for runs that do not

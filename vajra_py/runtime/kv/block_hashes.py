@@ -67,8 +67,8 @@ def output_segment(request_id: str) -> SegmentId:
 class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
-    Each block is hashed once, when its hash is first needed. Generated tokens are not salted further: clients may send
-    them. They are appended here, or to `output`, a list of the caller's.
+    Each block is hashed once, when its hash is first needed. Generated tokens are hashed like prompt tokens, since a
+    client may send them in its next prompt. They are added with `append`, or by the caller to its own list `output`.
     """
 
     __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")
@@ -84,9 +84,10 @@ class TokenBlockHashes:
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`output`: generated tokens; those that are in it now are left out of the content, or are in `tokens` already.
+        """Create the hashes. `output`: list of generated tokens; the ones it already has are not added to the content,
+        so they must be in `tokens` to count.
 
-        Without `reads_cache` the content is entered in a cache for others, and never looked up there.
+        Without `reads_cache`, the blocks are entered in a prefix cache for other requests, and never looked up there.
         """
         self.reads_cache = reads_cache
         self._tokens = array("q", tokens)
@@ -277,7 +278,9 @@ class RecentPrompts:
     __slots__ = ("_capacity", "_prompts")
 
     def __init__(self, capacity: int = 1024) -> None:
-        """`capacity`: prompts that are kept, those without a follow-up for longest dropped first."""
+        """Create an empty store of at most `capacity` prompts; the one without a follow-up for longest is dropped
+        first.
+        """
         self._capacity = capacity
         self._prompts: OrderedDict[_PromptKey, tuple[Sequence[tuple[SegmentId, int]], SegmentBlockHashes]] = (
             OrderedDict()

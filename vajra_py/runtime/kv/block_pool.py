@@ -47,18 +47,21 @@ class PrefixCacheOptions:
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
-    """Block that a lookup finds among several of equal content: the first entered that is still there, or the last entered
-    (then the others are never found again)."""
+    """Block found by a lookup among several of equal content: the earliest one still cached, or the latest one (the
+    others are then never found again).
+    """
     unscheduled: Unscheduled = "withdraw"
-    """Treatment of blocks that were entered while a step was formed and that a preempted request then did not compute.
-    keep: they stay, as in vLLM, and a request that hits them reads what was never written; for comparison with it alone."""
+    """Treatment of blocks that were cached while a step was formed and that a preempted request then did not compute.
+    keep: they stay cached, as in vLLM, and a request that hits them reads KV that was never written; only for
+    comparison with vLLM.
+    """
     max_pinned_fraction: float = 0.5
     """Part of the blocks that pins may hold."""
     drop_last_hit: bool = False
-    """True if the last block of a hit is computed anew, as vLLM does for EAGLE's drafts."""
+    """True if the last block of a hit is recomputed, as vLLM does for EAGLE's drafts."""
 
     def __post_init__(self) -> None:
-        """Refuse misspelt options: a wrong word must not silently mean the other choice."""
+        """Raise `ValueError` for misspelt options, which must not silently select the other choice."""
         for name, allowed in (
             ("reuse_order", get_args(ReuseOrder)),
             ("release_order", get_args(ReleaseOrder)),
@@ -118,7 +121,7 @@ class BlockPool:
         self.num_cached = 0
         """Blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
-        """Changes when a block with content becomes idle or is taken up again (not when it is evicted)."""
+        """Counter that changes when a block with content becomes idle or is used again (not when it is evicted)."""
         self.removed: list[int] = []
         """Blocks that a lookup returned before and no longer does, in order; emptied when long (`removed_epoch`)."""
         self.removed_epoch = 0
@@ -126,12 +129,15 @@ class BlockPool:
         self._is_tail_first = options is None or options.release_order == "tail_first"
         self._keeps_last = options is not None and options.duplicates == "keep_last"
         self._freed: list[int] = []
-        """lru: free blocks without a hash; either order: fresh ones, the rest of a run. The end is handed out first."""
+        """Stack of free blocks, the end handed out first. lru: those without a hash; in either order: fresh blocks, and
+        the rest of a run.
+        """
         self._next_fresh = 0
-        """Blocks from this id on were never handed out, nor put on the stack for it."""
+        """First id of the blocks that were never handed out or put on the stack."""
         self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
-        """lru: free blocks with a hash; fifo: every free block that was used before. The front is handed out first.
-        A run is listed under its first block, which has no hash."""
+        """Queue of free blocks, the front handed out first. lru: those with a hash; fifo: every free block that was
+        used before. A run is listed under its first block, which has no hash.
+        """
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
         """The block of a hash, or several (keep_first) in order of entry."""
@@ -144,14 +150,14 @@ class BlockPool:
         self.events: ContentEvents | None = None
         """Events about content that becomes available or is removed; None if they have no reader."""
         self.hits: HitIndex | None = None
-        """Waiting requests whose hits change with what can be found; None: they are not followed."""
+        """Waiting requests whose prefix hits are tracked; None: they are not."""
         self.lower: KvTiers | None = None
         """Memory tiers that receive stored or evicted content; None without tiers."""
 
     # Handing out and giving back
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` free blocks, first in order of reuse first. ValueError if there are fewer."""
+        """Hand out `count` free blocks in their order of reuse. ValueError if there are fewer."""
         freed = self._freed
         if count <= 0:
             if count < 0:
@@ -183,7 +189,7 @@ class BlockPool:
         return taken
 
     def _reuse_idle(self, taken: list[int], count: int) -> None:
-        """Add idle blocks to `taken`, first in order of reuse first, until there are at least `count`."""
+        """Add idle blocks to `taken`, in their order of reuse, until it has at least `count`."""
         pop = self._idle.popitem
         hashed = self._hash_of
         while len(taken) < count:
@@ -203,7 +209,9 @@ class BlockPool:
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
+        """Release a request's references to the blocks of one table, whose first `num_hashed` blocks have hashes;
+        blocks without users become free.
+        """
         if not num_hashed and not self._extra_references and not self._is_fifo:
             self._freed.extend(blocks if self._is_tail_first else reversed(blocks))
             self.num_free += len(blocks)
@@ -227,9 +235,9 @@ class BlockPool:
             self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
-        """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
+        """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        They are reused as if they had hashes. The list is the pool's from now on.
+        They are reused as if they had hashes. The pool takes ownership of the list.
         """
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
@@ -274,7 +282,8 @@ class BlockPool:
     ) -> None:
         """Enter blocks in use, none of which has a hash yet, under their hashes.
 
-        `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed); `request` holds them.
+        `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed);
+        `request`: the request that holds them.
         """
         self.num_cached += len(blocks)
         entries, hash_of = self._entries, self._hash_of
@@ -299,7 +308,7 @@ class BlockPool:
             self.lower.cached(hashes, before, request)
 
     def uncache(self, blocks: Sequence[int]) -> bool:
-        """Remove the hashes of these blocks in use; False, and nothing changed, if one of them is shared."""
+        """Remove the hashes of these blocks in use; return False and change nothing if one of them is shared."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False
         self.withdraw(blocks)
@@ -400,12 +409,14 @@ class BlockPool:
         return sum(one in self._entries and one not in self._pins for one in hashes)
 
     def num_pinned_once(self, hashes: Iterable[Hashable], but: Iterable[Hashable]) -> int:
-        """Return how many of these contents have one pin, and are not among the others."""
+        """Return the number of these contents that have exactly one pin and are not among those of `but`."""
         others = set(but)
         return sum(self._pins.get(one) == 1 and one not in others for one in hashes)
 
     def pin(self, hashes: Iterable[Hashable]) -> list[Hashable]:
-        """Let the blocks of these contents stay until `unpin`; returns those that can be found, which are the leading ones."""
+        """Keep the blocks of these contents until `unpin`; returns the contents that can be found, which are leading
+        ones.
+        """
         pins = self._pins
         pinned: list[Hashable] = []
         for block_hash in hashes:
@@ -423,7 +434,9 @@ class BlockPool:
         return pinned
 
     def unpin(self, hashes: Sequence[Hashable]) -> None:
-        """Take back one pin of each of these contents; what has neither users nor pins left is free, the end of the chain first."""
+        """Remove one pin from each of these contents; blocks with neither users nor pins become free, the end of the
+        chain first.
+        """
         for block_hash in reversed(hashes):
             count = self._pins.get(block_hash)
             if count is None:
@@ -455,7 +468,7 @@ class BlockPool:
         return rest
 
     def _leave_idle(self, block: int) -> None:
-        """Take one block with content out of the order of reuse."""
+        """Remove one block with content from the order of reuse."""
         del self._idle[block]
 
     def _enter_idle(self, block: int) -> None:

@@ -1,4 +1,4 @@
-"""Events of the content of prefix caches: what can be found since when, and what no longer can.
+"""Events about the content of prefix caches: content that became available, and content that was removed.
 
 The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 """
@@ -22,7 +22,7 @@ class ContentChange(Enum):
 
 
 class ContentEvent(NamedTuple):
-    """One change of what can be found on a replica."""
+    """One change of the cached content of a replica."""
 
     at: float
     """Seconds on the run's clock."""
@@ -46,7 +46,7 @@ class ContentEvents:
         self._events = record
 
     def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
-        """Report a request's blocks that are entered in a row, beside the content that is `known` already."""
+        """Report a request's consecutive blocks as they enter the cache, except for content that is `known` already."""
         self.stored([one for one in hashes if one not in known])
 
     def copy_left(self, block_hash: Hashable) -> None:

@@ -1,7 +1,8 @@
-"""Index of waiting requests by the blocks of their prompts that the prefix cache holds, and by the next one that it does not.
+"""Index of waiting requests by the cached blocks of their prompts, and by the first block that is not cached.
 
-A block that comes or goes then leads to the requests whose hits it changes, and to no others. Hashes are chained, so the held blocks
-of all requests are a tree, in which a request is at its last one; a block that goes takes everything below with it.
+An added or removed block thus leads to exactly those requests whose hits it changes. Hashes are chained, so the held
+blocks of all requests form a tree, in which each request is at its last held block; removing a block removes everything
+below it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Held:
-    """A block that the cache holds, on the way to the last one of some request."""
+    """Block held by the cache, on the path to the last held block of some request."""
 
     __slots__ = ("block_hash", "children", "parent", "requests")
 
@@ -30,20 +31,20 @@ class _Held:
 
 
 class HitIndex:
-    """Waiting requests, and those of them whose hits have changed since they were placed here."""
+    """Waiting requests, with those whose hits have changed since they were placed in the index."""
 
     __slots__ = ("_awaiting", "_changed", "_held", "_place")
 
     def __init__(self) -> None:
         self._held: dict[Hashable, _Held] = {}
         self._awaiting: dict[Hashable, dict[RequestView, None]] = {}
-        """Requests by the first of their blocks that is not held."""
+        """Requests by their first block that is not held."""
         self._place: dict[RequestView, tuple[_Held | None, Hashable | None]] = {}
         """Last held block and awaited block of each request; one whose hits have changed has no place."""
         self._changed: dict[RequestView, None] = {}
 
     def put(self, request: RequestView, chain: Sequence[Hashable], num_held: int) -> None:
-        """Place a request whose first `num_held` blocks are held; one more in the chain is awaited."""
+        """Place a request whose first `num_held` blocks are held; the next block of its chain is awaited."""
         self.drop(request)
         held = self._node(chain, num_held) if num_held else None
         if held is not None:
@@ -54,7 +55,7 @@ class HitIndex:
         self._place[request] = held, awaited
 
     def _node(self, chain: Sequence[Hashable], num_held: int) -> _Held:
-        """The node of the last held block of a chain; those on the way are made where there are none."""
+        """Return the node of the last held block of a chain; missing nodes on the path are created."""
         nodes = self._held
         depth = num_held
         while depth and chain[depth - 1] not in nodes:
@@ -82,7 +83,7 @@ class HitIndex:
             self._prune(held)
 
     def _prune(self, node: _Held | None) -> None:
-        """Forget a node, and those before it, where no request needs them."""
+        """Remove a node and its ancestors as far as no request needs them."""
         while node is not None and not node.requests and not node.children:
             del self._held[node.block_hash]
             before = node.parent
@@ -112,7 +113,7 @@ class HitIndex:
             self._change(request)
 
     def cleared(self) -> None:
-        """Note that the cache may hold anything from now on."""
+        """Mark all hits as changed, since the cache may hold anything now."""
         self._changed.update(dict.fromkeys(self._place))
         self._held, self._awaiting, self._place = {}, {}, {}
 
@@ -144,7 +145,7 @@ class FollowedHits:
         self._memory = memory
         self.index = HitIndex()
         self._growing: dict[RequestView, None] = {}
-        """Requests some of whose known tokens have no hashes yet, so that hits may come without a change of the cache."""
+        """Requests with known tokens that have no hashes yet, so that hits may change without a change of the cache."""
 
     def follow(self, request: RequestView) -> None:
         """See `HitChanges.follow`."""

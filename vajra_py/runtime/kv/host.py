@@ -21,7 +21,7 @@ class CopyDirection(Enum):
 
 
 class BlockCopy(NamedTuple):
-    """One block to copy: from block id `source` to block id `target`, on the far side of `direction`."""
+    """Copy of one block from block id `source` to block id `target`, in this `direction`."""
 
     source: int
     target: int
@@ -53,7 +53,9 @@ class HostSpace:
         return self._pool.num_free
 
     def store(self, blocks: Sequence[int], groups: Sequence[int]) -> list[int] | None:
-        """Take host blocks for these device blocks (`groups`: the group of each) and note the copies; None if too few are free."""
+        """Allocate host blocks for these device blocks (`groups`: the group of each) and list the copies; None if too
+        few are free.
+        """
         if len(blocks) > self._pool.num_free:
             return None
         targets = self._pool.take(len(blocks))
@@ -64,7 +66,7 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """Note the copies of stored blocks back to the leading ones of these device blocks, and free the host blocks."""
+        """List the copies of stored blocks back to the first of these device blocks, and free the host blocks."""
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE
             self.has_copies = True

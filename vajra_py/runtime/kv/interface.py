@@ -1,11 +1,12 @@
-"""Interface of a replica's KV memory, whichever kind it is.
+"""Interface of every kind of KV memory of a replica.
 
 A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
-device blocks (resident), or holds host blocks (swapped). Everything is all or nothing: what does not fit changes nothing.
-Refusals that a scheduler meets in normal operation are values; calls that make no sense raise `ValueError`.
+device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: one that does not fit
+changes nothing. Refusals that a scheduler meets in normal operation are values; calls that make no sense raise
+`ValueError`.
 
-Where the KV of a request may be spread over several groups (KV parallelism), block ids are local to a group, and sizes are
-sums over the groups. A memory without groups is one of a single group, 0.
+With KV parallelism, the KV of a request may be spread over several groups; block ids are then local to a group, and
+sizes are sums over the groups. A memory without groups has the single group 0.
 """
 
 from __future__ import annotations
@@ -60,15 +61,17 @@ class KvMemory(Protocol):
 
     @property
     def recycles(self) -> bool:
-        """True if running requests leave blocks behind that become free: decodes grow one by one then, in order of admission."""
+        """True if running requests free blocks that they leave behind (sliding windows); decodes then grow one by one,
+        in order of admission.
+        """
 
     @property
     def due_places(self) -> Collection[int]:
-        """Places within a block at which the blocks of a decode change, if the memory recycles: by its computed tokens."""
+        """Positions within a block, by computed tokens, at which the blocks of a decode change, if the memory recycles."""
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """If the memory recycles: requests whose next token may leave blocks behind at other places than `due_places`."""
+        """If the memory recycles: requests whose next token may free blocks at other positions than `due_places`."""
 
     @property
     def growth_headroom(self) -> int:
@@ -78,7 +81,7 @@ class KvMemory(Protocol):
         """Blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True if a request of `num_tokens` tokens fits when it is alone."""
+        """Return True if a request of `num_tokens` tokens fits into the empty memory."""
 
     # Requests
 
@@ -110,36 +113,40 @@ class KvMemory(Protocol):
         """Tiers below the device; None: there are none."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Leading tokens of some content by the nearest memory that holds them; empty without lower tiers. Nothing changes."""
+        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
+        anything; empty without lower tiers.
+        """
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
+        """Return the leading tokens that admission would find in the cache now; at least one token is left to compute."""
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return the source of changes of prefix hits from now on; None where the memory has none, or it is not needed."""
+        """Return the source of changes of prefix hits from now on; None if the memory has none, or needs none."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Take back what was entered beyond the first `num_tokens` tokens, since no more will be computed after all.
+        """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 
-        False, and nothing changed, if another request has attached such a block already.
+        Returns False and changes nothing if another request has attached such a block already.
         """
 
     # Allocating and freeing
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
         """Free blocks that would be taken at most at any time if several steps computed these tokens."""
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
-        """Note that so many tokens behind the cached ones are to be loaded to blocks that a waiting request is about to get, not computed."""
+        """Note that this many tokens after the cached ones will be loaded, not computed, into blocks that a waiting
+        request is about to get.
+        """
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
@@ -147,21 +154,21 @@ class KvMemory(Protocol):
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Attach the cached prefix and take blocks for `num_tokens` tokens, none of them in `excluded_groups`.
 
-        The number of tokens found in the cache; None if there is no room.
+        Returns the number of tokens found in the cache; None if there is no room.
         """
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
-        """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking."""
+        """Allocate blocks until a resident request can hold `num_tokens` tokens; return False if blocks are lacking."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Give back the last blocks of a resident request, which hold nothing valid; the first ones stay."""
+        """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; `ValueError` if too few are free."""
 
     @property
     def can_reserve(self) -> bool:
-        """True if resident requests that grow together can be given blocks together, by `reserve_blocks`."""
+        """True if blocks for resident requests that grow together can be reserved together, by `reserve_blocks`."""
 
     def reserve_blocks(self, num_blocks: int) -> None:
         """Reserve blocks for resident requests that grow together; `materialize` decides which request gets which."""
@@ -174,7 +181,7 @@ class KvMemory(Protocol):
         """Move the reserved blocks that the request's first `num_tokens` tokens need into its table."""
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """Give a request's device blocks back (end, abort, or preemption by recomputation).
+        """Free a request's device blocks (end, abort, or preemption by recomputation).
 
         `num_computed_tokens`: tokens whose KV is valid; `for_good`: the request will not use it again.
         """
@@ -182,16 +189,18 @@ class KvMemory(Protocol):
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory: the blocks moved, or None if the host is full."""
+        """Move a resident request to host memory; return the blocks moved, None if the host is full."""
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
+        it does not fit.
+        """
 
     def drop_swapped(self, request: KvRequest) -> None:
-        """Give up a swapped request's host blocks: its content is lost."""
+        """Free a swapped request's host blocks; its content is lost."""
 
     def take_copies(self) -> Sequence[BlockCopy]:
-        """Block copies decided since the last call, in the order in which they are to be carried out."""
+        """Return the block copies decided since the last call, in order of execution."""
 
     # Time, pins, and notices of content
 
@@ -203,7 +212,7 @@ class KvMemory(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """True if a policy, or a record, notes when content comes and goes."""
+        """True if a policy or a log follows when content is cached and evicted."""
 
     @property
     def may_expire(self) -> bool:
@@ -211,7 +220,7 @@ class KvMemory(Protocol):
 
     @property
     def repeat_headroom(self) -> int:
-        """Blocks that decodes may take in steps that are applied later than they happen."""
+        """Number of blocks that decodes may take in fast-forwarded steps, which are applied after the fact."""
 
     @property
     def next_due(self) -> float:
@@ -228,16 +237,18 @@ class KvMemory(Protocol):
         """End the pins and drop the content whose time has come; returns the names of the pins."""
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Keep the cached content of a registered request until a time, under a name, whose earlier pin ends.
+        """Pin the cached content of a registered request until a time, under a name; an earlier pin of that name ends.
 
-        False, and nothing changed, if pins would hold too much.
+        Returns False and changes nothing if pins would hold too much.
         """
 
     def unpin(self, name: Hashable) -> bool:
         """End a pin; False if there is none."""
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a
+        block that would be free otherwise.
+        """
 
     @property
     def policy_error(self) -> PolicyError | None:
@@ -247,10 +258,14 @@ class KvMemory(Protocol):
         """Record the content of the prefix cache, and from now on its changes."""
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
+        """Call `notify` from now on, with the time, for each block that a retention policy evicts, before it is
+        overwritten.
+        """
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache: their KV is void, and
+        the request ends.
+        """
 
     # Groups
 
@@ -285,7 +300,7 @@ class KvMemory(Protocol):
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
     """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes.
 
-    Called for a memory whose blocks are left behind while a request runs.
+    Called for memories that free blocks while a request runs.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

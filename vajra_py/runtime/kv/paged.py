@@ -1,7 +1,8 @@
 """KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
 
-Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: the blocks
-are taken at once, and a request's table gets its part when it is needed (`reserve_blocks`, `materialize`).
+Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: their
+blocks are reserved together, and a request's table gets its blocks when they are needed (`reserve_blocks`,
+`materialize`).
 
 Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
 admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
@@ -54,7 +55,7 @@ class _BlockTable:
     def __init__(self, hashes: BlockHashes | None) -> None:
         self.hashes = hashes
         self.is_private = isinstance(hashes, PrivateBlockHashes)
-        """True if no other request ever asks for its content."""
+        """True if no other request can have its content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
         """True if a cache lookup can find anything; for private content, only blocks that the request itself freed."""
@@ -105,7 +106,7 @@ class PagedKvMemory:
         records_copies: bool = False,
         retention: Retention | None = None,
     ) -> None:
-        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`)."""
+        """`retention`: the order in which idle content is evicted (None: that of `prefix_cache`)."""
         if block_size < 1:
             raise ValueError(
                 f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
@@ -114,13 +115,13 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._hits: FollowedHits | None = None
-        """Index by which a queue follows the hits of its requests; None: none does."""
+        """Index through which a queue follows the hits of its requests; None if none does."""
         self._retention = retention
         self.tiers: KvTiers | None = None
         """Tiers below the device; None: there are none."""
         self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
-        """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
+        """True if a retention policy, a log, or a lower tier follows when content is cached and evicted."""
         self.may_expire = retention is not None
         """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
         self._pins = Pins()
@@ -130,7 +131,7 @@ class PagedKvMemory:
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
         self._swaps: SwapsUnderWay | None = None
-        """Blocks that copies read while steps run; None if swapped blocks are copied between steps."""
+        """Blocks that copies read while steps run; None if blocks are swapped between steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -181,7 +182,7 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Blocks that decodes may take in steps that are applied later than they happen."""
+        """Number of blocks that decodes may take in fast-forwarded steps, which are applied after the fact."""
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
 
@@ -202,7 +203,7 @@ class PagedKvMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True if a request of `num_tokens` tokens fits when it is alone."""
+        """Return True if a request of `num_tokens` tokens fits into the empty memory."""
         return self.blocks_for(num_tokens) <= self._pool.num_blocks
 
     # Requests
@@ -269,7 +270,9 @@ class PagedKvMemory:
         return self._pool.block_of(block_hash)
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Leading tokens of some content by the nearest memory that holds them; empty without lower tiers. Nothing changes."""
+        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
+        anything; empty without lower tiers.
+        """
         if self.tiers is None:
             return {}
         return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
@@ -285,7 +288,7 @@ class PagedKvMemory:
         return len(self._usable(blocks)) * self.block_size
 
     def num_leading_blocks(self, hashes: BlockHashes, limit: int) -> int:
-        """Return how many leading blocks of some content a lookup finds, of the first `limit`."""
+        """Return the number of leading blocks of some content that a lookup finds, at most `limit`."""
         blocks: list[int] = []
         self._match(hashes, blocks, limit, FIRST_LOOKUP_BLOCKS)
         return len(blocks)
@@ -297,9 +300,11 @@ class PagedKvMemory:
         return self._hits
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
+        """Return the leading tokens that admission would find in the cache now, in whole blocks; at least one token is
+        left to compute.
 
-        0 for a request that is resident or swapped. A repeated call takes time for what was cached or evicted since the last one.
+        0 for a request that is resident or swapped. The cost of a repeated call depends only on the blocks cached or
+        evicted since the last one.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
@@ -331,7 +336,9 @@ class PagedKvMemory:
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks` by what the cache holds after them, with few hashes at first: most misses come early."""
+        """Extend `blocks` by the blocks that the cache holds after them, hashing few at first, since most misses come
+        early.
+        """
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
             blocks += self._pool.match(hashes.block_hashes(start, stop))
@@ -340,7 +347,7 @@ class PagedKvMemory:
             width *= LOOKUP_GROWTH
 
     def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
-        """Return how many of the found blocks are free: attaching them takes free capacity too."""
+        """Return the number of found blocks that are free, because attaching them uses free capacity."""
         lookup = entry.lookup
         if not found or lookup is None:
             return 0
@@ -350,7 +357,8 @@ class PagedKvMemory:
         return lookup.num_idle
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let others find the KV of the first `num_tokens` tokens, which is in memory or will be when the step has run.
+        """Make the KV of the first `num_tokens` tokens available to other requests; it is in memory or will be once the
+        step has run.
 
         Enters full blocks that are not entered yet. Blocks that no other request can name before the request ends are only
         noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
@@ -381,10 +389,10 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Take back what was cached beyond the first `num_tokens` tokens, since no more will be computed after all.
+        """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 
-        For a request that leaves the step in which it was cached. False, and nothing changed, if another request has
-        attached such a block already.
+        For a request that leaves the step in which they were entered. Returns False and changes nothing if another
+        request has attached such a block already.
         """
         entry = self._resident(request, "uncache_blocks")
         options = self._pool.options
@@ -399,9 +407,10 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
+        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache: their KV is void, and
+        the request ends.
 
-        Others that hold such blocks keep them, and enter nothing in the cache any more.
+        Other requests that hold such blocks keep them, but no longer cache blocks.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
@@ -412,7 +421,7 @@ class PagedKvMemory:
                 self._withdraw(other, first)
 
     def _withdraw(self, entry: _BlockTable, num_kept: int) -> None:
-        """Take the hashes of a table's blocks away beyond the first ones, for good."""
+        """Remove the hashes of a table's blocks beyond the first ones permanently."""
         if entry.num_cached > num_kept:
             self._pool.withdraw(entry.blocks[num_kept : entry.num_cached])
             entry.num_cached = num_kept
@@ -422,9 +431,9 @@ class PagedKvMemory:
     # Taking and giving blocks
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already.
+        Idle cached blocks that a hit would reuse count; blocks that it holds or shares already do not.
         """
         entry = self._tables[request]
         num_blocks = -(-num_tokens // self.block_size)
@@ -438,7 +447,7 @@ class PagedKvMemory:
         return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Return the same, since every block is held to the end."""
+        """Return `blocks_needed`, since every block is held to the end."""
         return self.blocks_needed(request, num_tokens)
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
@@ -451,7 +460,8 @@ class PagedKvMemory:
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Attach the cached prefix and take blocks until `num_tokens` tokens are held (or the hit, if that is longer).
 
-        The number of tokens found in the cache; None, and nothing changed, if the free blocks do not suffice.
+        Returns the number of tokens found in the cache; None if there are too few free blocks (nothing has changed
+        then).
         """
         entry = self._tables[request]
         if entry.blocks or entry.host or num_tokens < 1:
@@ -480,7 +490,9 @@ class PagedKvMemory:
         return entry.num_valid_tokens
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
-        """Let a resident request hold `num_tokens` leading tokens; False, nothing changed, if blocks are lacking."""
+        """Allocate blocks until a resident request can hold `num_tokens` tokens; return False and change nothing if
+        blocks are lacking.
+        """
         table = self._tables[request].blocks or self._resident(request, "grow").blocks
         num_new = -(-num_tokens // self.block_size) - len(table)
         if num_new <= 0:
@@ -491,7 +503,7 @@ class PagedKvMemory:
         return True
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Give back the last blocks of a resident request, which hold nothing valid; the first ones stay."""
+        """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
         entry = self._resident(request, "shrink")
         if not entry.num_cached <= num_blocks:
             raise ValueError(f"PagedKvMemory.shrink: {num_blocks} blocks, and {entry.num_cached} of them have content.")
@@ -545,9 +557,9 @@ class PagedKvMemory:
     # Pins, expiry, and notices of content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Keep the content of a request that the cache holds now until a time, under a name, whose earlier pin ends.
+        """Pin the presently cached content of a request until a time, under a name; an earlier pin of that name ends.
 
-        False, and nothing changed, if pins would hold too much.
+        Returns False and changes nothing if pins would hold too much.
         """
         entry = self._tables[request]
         hashes, pool = entry.hashes, self._pool
@@ -574,7 +586,9 @@ class PagedKvMemory:
         return bool(hashes)
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a
+        block that would be free otherwise.
+        """
         if not self._pool.num_kept:
             return None
         name = self._pins.last()
@@ -613,7 +627,7 @@ class PagedKvMemory:
         events.stored(self._pool.contents())
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """Call this from now on for each block that a retention policy gives up, before it is overwritten."""
+        """Call `notify` from now on for each block that a retention policy evicts, before it is overwritten."""
         self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
             self._pool.on_evicted = notify
@@ -621,10 +635,11 @@ class PagedKvMemory:
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
+        """Move a resident request to host memory; return the blocks moved, or None, changing nothing, if the host is
+        full.
 
-        With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept; reserved
-        ones beyond are just given back. Blocks that the cache has stay findable on the device until they are reused.
+        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied and kept; reserved
+        ones beyond are simply freed. Cached blocks can still be hit on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks
@@ -644,7 +659,9 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
+        it does not fit.
+        """
         entry = self._swapped(request, "swap_in")
         stored = entry.host
         num_blocks = max(self.blocks_for(num_tokens), len(stored))
@@ -673,14 +690,14 @@ class PagedKvMemory:
             self._host.drop(came)
 
     def drop_swapped(self, request: KvRequest) -> None:
-        """Give up a swapped request's host blocks: its content is lost."""
+        """Free a swapped request's host blocks; its content is lost."""
         entry = self._swapped(request, "drop_swapped")
         self._host.drop(entry.host)
         entry.host = []
         entry.num_valid_tokens = 0
 
     def take_copies(self) -> list[BlockCopy]:
-        """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
+        """Return the block copies decided since the last call, in order of execution; needs `records_copies`."""
         return self._host.take_copies() if self._host.has_copies else []
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Pins of one replica's prefix cache: content that stays until a time, each under a name."""
+"""Pins of one replica's prefix cache, each with a name: content that is kept until a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """Pins in force, by name; of two with the same end the one made later ends last."""
+    """Pins in force, by name; of two with the same end, the one made later ends last."""
 
     def __init__(self) -> None:
         self.next_end = inf
@@ -43,7 +43,7 @@ class Pins:
         self.next_end = self._ends[0][0]
 
     def remove(self, name: Hashable) -> Sequence[Hashable]:
-        """Forget a pin; returns its contents, none without one."""
+        """Remove a pin; returns its contents, empty if there is no such pin."""
         pin = self._pins.pop(name, None)
         if not self._pins:
             self._ends.clear()

@@ -1,4 +1,4 @@
-"""Result of a request's last prefix lookup, and whether it still holds."""
+"""Result of a request's last prefix lookup, and the check that it is still valid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Return whether a lookup would still return all its blocks; the cost grows with removals since then only."""
+        """Return whether a lookup would still return all its blocks; the cost grows only with the number of removals
+        since.
+        """
         if self.removed_epoch != pool.removed_epoch:
             return False
         removed = pool.removed

@@ -1,7 +1,8 @@
 """Pool of KV blocks whose idle content is evicted in the order of a retention policy.
 
-Content is kept once: a block in use whose content is cached already is a copy, and takes over when the first block loses its last user.
-So an idle block has no user anywhere behind it in its chain, and every free block with content can be given up, the end of a chain first.
+Each content has one entry: a block in use whose content is cached already is a copy, and replaces the first block when
+that loses its last user. An idle block therefore has no used block after it in its chain, and every free block with
+content can be evicted, the end of a chain first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Retention:
 
 
 class RetainedBlockPool(BlockPool):
-    """A `BlockPool` whose blocks with content are reused in the order of a retention policy; those without go first."""
+    """A `BlockPool` whose blocks with content are reused in the order of a retention policy, after those without
+    content.
+    """
 
     __slots__ = (
         "_clock",
@@ -57,7 +60,7 @@ class RetainedBlockPool(BlockPool):
             )
         self.order: RetentionOrder[CachedEntry] = RetentionOrder(retention.policy, retention.name)
         self.next_expiry = inf
-        """Time at which idle content expires next, or would if it has not been used."""
+        """Time at which idle content expires next, or would have expired if it had not been used since."""
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
         """Called with each block that is about to be overwritten, by the policy's choice."""
@@ -68,7 +71,7 @@ class RetainedBlockPool(BlockPool):
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""
         self._due: dict[CachedEntry, float] = {}
-        """Idle content that has expired but that others continue: it is dropped after these."""
+        """Idle content that has expired but is continued by other content; it is dropped after that."""
         self._num_private = 0
         policy: Any = retention.policy
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "expires_at")
@@ -126,7 +129,7 @@ class RetainedBlockPool(BlockPool):
         self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
-        """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
+        """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
         They compete as one entry: the policy cannot know that they are never hit.
         """
@@ -220,9 +223,10 @@ class RetainedBlockPool(BlockPool):
                 self._remove(entry, now)
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
-        """Forget idle content that continues an entry which is withdrawn: it cannot be found any more.
+        """Drop idle content that continues a withdrawn entry and can no longer be found.
 
-        A request that computed known content again had taken the place of its idle block. That is rare, so this may look at everything.
+        This happens only if a request that recomputed known content had replaced the idle block of that content. It is
+        rare, so a search through all entries is acceptable.
         """
         behind = [one for one in self._entry_of.values() if one is not entry and _continues(one, entry)]
         for one in sorted(behind, key=lambda each: -each.depth):
@@ -263,7 +267,7 @@ class RetainedBlockPool(BlockPool):
         return None if block is None else self._entry_of[block]  # type: ignore[index]  # content is kept once
 
     def _hand_over(self, entry: CachedEntry) -> bool:
-        """Put a copy that is in use in place of the entry's block, which has no user any more; False if there is no copy."""
+        """Replace the entry's block, which has lost its last user, by a copy in use; return False if there is none."""
         copies = self._copies.get(entry.block_hash)
         if copies is None:
             return False
@@ -273,7 +277,9 @@ class RetainedBlockPool(BlockPool):
         return True
 
     def _take_over(self, entry: CachedEntry, block: int) -> bool:
-        """Put a block that is in use in place of the entry's block, if that is unused; False if it is in use."""
+        """Replace the entry's block, if it is unused, by this block in use; return False if the entry's block is in
+        use.
+        """
         old = entry.block
         if entry.is_idle:
             self._leave_idle(old)
@@ -338,7 +344,7 @@ class RetainedBlockPool(BlockPool):
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:
-        """Drop idle content that has expired; content that others continue is dropped after these."""
+        """Drop idle content that has expired; content that is continued by other content is dropped after that."""
         if self.next_expiry > now:
             return
         expiries = self._expiries

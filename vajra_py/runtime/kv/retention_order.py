@@ -1,7 +1,7 @@
 """Order in which a retention policy evicts idle content: chains of blocks, the end of a chain first.
 
-A block is a candidate when it is idle and nothing cached continues it. Candidates wait in the queues that requests wait in, one for
-each segment, so that every key motion is exact and a victim costs O(log n).
+A block is a candidate when it is idle and nothing cached continues it. Candidates are kept in queues like those of
+requests, one for each segment, so that every key motion is exact and a victim costs O(log n).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ EntryT = TypeVar("EntryT", bound=CachedEntry)
 class RetentionOrder(Generic[EntryT]):
     """Candidates of one cache in the order of its retention policy.
 
-    A policy that breaks the contract is not called again: from then on entries go in the order in which they became idle. The error is
-    kept in `error`, so that the run can be ended where memory is not half changed.
+    A policy that breaks the contract is not called again: from then on, entries are evicted in the order in which they
+    became idle. The error is stored in `error`, so that the run can end at a point where memory is consistent.
     """
 
     def __init__(self, policy: RetentionPolicy, name: str) -> None:
@@ -96,7 +96,7 @@ class RetentionOrder(Generic[EntryT]):
         return sum(map(len, self._queues.values()))
 
     def number(self, entry: CachedEntry) -> None:
-        """Note that an entry becomes idle, after all others so far."""
+        """Number an entry that becomes idle, after all earlier ones."""
         self._num_idle = entry.index = self._num_idle + 1
 
     def add(self, entry: EntryT, now: float) -> None:
@@ -120,7 +120,7 @@ class RetentionOrder(Generic[EntryT]):
             queue.remove(cast(RequestView, entry))
 
     def begin(self) -> None:
-        """Let keys that may change at any event be read again, for the next victims."""
+        """Have keys that may change at any event re-read, for the next victims."""
         for queue in self._queues.values():
             queue.begin_step()
 

@@ -1,13 +1,13 @@
 """KV memory spread over KV-parallel groups.
 
 KV parallelism spreads one long request over several groups of workers, each with its own blocks. Token t of a request
-lies in the (t // group_tokens)-th of the request's groups. A request's blocks are reserved whole at admission (several
-long prompts that grow step by step could deadlock one another), all or nothing. Groups are tried in order of pending
-prefill work, measured in squared prompt tokens.
+lies in the (t // group_tokens)-th of the request's groups. All blocks of a request are reserved at admission, all or
+nothing (several long prompts that grow step by step could deadlock). Groups are tried in order of pending prefill work,
+measured in squared prompt tokens.
 
-Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Where that code forgets to take work off
-groups that were not active yet, here a request's work leaves all of its groups as chunks complete, and what is left of
-it leaves with the request.
+Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. That code does not subtract work from groups
+that were not active yet; here a request's work is subtracted from all of its groups as chunks complete, and the rest
+when the request leaves.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _BlockTables:
 class KvParallelMemory:
     """The KV blocks of one replica with KV parallelism; its `KvMemory`.
 
-    Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups that
-    may not take on new requests now (they carry enough query tokens in the step being formed).
+    Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups
+    that take no new requests now, since they have enough query tokens in the step being formed.
     """
 
     __slots__ = (
@@ -146,7 +146,7 @@ class KvParallelMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True if a request of `num_tokens` tokens fits when it is alone."""
+        """Return True if a request of `num_tokens` tokens fits into the empty memory."""
         return num_tokens <= self.num_groups * self.group_tokens
 
     # Requests
@@ -276,8 +276,8 @@ class KvParallelMemory:
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Groups that take part in computing the token after the first `num_done_tokens`.
 
-        The ones that hold earlier tokens and the one that will hold this one: for a decode, all. Without a number:
-        the progress by `on_chunk_done`.
+        These are the groups that hold earlier tokens and the one that will hold this token; for a decode, all of them.
+        Without a number, the progress counted by `on_chunk_done` applies.
         """
         entry = self._tables_of[request]
         if num_done_tokens is None:
@@ -292,7 +292,7 @@ class KvParallelMemory:
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Most tokens that a chunk may have behind `num_done_tokens`: what remains, up to the group's boundary."""
+        """Return the largest size of a chunk after `num_done_tokens`: the remaining tokens, up to the group's boundary."""
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
@@ -338,7 +338,9 @@ class KvParallelMemory:
     def _growth(
         self, entry: _BlockTables, num_blocks: int, excluded_groups: Collection[int]
     ) -> list[tuple[int, int]] | None:
-        """(group, blocks) to add so that the request holds `num_blocks`: its last group first, then new groups."""
+        """Return the (group, blocks) to add so that the request holds `num_blocks`: its last group first, then new
+        groups.
+        """
         num_new = num_blocks - entry.num_blocks
         if num_new <= 0:
             return []
@@ -374,12 +376,12 @@ class KvParallelMemory:
     # Taking and giving blocks
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
         entry = self._tables_of[request]
         return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Return the same, since every block is held to the end."""
+        """Return `blocks_needed`, since every block is held to the end."""
         return self.blocks_needed(request, num_tokens)
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
@@ -392,9 +394,10 @@ class KvParallelMemory:
         return self._growth(entry, num_blocks, excluded_groups) is not None
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Reserve blocks for `num_tokens` tokens: 0 (nothing is cached), or None, nothing changed, if there is no room.
+        """Reserve blocks for `num_tokens` tokens; return 0 (nothing is cached), or None, changing nothing, if there is
+        no room.
 
-        What fits one group goes to the first with room; more goes to as few groups as hold it.
+        A request that fits one group goes to the first with room; a longer one to as few groups as possible.
         """
         entry = self._tables_of[request]
         if entry.groups or entry.host or num_tokens < 1:
@@ -411,9 +414,10 @@ class KvParallelMemory:
         return 0
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
-        """Let a resident request hold `num_tokens` leading tokens; False, and nothing changed, if blocks are lacking.
+        """Allocate blocks until a resident request can hold `num_tokens` tokens; return False and change nothing if
+        blocks are lacking.
 
-        Growth goes to its last group, and to another one when that holds `group_tokens` of its tokens.
+        It grows in its last group, and in another one when that holds `group_tokens` of its tokens.
         """
         entry = self._resident(request, "grow")
         plan = self._growth(entry, self.blocks_for(num_tokens), ())
@@ -447,7 +451,7 @@ class KvParallelMemory:
     lagging: Collection[KvRequest] = ()
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """Refuse: each request grows in groups of its own."""
+        """Refuse to reserve: each request grows in its own groups."""
         raise ValueError(
             f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
         )
@@ -464,7 +468,8 @@ class KvParallelMemory:
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
+        """Move a resident request to host memory; return the blocks moved, or None, changing nothing, if the host is
+        full.
 
         With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept.
         """
@@ -480,7 +485,9 @@ class KvParallelMemory:
         return len(stored)
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
+        it does not fit.
+        """
         entry = self._swapped(request, "swap_in")
         stored = entry.host
         plan = self._place(max(self.blocks_for(num_tokens), len(stored)), excluded_groups)
@@ -492,14 +499,14 @@ class KvParallelMemory:
         return len(stored)
 
     def drop_swapped(self, request: KvRequest) -> None:
-        """Give up a swapped request's host blocks: its content is lost."""
+        """Free a swapped request's host blocks; its content is lost."""
         entry = self._swapped(request, "drop_swapped")
         self._host.drop(entry.host)
         entry.host = []
         entry.num_prefill_tokens = entry.num_done_tokens = 0
 
     def take_copies(self) -> list[BlockCopy]:
-        """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
+        """Return the block copies decided since the last call, in order of execution; needs `records_copies`."""
         return self._host.take_copies() if self._host.has_copies else []
 
     def _resident(self, request: KvRequest, what: str) -> _BlockTables:

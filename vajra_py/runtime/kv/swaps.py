@@ -10,7 +10,8 @@ from vajra_py.runtime.kv.interface import KvRequest
 class SwapsUnderWay:
     """Blocks of one memory that copies of swapped requests are reading.
 
-    These are device blocks of a request that is swapped out, unless they are free at once, and host blocks of one that is swapped in.
+    These are device blocks of requests being swapped out, unless they are freed immediately, and host blocks of
+    requests being swapped in.
     """
 
     __slots__ = ("coming", "frees_at_once", "leaving", "on_clear", "on_forget")
@@ -23,7 +24,7 @@ class SwapsUnderWay:
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks, and how many of them are in the prefix cache."""
+        """Device blocks of a request being swapped out, and the number of those in the prefix cache."""
         self.coming: dict[KvRequest, list[int]] = {}
         """Host blocks."""
 

@@ -1,10 +1,11 @@
 """Content of one tier of KV memory below the device: blocks by hash, evicted in the order of a retention policy.
 
-A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may lie here without what
-comes before it in its chain, which another tier holds; as soon as that comes, the chain is whole again.
+A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may be here
+without its predecessor in the chain, which another tier holds; the chain is complete again as soon as the predecessor
+arrives.
 
-Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read or
-written is not given up; where places have numbers, each is free or holds one block.
+Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read
+or written is not evicted; if slots are numbered, each is free or holds one block.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TierBlock(CachedEntry):
 
 
 class TierStore:
-    """Blocks of one tier. `name` is the tier's, `num_blocks` its capacity."""
+    """Blocks of the tier `name`, which has a capacity of `num_blocks`."""
 
     def __init__(self, name: str, num_blocks: int, retention: Retention) -> None:
         self.name = name
@@ -61,11 +62,11 @@ class TierStore:
         }
 
     def __len__(self) -> int:
-        """Blocks taken, those that are being written included."""
+        """Number of allocated blocks, including those being written."""
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[TierBlock]:
-        """Blocks in order of entry, those that are being written included."""
+        """Blocks in order of entry, including those being written."""
         return iter(self._blocks.values())
 
     @property
@@ -97,7 +98,8 @@ class TierStore:
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Allocate a block for content to be written; return the blocks that were evicted for it.
 
-        None, and nothing has changed, if all others are being read or written, or continued. `ValueError` for content that the tier has.
+        Returns None and changes nothing if all other blocks are being read or written, or are continued. Raises
+        `ValueError` for content that the tier has.
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
@@ -118,7 +120,7 @@ class TierStore:
         return evicted
 
     def written(self, one: TierBlock, now: float) -> bool:
-        """Let content be found whose transfer has ended; False if its block was taken away meanwhile."""
+        """Make content available whose transfer has ended; return False if its block was removed meanwhile."""
         if self._blocks.get(one.block_hash) is not one:
             return False
         one.is_here = True
@@ -126,7 +128,7 @@ class TierStore:
         return True
 
     def remove(self, one: TierBlock, now: float) -> None:
-        """Forget content that was not evicted: it is elsewhere, or was never written."""
+        """Remove content without evicting it, because it is elsewhere or was never written."""
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)
@@ -147,7 +149,7 @@ class TierStore:
         self._leave_idle(one)
 
     def unlock(self, one: TierBlock, now: float) -> None:
-        """Undo one `lock`; nothing happens to a block that was taken away."""
+        """Undo one `lock`; does nothing for a block that was removed."""
         if self._blocks.get(one.block_hash) is one:
             one.num_locks -= 1
             if not one.num_locks:

@@ -1,11 +1,14 @@
-"""Tiers of one replica's KV memory below the device: what its prefix cache stores or gives up, and what comes back.
+"""Tiers of one replica's KV memory below the device: content that is written down to them, and content that is loaded
+back.
 
-The first tier is next to the device; content of the others comes through it. A tier gets content from the one above it: when that
-gives it up (`write_back`), as soon as it is there (`write_through`), or after a number of uses (`write_through_selective`).
-Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
+The first tier is next to the device; content of the others is loaded through it. A tier gets content from the level
+above: when that evicts it (`write_back`), as soon as it is stored there (`write_through`), or after a number of uses
+(`write_through_selective`). Content is copied from the device through a buffer: a block may be overwritten before its
+copy has arrived below.
 
-Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
-links decides when it has arrived. A replica may share its last tier with others.
+This module does not model time. Transfers are listed (`take_writes`, `take_computed`) or returned (`begin_load`,
+`begin_fetch`), and the owner of the links decides when they have arrived. A replica may share its last tier with
+others.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ class TierRules:
     after_uses: int = 2
     """Uses, the first computation included, from which `write_through_selective` writes."""
     is_exclusive: bool = False
-    """True if content in the tier above is not in this one too. Only with `write_back`."""
+    """True if the tier holds no content that the tier above holds too. Only with `write_back`."""
     is_shared: bool = False
     """True: replicas share the tier."""
 
     def writes_at(self, num_uses: int) -> bool:
-        """Return True if content that has been used so often is written while the tier above keeps it."""
+        """Return True if content with this number of uses is written while the tier above still holds it."""
         if self.write == "write_back":
             return False
         return self.write == "write_through" or num_uses >= self.after_uses
@@ -91,9 +94,10 @@ class KvTiers:
         self.rules = rules
         self.block_size = block_size
         self.num_dropped = [0] * len(stores)
-        """Number of blocks that a tier did not take because all of its own were being read or written, by level."""
+        """Number of blocks, by level, that a tier could not take because all of its blocks were being read or written.
+        """
         self.on_forget: Callable[[Any], None] | None = None
-        """Listener to requests that leave the replica or its queue."""
+        """Listener called for requests that leave the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
         """Called for requests that drop their loaded content so that others can run."""
         self.on_clear: Callable[[], None] | None = None
@@ -105,9 +109,10 @@ class KvTiers:
         self._clock: Callable[[], float] = float
         self._device: dict[Hashable, _OnDevice] = {}
         self._loaded: dict[Hashable, int] = {}
-        """Uses of content that is on its way to the device, from an exclusive tier."""
+        """Numbers of uses of content that is being loaded to the device from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device content that no request can name, by its first block: (name, blocks in order of content, request)."""
+        """Idle device content that no request can hit, by its first block: (name, blocks in order of content, request).
+        """
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
@@ -193,13 +198,15 @@ class KvTiers:
             self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
-        """Call `reuse`. Content that leaves the device's cache meanwhile is evicted; at other times it has expired, or was never computed."""
+        """Call `reuse`; content that leaves the device's cache during the call counts as evicted. At other times,
+        leaving content has expired or was never computed.
+        """
         self._is_evicting = True
         reuse(taken, count)
         self._is_evicting = False
 
     def gone(self, block_hash: Hashable, block: int) -> None:
-        """Note that content has left the device's cache, where this block held it."""
+        """Note that content, held by this block, has left the device's cache."""
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
@@ -209,7 +216,9 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Note that blocks (in order of content) became idle whose content no request can name again. It takes room and bandwidth like any other."""
+        """Note that blocks became idle whose content no request can hit again (in order of content). It takes room and
+        bandwidth like any other content.
+        """
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
@@ -236,7 +245,9 @@ class KvTiers:
     # Writing
 
     def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
-        """Copy a block from the level above into a tier. `source`: the device block that holds it, if that is about to be overwritten."""
+        """Copy a block from the level above into a tier. `source`: the device block that holds it, if that block is
+        about to be overwritten.
+        """
         if self.stores[level].get(block_hash) is not None:
             return
         new = TierBlock(block_hash, above.parent_hash, above.depth, above.request, self._clock())
@@ -257,14 +268,18 @@ class KvTiers:
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of existing content that were decided since the last call, (level, block) in order; `written` is called when one has ended."""
+        """Return the copies of existing content decided since the last call, (level, block) in order; call `written`
+        when one has ended.
+        """
         writes = self._writes
         if writes:
             self._writes = []
         return writes
 
     def take_computed(self) -> Sequence[TierBlock]:
-        """Return the copies for the first tier that were decided since the last call, of what is now computed; see `take_writes`."""
+        """Return the copies to the first tier, decided since the last call, of content that is computed by now; see
+        `take_writes`.
+        """
         computed = self._computed
         if not computed:
             return ()
@@ -297,7 +312,7 @@ class KvTiers:
     def _is_above(self, level: int, block_hash: Hashable) -> bool:
         return self.stores[level - 1].holds(block_hash) if level else block_hash in self._device
 
-    # Looking
+    # Lookups
 
     def levels_of(self, hashes: BlockHashes, start: int, limit: int) -> list[int]:
         """Return the nearest tier of each block from `start` on, before `limit`, up to the first that no tier holds."""
@@ -314,7 +329,9 @@ class KvTiers:
         return levels
 
     def hit_tokens(self, hashes: BlockHashes, num_known_tokens: int, num_on_device: int) -> Mapping[str, int]:
-        """Leading tokens of some content by the nearest memory that holds them; nothing changes. `num_on_device`: those on the device."""
+        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
+        anything. `num_on_device`: those on the device.
+        """
         size = self.block_size
         found = {DEVICE: num_on_device, **dict.fromkeys(self.names, 0)}
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // size
@@ -326,7 +343,9 @@ class KvTiers:
     # Coming back
 
     def begin_load(self, hashes: Sequence[Hashable], request: Any) -> TierLoad:
-        """Begin to read blocks of the first tier, which holds them, for a request; an exclusive one gives them away."""
+        """Begin to load blocks from the first tier, which must hold them, for a request; an exclusive tier drops its
+        copies.
+        """
         store, now = self.stores[0], self._clock()
         blocks: list[TierBlock] = []
         is_exclusive = self.rules[0].is_exclusive
@@ -344,7 +363,7 @@ class KvTiers:
         return TierLoad(blocks, is_exclusive)
 
     def end_load(self, load: TierLoad) -> None:
-        """End a load: the device has its content."""
+        """End a load: its content has arrived on the device."""
         for one in load.blocks:
             self.stores[0].unlock(one, self._clock())
             self._leave_exclusive(0, one.block_hash)
@@ -363,7 +382,9 @@ class KvTiers:
                     self.written(0, again)
 
     def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
-        """Begin to read blocks of lower tiers into the first one, as far as that has room: one fetch for each tier, nearest first."""
+        """Begin to fetch blocks of lower tiers into the first one, as far as it has room: one fetch for each tier,
+        nearest first.
+        """
         now, first = self._clock(), self.stores[0]
         sources: list[tuple[int, TierBlock]] = []
         for block_hash, level in zip(hashes, levels, strict=True):
@@ -371,7 +392,7 @@ class KvTiers:
             assert source is not None
             if level and first.get(block_hash) is not None:
                 break  # it is being written there
-            self.stores[level].lock(source)  # before room is made: it must not go for those before it
+            self.stores[level].lock(source)  # lock it before making room, so that it is not evicted for earlier blocks
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
         has_room = True
@@ -388,7 +409,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """End a fetch whose leading blocks have arrived in the first tier; the others will not."""
+        """End a fetch; `num_arrived` leading blocks are in the first tier, the others will not arrive."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)
@@ -401,7 +422,7 @@ class KvTiers:
         self.stores[level].remove(one, self._clock())
         self._notify_removed(level, one)
 
-    # Requests and everything
+    # Requests, and the whole content
 
     def forget(self, request: Any) -> None:
         """Forget a request that has left the replica or its queue."""
@@ -449,7 +470,7 @@ class KvTiers:
     # Invariants
 
     def check(self, cached: Sequence[Hashable]) -> None:
-        """Raise AssertionError if the accounts disagree with each other, or with what the device's cache holds."""
+        """Raise AssertionError if the counts disagree with each other, or with the content of the device's cache."""
         require(self._device.keys() == set(cached), "tiers know other content of the device than its cache")
         for level, (store, rules) in enumerate(zip(self.stores, self.rules, strict=True)):
             store.check()

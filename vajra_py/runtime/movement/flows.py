@@ -1,4 +1,4 @@
-"""Links of a network and the transfers on them, as `Network` keeps them. Work is in grains per second times ticks."""
+"""Links of a network and the transfers on them, for `Network`. Work is in grains per second times ticks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Link:
         self.capacity = capacity
         """Grains per second."""
         self.transfers: dict[Flow, None] = {}
-        """Transfers that use it, or wait for it (exclusive), in order."""
+        """Transfers that use the link, or wait for it (`exclusive`), in order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,12 +34,12 @@ class Flow:
     rate: int | None = 0
     """Grains per second now; None: no limit."""
     version: int = 0
-    """Version of its events; those pushed with another one are void."""
+    """Version of its events; events with another version are void."""
     is_flowing: bool = False
-    """True once its latency has passed; False while one that is fed has nothing to send."""
+    """True once the latency has passed; False while an open transfer has nothing to send."""
     has_ended: bool = False
     feed: Feed | None = None
-    """Bytes to come; None: all were there at the start."""
+    """Bytes that become available over time; None: all were there at the start."""
 
     def work_left_at(self, now: int) -> int:
         """Return the work left at a tick, if the rate has not changed since `since`."""
@@ -52,7 +52,7 @@ class Flow:
 
 @dataclass(slots=True)
 class Release:
-    """Work that becomes available in equal parts, the last of them after so many ticks."""
+    """Work that becomes available in equal parts, the last of them after `ticks`."""
 
     start: int
     ticks: int

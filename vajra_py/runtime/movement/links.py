@@ -1,15 +1,16 @@
-"""Transfers over the links of a network: the bandwidth of each, and the time of its end.
+"""Transfers over the links of a network: the bandwidth and the end of each transfer.
 
-A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only when a
-transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
-connected with it by links, directly or through others, and at no more; a transfer that has its links for itself ends when it
-was expected to when it started.
+A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only
+when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only the
+transfers connected with it by links, directly or through others; a transfer that has its links to itself ends when
+expected at its start.
 
-The bytes of a transfer are there when it starts, or they become available while it is under way (`Network.open`): such a transfer
-takes part in the sharing of its links while it has something to send, and has no part in it while it waits for more.
+The bytes of a transfer are available at its start, or become available while it is under way (`Network.open`): such a
+transfer shares the bandwidth of its links only while it has something to send.
 
-Bytes are conserved exactly: rates are whole numbers of 2^-20 bytes per second and times are whole ticks, so that what has
-flowed is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, no link is overbooked.
+Bytes are conserved exactly: rates are multiples of 2^-20 bytes per second and times are whole ticks, so the amount sent
+is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, and no link exceeds its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class LinkOptions:
     latency_ticks: int = 0
     """Ticks from a transfer's start until its first byte flows; it holds no bandwidth meanwhile."""
     contention: Contention = "max_min"
-    """max_min: max-min fair shares, as of every moment. none: a transfer has its links as if it were alone. fixed_share: the
-    links' bandwidth by the number of transfers under way on them, fixed when a transfer starts. exclusive: one at a time on a
-    link, in order of start."""
+    """max_min: max-min fair shares at every moment. none: each transfer gets the full bandwidth. fixed_share: the
+    links' bandwidth divided by the number of transfers under way on them, fixed when a transfer starts. exclusive: one
+    transfer at a time on a link, in order of start.
+    """
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` unless bandwidth and latency are valid."""
@@ -75,7 +77,7 @@ class LinkOptions:
 
 
 class Network:
-    """Links of replicas and the transfers on them. Ticks never go back from call to call."""
+    """Links of replicas and the transfers on them. Ticks must not decrease from call to call."""
 
     def __init__(self, options: LinkOptions | None = None) -> None:
         self._options = options = options or LinkOptions()
@@ -86,7 +88,7 @@ class Network:
         self._now = 0
         self._num_started = 0
         self._num_final = 0
-        """Number of transfers under way whose size is final; those that are still open may grow."""
+        """Number of transfers under way whose size is final; open ones may grow."""
         self._out: dict[int, Link] = {}
         self._in: dict[int, Link] = {}
         """Links of each replica."""
@@ -94,25 +96,27 @@ class Network:
         self._shared = () if shared is None else (Link(0, shared),)
         self._num_links = 1
         self._rate_alone = min((each for each in (shared, self._capacity) if each is not None), default=None)
-        """Grains per second of a transfer that has its links for itself; None: no limit."""
+        """Grains per second of a transfer that has its links to itself; None: no limit."""
         self._transfers: dict[Hashable, Flow] = {}
         self._events: list[tuple[int, int, int, int, Any]] = []
         """Events (tick, kind, number, version, transfer or feed): ends of transfers, then work becoming available."""
         self._starting: deque[tuple[int, int, int, int, Any]] = deque()
-        """The same of transfers whose latency is not over, in order."""
+        """Entries for transfers whose latency is not over, in order."""
         self._ended: list[Flow] = []
         """Transfers that have ended and were not reported yet."""
         self._touched: dict[Link, None] = {}
-        """Links whose transfers have changed since rates were last worked out."""
+        """Links whose transfers have changed since rates were last computed."""
 
     def __len__(self) -> int:
-        """Transfers under way, those that have ended and were not reported included."""
+        """Number of transfers under way, including ended ones that were not reported yet."""
         return len(self._transfers)
 
     # Life of a transfer
 
     def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
-        """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
+        """Begin a transfer between two replicas. Raises ValueError for an id that is under way, or if source and target
+        are the same.
+        """
         one = self._begin(transfer_id, source, target, num_bytes, now)
         self._num_final += 1
         flows_at = now + self._latency
@@ -133,7 +137,8 @@ class Network:
         one.feed = Feed(one, one.number)
 
     def release(self, transfer_id: Hashable, num_bytes: int, now: int, ticks: int = 0, num_parts: int = 1) -> None:
-        """Let more bytes of an open transfer become available in equal parts, the last of them `ticks` from now.
+        """Announce more bytes of an open transfer, which become available in equal parts, the last of them `ticks` from
+        now.
 
         Each part flows after the links' latency. Releases of one transfer are announced in order of time.
         """
@@ -177,7 +182,7 @@ class Network:
         return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
-        """Call a transfer off: its bandwidth goes to the others. One that has ended and was not reported is forgotten."""
+        """Cancel a transfer; its bandwidth goes to the others. An ended transfer that was not reported is forgotten."""
         self._known(transfer_id)
         self._advance(now)
         one = self._transfers.pop(transfer_id)
@@ -191,9 +196,10 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """Tick before which `ended` has nothing to return, if nothing starts or is cancelled; None: nothing is to end.
+        """Return the tick before which no transfer ends, unless one is cancelled or started; None if there is none to
+        end.
 
-        Something may end then. Where transfers share links, and with open ones, it may also turn out to end later.
+        With shared links or open transfers, the end may turn out to be later.
         """
         if self._touched:
             self._settle()
@@ -207,7 +213,9 @@ class Network:
         return events[0][0] if events else None
 
     def ended(self, now: int) -> list[Hashable]:
-        """Ids of transfers that have ended by now and were not returned before, in order of end, those of a tick in order of start."""
+        """Return the ids of transfers that have ended by now and were not returned before, in order of end, within a
+        tick in order of start.
+        """
         self._advance(now)
         if not self._ended:
             return []
@@ -220,7 +228,7 @@ class Network:
     # Questions
 
     def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
-        """Bytes that have not arrived yet, those that are announced included; a byte that is on its way has not arrived."""
+        """Return the number of bytes that have not arrived yet, including announced ones and those in flight."""
         one = self._known(transfer_id)
         self._advance(now)
         self._settle()
@@ -230,7 +238,7 @@ class Network:
         return -(-(one.work_left_at(now) + to_come) // _WORK_PER_BYTE)
 
     def rate(self, transfer_id: Hashable) -> float:
-        """Bytes per second that a transfer gets now: 0 while it waits, inf without any limit."""
+        """Return the present rate of a transfer in bytes per second: 0 while it waits, inf without any limit."""
         one = self._known(transfer_id)
         self._settle()
         if not one.is_flowing or one.has_ended:
@@ -246,7 +254,7 @@ class Network:
     # Time
 
     def _advance(self, now: int) -> None:
-        """Let everything happen that happens up to and at a tick."""
+        """Handle all events up to and including a tick."""
         if now < self._now:
             raise ValueError(f"Network: time goes back (from tick {self._now} to {now})")
         if self._touched and now > self._now:
@@ -278,7 +286,7 @@ class Network:
         self._now = now
 
     def _expect_end(self, one: Flow, flows_at: int) -> None:
-        """Note when a transfer ends that flows from a tick on with its fixed share, or with its links for itself."""
+        """Schedule the end of a transfer that flows from this tick at its fixed share, or with its links to itself."""
         rate = one.rate or self._rate_alone
         ticks = 0 if rate is None else -(-one.work_left // rate)
         self._push(one, flows_at + ticks, _ENDS)
@@ -291,7 +299,7 @@ class Network:
             heapify(events)
 
     def _flow(self, one: Flow) -> None:
-        """Let a transfer's latency be over; its end is expected."""
+        """Handle the end of a transfer's latency: it flows, and its end is scheduled."""
         one.is_flowing, one.since = True, self._now
         if self._has_fixed_shares:
             return
@@ -309,16 +317,17 @@ class Network:
         one.rate = rate
 
     def _resume(self, feed: Feed) -> None:
-        """Let an open transfer flow that had nothing to send."""
+        """Resume an open transfer that had nothing to send."""
         one = feed.transfer
         one.work_left = feed.take_due(self._now)
         self._expect_end(one, self._now)
         self._flow(one)
 
     def _go_on(self, one: Flow, feed: Feed) -> None:
-        """Continue a transfer that has sent all available bytes with those that have become available since, or let it wait.
+        """Continue a transfer that has sent all available bytes with those that have become available since, or make it
+        wait.
 
-        While it waits, other transfers have its links.
+        While it waits, other transfers use its links.
         """
         one.version += 1
         one.work_left, one.since = feed.take_due(self._now), self._now
@@ -367,7 +376,7 @@ class Network:
         return link
 
     def _settle(self) -> None:
-        """Work rates out again where transfers have come or gone."""
+        """Recompute the rates on links whose transfers have changed."""
         touched = self._touched
         if not touched:
             return
@@ -399,9 +408,9 @@ class Network:
 
     @staticmethod
     def _fair_rates(touched: Iterable[Link]) -> dict[Flow, int]:
-        """Max-min fair rates of all transfers connected with these links, by progressive filling.
+        """Return max-min fair rates of all transfers connected with these links, by progressive filling.
 
-        Shares grow together until a link is full; its transfers keep that share, the others go on.
+        Shares grow together until a link is full; its transfers keep that share, the others keep growing.
         """
         users = {link: [*link.transfers] for link in touched}
         unseen = list(users)
@@ -420,7 +429,7 @@ class Network:
             capacity, count = left[link]
             if not count:
                 continue
-            if capacity // count != share:  # others of its transfers were held back elsewhere
+            if capacity // count != share:  # other transfers of this link are limited by other links
                 heappush(shares, (capacity // count, number, link))
                 continue
             for one in users[link]:

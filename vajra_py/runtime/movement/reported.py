@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 
 class ReportedCopies:
-    """Copies under way whose duration is not predicted; see `Network`, whose place it takes."""
+    """Copies under way whose duration is not predicted; used in place of a `Network`."""
 
     def __init__(self) -> None:
         self._ended: list[Hashable] = []
@@ -18,7 +18,7 @@ class ReportedCopies:
         """Do nothing: an end is reported only for a copy that a request waits for."""
 
     def report(self, key: Hashable) -> None:
-        """Take the end of a copy, which the next call of `ended` returns."""
+        """Record the end of a copy, which the next call of `ended` returns."""
         self._ended.append(key)
 
     def ended(self, now: int) -> list[Hashable]:

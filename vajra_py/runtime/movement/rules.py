@@ -1,4 +1,4 @@
-"""Rules of one replicaset by which requests go from replica to replica with their KV."""
+"""Rules of one replicaset for moving requests with their KV from replica to replica."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from vajra_py.runtime.movement.links import LinkOptions
 
 @dataclass(frozen=True, slots=True)
 class HandOffRules:
-    """Rules by which requests go from one replica to another with their KV; see `HandOffConfig`."""
+    """Rules for moving requests with their KV from one replica to another; see `HandOffConfig`."""
 
     settings: HandOffConfig
     links: LinkOptions
     bytes_per_token: int
     migration: MigrationConfig = field(default_factory=MigrationConfig)
     num_parts: int = 1
-    """Equal parts of a step, at the end of each of which an equal part of its KV can be sent; with `overlap` only."""
+    """Number of equal parts of a step; at the end of each, an equal part of the step's KV can be sent. Only with
+    `overlap`.
+    """
 
     @property
     def reserves_first(self) -> bool:
-        """True if a prompt is computed only when blocks of its target are set aside."""
+        """True if a prompt is computed only after blocks of its target are reserved."""
         return self.settings.reserve == "before_prompt"
 
     @property

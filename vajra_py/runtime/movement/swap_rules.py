@@ -1,4 +1,4 @@
-"""Rules by which swapped blocks are copied beside steps."""
+"""Rules for copying swapped blocks while steps run."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class SwapRules:
     links: LinkOptions
     bytes_per_block: int
     frees_at_once: bool = False
-    """True: a preempted request's device blocks are free before they are copied."""
+    """True if a preempted request's device blocks are free before they are copied."""

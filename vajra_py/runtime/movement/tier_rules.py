@@ -1,4 +1,4 @@
-"""Rules of a replicaset's memory tiers: their links, and when content comes back."""
+"""Rules of a replicaset's memory tiers: their links, and the loading of content from them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Queues of waiting requests in exact priority order.
 
-One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is total,
-(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time of a query; what differs is the cost of keeping it so.
+One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is
+total, (key, arrival, index) or (key of the group, key, arrival, index), and always equals a plain sort of all waiting
+requests at the time of the query; the queues differ only in cost.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ __all__ = [
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
-    """Make the cheapest queue that keeps this prioritizer's order exact. `name`: what errors call it.
+    """Make the cheapest queue that keeps this prioritizer's order exact. `name`: the policy's name in errors.
 
-    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without a slope,
-    or named falls without a place for the names.
+    Raises `PolicyError` if the prioritizer declares no known key motion, linear keys without `line`, or named falls
+    without a list for them.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything
     if isinstance(prioritizer, GroupsRequests) and isinstance(motion, KeyMotion):

@@ -1,7 +1,8 @@
 """Queue for keys that may change at any event: keys are read again at each step.
 
-Every key is read again at a query for a new time, or a new step begins: O(n), once. The order is then computed as far
-as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, they are not read while none has changed.
+Every key is re-read once, in O(n), at a query for a new time and when a new step begins. The order is then computed
+only as far as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, they are not
+re-read while none has changed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ class ArbitraryQueue(RankedQueue):
         self._keys = KeyReader(prioritizer, name)
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
-        """Epoch of the prioritizer in which the keys were read; None: the ranks are in no order, or it has no epoch."""
+        """Epoch of the prioritizer in which the keys were read; None if the ranks are not in order, or the prioritizer
+        has no epoch.
+        """
         self._entered_in: int | None = None
         """Epoch in which the latest rank was read."""
         self._read_at: float | None = None
         """Time at which the keys of the ranks were read; None when they must be read again."""
         self._num_readings = 0
         self._first: list[Rank] = []
-        """The most urgent ranks, sorted; requests that have left are not among them."""
+        """The most urgent ranks, sorted, without requests that have left."""
         self._rest: list[Rank] = []
         """A heap of the other ranks; some of their requests may have left."""
 
@@ -55,7 +58,7 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            # After new keys, every request that was not yielded yet is still to come, wherever it ranks now.
+            # After new keys, every request that was not yielded yet is still to be yielded, wherever it ranks now.
             if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)
@@ -85,7 +88,7 @@ class ArbitraryQueue(RankedQueue):
         self._read_at = None
 
     def _read(self, now: float) -> None:
-        """Read every key again at `now`; if one breaks the contract, nothing changes."""
+        """Re-read every key at `now`; if one breaks the contract, nothing changes."""
         if now == self._read_at:
             return
         epoch = None if self._epochs is None else self._epochs.epoch()

@@ -21,7 +21,7 @@ class HitChanges(Protocol):
         """Follow a waiting request from its present hits on."""
 
     def drop(self, request: RequestView) -> None:
-        """Follow a request no more; nothing happens to one that is not followed."""
+        """Stop following a request; does nothing for one that is not followed."""
 
     def take_changed(self) -> Collection[RequestView]:
         """Return the requests whose hits may have changed since they were followed; they are followed no longer."""
@@ -38,7 +38,9 @@ class RequestQueue(Protocol):
     is_volatile: bool
     """True if keys are also read again after each admission and preemption."""
     reads_hits: bool
-    """True if keys move with the prefix hits of their requests: `use_hits` spares reading the others."""
+    """True if keys move with the prefix hits of their requests; with `use_hits`, only the keys of changed hits are
+    re-read.
+    """
 
     @property
     def num_requests(self) -> int:
@@ -55,19 +57,24 @@ class RequestQueue(Protocol):
         """Remove a request from any position. KeyError if it does not wait."""
 
     def refresh(self, request: RequestView, now: float) -> None:
-        """Read the key again of a request that has progressed. Errors as for `remove` and `add`; after a bad key the old one stays."""
+        """Re-read the key of a request that has progressed. Raises like `remove` and `add`; after an invalid key, the
+        old one stays.
+        """
 
     def use_hits(self, hits: HitChanges | None) -> None:
-        """Read keys again where hits have changed by this source, from now on; None: read all of them.
+        """From now on, re-read only the keys of requests whose hits have changed according to this source; None:
+        re-read all.
 
-        Nothing happens where keys do not move with hits.
+        Does nothing if keys do not move with hits.
         """
 
     def touch(self, request: RequestView) -> None:
-        """Read the key of a request whose state has changed again with the next ones; does nothing if keys do not move with hits."""
+        """Mark a request whose state has changed, so that its key is re-read with the next ones; does nothing if keys
+        do not move with hits.
+        """
 
     def begin_step(self) -> None:
-        """Let keys that may change at any event be read again, even for the time of the last query; called for each step."""
+        """Have keys that may change at any event re-read, even for the time of the last query; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
         """The most urgent request, None if nothing waits."""
@@ -151,7 +158,7 @@ class RankedQueue(ABC):
             self._enter(new, now)
 
     def begin_step(self) -> None:
-        """See `RequestQueue.begin_step`; nothing to do where keys move only as declared."""
+        """See `RequestQueue.begin_step`; does nothing, since keys move only as declared."""
         return
 
     def use_hits(self, hits: HitChanges | None) -> None:

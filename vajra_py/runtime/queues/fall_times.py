@@ -1,4 +1,4 @@
-"""Times at which keys of waiting requests may move by themselves, the earliest first."""
+"""Times at which keys of waiting requests may fall by the passing of time, earliest first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FallTimes:
         """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Ask the prioritizer for the request's time, since its key is read at `now`; serials are unique."""
+        """Store the prioritizer's next time for a request whose key is read at `now`; serials are unique."""
         at = self._reader.falls_at(request, now)
         if at is None:
             self._at.pop(request, None)
@@ -39,7 +39,7 @@ class FallTimes:
             heapify(self._due)
 
     def take_due(self, now: float) -> list[tuple[float, int, RequestView]]:
-        """Take out the entries that are due at `now`; see `requests_of` and `put_back`."""
+        """Remove and return the entries that are due at `now`; see `requests_of` and `put_back`."""
         taken = []
         while self._due and self._due[0][0] <= now:
             taken.append(heappop(self._due))

@@ -1,8 +1,9 @@
 """Queue for keys by group: (key of the group, key of the request, arrival, index).
 
-Two levels: the requests of each group in order, and the groups in the order of (key, head). A group is sorted by its key as it
-was last read, and keys rise unless a fall is named, so a group is too early or in its place, never too late. Its key is read again
-when it would be next: if it has risen, the group moves on, in O(log groups), and the one after it is looked at.
+Two levels: the requests of each group in order, and the groups in the order of (key, head). A group is sorted by its
+key as last read. Keys only rise unless a fall is named, so a group is too early or at its right position, never too
+late. Its key is re-read when it would be next: if it has risen, the group moves back, in O(log groups), and the group
+after it is checked.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class _Group:
     def __init__(self, name: str, key: Any) -> None:
         self.name = name
         self.key = key
-        """Key as last read: not above the present one, unless a fall was named."""
+        """Key as last read; not greater than the present one, unless a fall was named."""
         self.ranks = SortedRanks()
         self.head: Rank | None = None
-        """First of `ranks` when the group was given its place."""
+        """First of `ranks` when the group was placed."""
         self.place: Any = None
         """Rank among the groups, ((key, key of the head), arrival, index, serial, group); None: it has none yet."""
 
@@ -58,7 +59,7 @@ class _Cursor:
 
 
 class GroupedQueue(RankedQueue):
-    """A `RequestQueue` for static and progress-dependent keys within groups, whose keys move by themselves."""
+    """A `RequestQueue` for static and progress-dependent keys within groups; the groups' keys may move at any time."""
 
     def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class GroupedQueue(RankedQueue):
         self._order = SortedRanks()
         """The places of the groups."""
         self._headless: dict[_Group, None] = {}
-        """Groups whose head may have changed since they were given their place."""
+        """Groups whose head may have changed since they were placed."""
         self._version = 0
         """Counter of changes of the order of groups, and the serial of the latest place."""
 
@@ -174,7 +175,7 @@ class GroupedQueue(RankedQueue):
         return None
 
     def _settle(self) -> None:
-        """Read the keys of the groups that were named as fallen, and put groups whose key or head has changed in their place."""
+        """Re-read the keys of groups named as fallen, and move groups whose key or head has changed to their positions."""
         fallen = self._fallen
         if fallen is not None and fallen.num_named != self._num_read:
             names = fallen.since(self._num_read)
@@ -192,7 +193,7 @@ class GroupedQueue(RankedQueue):
             self._headless.clear()
 
     def _has_risen(self, group: _Group) -> bool:
-        """Read a group's key again; if it has risen, the group moves on."""
+        """Re-read a group's key and return True if it has risen; the group then moves back."""
         key = self._reader.key(group.name)
         if key == group.key:
             return False
@@ -205,7 +206,7 @@ class GroupedQueue(RankedQueue):
         return True
 
     def _place(self, group: _Group) -> None:
-        """Put a group where its key and its head belong."""
+        """Insert a group at the position given by its key and head."""
         order = self._order
         if group.place is not None:
             order.remove(group.place)
@@ -248,7 +249,7 @@ class GroupedQueue(RankedQueue):
 
 
 class KeyedByGroup:
-    """A prioritizer by group as one of plain `VOLATILE` keys, (key of the group, key of the request)."""
+    """A prioritizer by group, adapted to plain `VOLATILE` keys: (key of the group, key of the request)."""
 
     key_motion = KeyMotion.VOLATILE
 

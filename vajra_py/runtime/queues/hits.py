@@ -1,7 +1,8 @@
 """Queues for keys that move with the prefix hits of their requests.
 
-Keys are read again at a query for a new time, or a new step begins, but only those of requests whose hits have changed since,
-by the memory's reports, or whose time has come: O(log n) each. With a memory without reports all are read. Between queries for the same time keys stay as they are.
+At a query for a new time, or when a new step begins, the keys of requests are re-read whose hits have changed according
+to the memory, or whose time has come: O(log n) each. If the memory does not report changes, all keys are re-read.
+Between queries for the same time, keys stay the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
 
 class NoHits:
-    """Hits that never change, as where there is no prefix cache."""
+    """Hits that never change, as without a prefix cache."""
 
     def follow(self, request: RequestView) -> None:
         """Do nothing."""
@@ -44,7 +45,7 @@ class Readings:
         self._hits: HitChanges | None = None
         """Source of changes; None: there is none, and all keys are read."""
         self._read_at: float | None = None
-        """Time for which the keys are valid; None: they have to be checked."""
+        """Time for which the keys are valid; None if they must be checked."""
         self._latest: float | None = None
         """Latest time at which a key was read; None: all keys are to be read."""
         self._changed: dict[RequestView, None] = {}
@@ -59,11 +60,11 @@ class Readings:
         self._read_at = None
 
     def stand_at(self, now: float) -> bool:
-        """Return True if the keys of waiting requests are those of this time."""
+        """Return True if the keys of waiting requests are valid for this time."""
         return now == self._read_at
 
     def is_read(self, request: RequestView, now: float, serial: int) -> None:
-        """Note that a request's key is read at `now`. PolicyError if its time breaks the contract."""
+        """Note that a request's key is read at `now`. Raises PolicyError if its next time breaks the contract."""
         if self._times is not None:
             self._times.note(request, now, serial)
 
@@ -120,13 +121,13 @@ class Readings:
 
 
 class HitsQueue(RankedQueue):
-    """Part of a queue that reads keys again where hits have changed; another class keeps the ranks in order."""
+    """Part of a queue that re-reads the keys of changed hits; another class keeps the ranks in order."""
 
     is_arbitrary = True
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial with which each request came in; its rank gets another one when its key moves."""
+    """Serial of each request's entry; its rank gets another one when its key moves."""
     _num_moves: int
     """Readings that found some key moved."""
 
@@ -135,7 +136,7 @@ class HitsQueue(RankedQueue):
 
     @abstractmethod
     def _walk(self) -> Iterator[RequestView]:
-        """Iterate over all that wait, in order; void when a key moves."""
+        """Iterate over all waiting requests in order; void when a key moves."""
 
     def use_hits(self, hits: HitChanges | None) -> None:
         """See `RequestQueue.use_hits`."""
@@ -164,7 +165,9 @@ class HitsQueue(RankedQueue):
         walk, num_moves = self._walk(), self._num_moves
         while True:
             self._read(now)
-            if num_moves != self._num_moves:  # a request that was not returned yet is still to come, wherever it is now
+            if (
+                num_moves != self._num_moves
+            ):  # a request that was not yielded yet is still to be yielded, wherever it ranks now
                 walk, num_moves = self._walk(), self._num_moves
             request = next(walk, None)
             if request is None:
@@ -232,7 +235,8 @@ class PrefixHitsQueue(HitsQueue, SortedQueue):
 class GroupedHitsQueue(HitsQueue, GroupedQueue):
     """A `RequestQueue` for keys by group, with `KeyMotion.PREFIX_HITS` within groups.
 
-    Keys are also read again after each admission and preemption; keys of groups are those of the present, as in `GroupedQueue`.
+    Keys are also read again after each admission and preemption; keys of groups are always up to date, as in
+    `GroupedQueue`.
     """
 
     is_volatile = True

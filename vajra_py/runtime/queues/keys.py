@@ -1,7 +1,7 @@
 """Read a request's priority key or line and check it against the contract.
 
-Everything that a queue orders by passes through here: a finite number, or a tuple of finite numbers of one length, or a
-`PolicyError` that names the policy and the request.
+Every key that a queue uses is checked here: it must be a finite number, or a tuple of finite numbers of constant
+length; otherwise a `PolicyError` names the policy and the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = 0
 
 
 class KeyReader:
-    """Reads keys of one prioritizer for one queue and holds it to the shape of its first key."""
+    """Reads keys of one prioritizer for one queue; all must have the shape of the first."""
 
     __slots__ = ("_key", "_length", "_policy")
 
@@ -60,7 +60,7 @@ class KeyReader:
 
 
 class GroupReader:
-    """Reads the groups of requests and the keys of groups, and holds a queue's group keys to the shape of the first."""
+    """Reads the groups of requests and the keys of groups; all keys of groups must have the shape of the first."""
 
     __slots__ = ("_group", "_key", "_length", "policy")
 
@@ -156,7 +156,7 @@ class FallReader:
         self._at = prioritizer.falls_at
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the time, seconds, checked; None: never."""
+        """Return the checked time in seconds at which the key may fall; None: never."""
         try:
             given = self._at(request, now)
         except PolicyError:

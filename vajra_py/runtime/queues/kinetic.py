@@ -1,8 +1,8 @@
 """Exact order for keys that are linear in time.
 
-Requests with the same slope keep their order, so they form a sorted group; a kinetic tournament over the groups gives the
-most urgent request and until when it stays so. The key of a request is intercept + slope * now as computed in floating
-point from its `line`, and the order is that of these numbers, to the last bit.
+Requests with the same slope keep their order, so they form a sorted group; a kinetic tournament over the groups gives
+the most urgent request and the time until which it stays the most urgent. The key of a request is intercept + slope *
+now, computed in floating point from its `line`; the order is exactly that of these numbers.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class KineticQueue(RankedQueue):
 class _Frontier:
     """All ranks in order at one time, best first, O(log n) each: a heap of the best rank of each part not read yet.
 
-    A part is a subtree of the tournament, known by the head of its winner, or a group that is being read. The tournament may
-    change meanwhile: removals only make what is known too low, which costs a look and no more; what is added may come out
-    too, at any place, and is for the reader to leave out.
+    A part is a subtree of the tournament, represented by the head of its winner, or a group that is being read. The
+    tournament may change meanwhile: removals only make stored bounds too low, which costs an extra check; added
+    requests may be yielded too, at any position, and the reader must skip them.
     """
 
     def __init__(self, tournament: Tournament, now: float) -> None:
@@ -159,11 +159,11 @@ def _place(rank: Rank, now: float) -> _Place:
 
 
 def _in_order(group: SlopeGroup, now: float) -> Iterator[Rank]:
-    """Iterate over a group's ranks by computed key; keys that rounding makes equal go by arrival and index."""
+    """Iterate over a group's ranks by computed key; ties caused by rounding are broken by arrival and index."""
     ranks, shift = group.ranks, group.slope * now
     equal: list[Rank] = []
     settled: float | None = None
-    """An intercept whose computed key no other intercept shares: its ranks are in order as they are."""
+    """Intercept whose computed key no other intercept shares: its ranks are in order already."""
     for rank in ranks.walk():
         intercept = rank[KEY]
         if intercept == settled:

@@ -1,8 +1,8 @@
-"""Queue for keys that rise with anything and fall only where their policy names it.
+"""Queue for keys that may rise at any event and fall only if their policy names the request.
 
-A request is sorted by its key as last read. Falls are named, or come at a known time, and are read before the queue
-answers; so a request is too early or in its place, never too late. Its key is read again when it would be next: if it has risen, the
-request moves on, in O(log n), and the one after it is looked at.
+A request is sorted by its key as last read. Falls are named, or occur at a known time, and are read before every query,
+so a request is too early or at its right position, never too late. Its key is re-read when it would be next: if it has
+risen, the request moves back, in O(log n), and the one after it is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NamedFallsQueue(RankedQueue):
         """Number of fallen requests' names read so far."""
         self._order = SortedRanks()
         self._entries: dict[RequestView, int] = {}
-        """Serial with which each request came in; its rank gets another one when its key moves."""
+        """Serial of each request's entry; its rank gets another one when its key moves."""
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
         """Requests that have moved forward."""
@@ -61,7 +61,7 @@ class NamedFallsQueue(RankedQueue):
         walk, num_falls = self._order.walk(), self._num_falls
         while True:
             self._settle(now)
-            if num_falls != self._num_falls:  # a request may have come before the place that was reached
+            if num_falls != self._num_falls:  # a request may have moved before the position reached
                 walk, num_falls = self._order.walk(), self._num_falls
             rank = next(walk, None)
             if rank is None:
@@ -107,7 +107,7 @@ class NamedFallsQueue(RankedQueue):
         return None
 
     def _settle(self, now: float) -> None:
-        """Read the keys again of requests that were named, and of those whose time has come."""
+        """Re-read the keys of requests that were named, and of those whose time has come."""
         fallen = self._fallen
         if fallen.num_named != self._num_read or now < self._asked_at:
             names = fallen.since(self._num_read) if now >= self._asked_at else None
@@ -132,7 +132,7 @@ class NamedFallsQueue(RankedQueue):
                 self._num_falls += new[KEY] < old[KEY]
 
     def _has_risen(self, rank: Rank, now: float) -> bool:
-        """Read a key again; if it has risen, the request moves on."""
+        """Re-read a key and return True if it has risen; the request then moves back."""
         request = rank[REQUEST]
         key = self._keys.key(request, now)
         if key == rank[KEY]:

@@ -16,8 +16,8 @@ from vajra_py.contract import RequestView
 Rank: TypeAlias = tuple[Any, float, int, int, RequestView, float, int]
 """(key or intercept, arrival, index, serial, request, slope, tokens left).
 
-The serial counts entries into one queue, so no comparison goes past it, and later entries have larger ones. The slope is 0
-where keys do not move with time.
+The serial counts entries into one queue, so no comparison goes beyond it, and later entries have larger ones. The slope
+is 0 if keys do not move with time.
 """
 
 KEY: Final = 0
@@ -35,11 +35,12 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 
 
 class SortedRanks:
-    """Ranks in ascending order: O(log n) to add, O(1) to read the first, to remove it, and to abort any other.
+    """Ranks in ascending order: O(log n) to add, O(1) to read or remove the first, and to abort any other.
 
-    Sorted blocks, as in a sortedcontainers list. Its overhead would be half of a queue's cost, and finding a rank in the
-    middle, at a cache miss a comparison, most of an abort's. So with more than one block, what is removed from the middle is
-    only marked; marked ones go when they come first, or when they outnumber the others. The first rank is never marked.
+    Stored in sorted blocks, like a sortedcontainers list. A sortedcontainers list itself would be half of a queue's
+    cost; finding a rank in the middle, with a cache miss per comparison, would be most of the cost of an abort. With
+    more than one block, ranks removed from the middle are therefore only marked; marked ones are deleted when they
+    reach the front, or when they outnumber the others. The first rank is never marked.
     """
 
     __slots__ = ("_blocks", "_gone", "_lasts", "_num_listed", "_version")
@@ -50,7 +51,7 @@ class SortedRanks:
         self._lasts: list[Rank] = []
         """The last rank of each block."""
         self._num_listed = 0
-        """Ranks in all blocks, those marked as removed included."""
+        """Number of ranks in all blocks, including those marked as removed."""
         self._gone: set[int] | frozenset[int] = _NOTHING
         """Serials of the ranks marked as removed."""
         self._version = 0

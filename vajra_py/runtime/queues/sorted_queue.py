@@ -1,7 +1,7 @@
 """Queue for keys that change only with a request's own progress.
 
-The rank is read when a request comes in or its progress changes, and stays until then: adding, removing and aborting cost
-O(log n), the head O(1).
+The rank is read when a request is added or has progressed, and is constant in between: adding, removing and aborting
+cost O(log n), the head O(1).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Kinetic tournament: the lowest of many lines, and how long it stays the lowest.
+"""Kinetic tournament: the lowest of many lines, and the time until which it stays the lowest.
 
-A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of parallel
-lines. Every match caches its winner and a certificate: the time until which the same group wins. Keys are compared as
-computed in floating point, intercept + slope * now, so a certificate ends early by a bound on the rounding of both sides;
-from there until the lines are clearly apart again, the match is replayed at each new time. Hence the winner is always the
-one that a plain comparison of all computed keys finds, ties broken by (arrival, index).
+A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
+parallel lines. Every match caches its winner and a certificate: the time until which the same group wins. Keys are
+compared as computed in floating point, intercept + slope * now, so a certificate ends early by a bound on the rounding
+of both sides; from there until the lines are clearly apart again, the match is replayed at each new time. The winner is
+thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
 
-Time may jump anywhere; going back costs O(groups), going forward what has changed.
+Time may jump anywhere; going back costs O(groups), going forward only the changed matches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from math import inf
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, SERIAL, Rank, SortedRanks
 
 _ROUNDING = 2.0**-49
-"""A computed key is off by at most 2**-52 of (abs(intercept) + abs(slope * now)); the rest covers the arithmetic on the bound."""
+"""Relative bound on the rounding of a key: its error is at most 2**-52 of (abs(intercept) + abs(slope * now)); the rest
+covers the arithmetic on the bound.
+"""
 
 _TINY = 1e-300
 """Covers rounding among subnormal numbers, which is not relative."""
@@ -25,7 +27,7 @@ _DISTINCT = 2.0**50
 """Parallel lines have different computed keys while these are below the distance of the lines times this."""
 
 _LARGEST = 1e300
-"""Beyond this, keys may overflow, and bounds on rounding do not hold."""
+"""Largest magnitude for which keys cannot overflow and bounds on rounding hold."""
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:
@@ -34,7 +36,7 @@ def tie(rank: Rank) -> tuple[float, int, int]:
 
 
 class SlopeGroup:
-    """Waiting requests whose lines are parallel, so that their order is that of their intercepts, but for rounding.
+    """Waiting requests whose lines are parallel, so that their order is that of their intercepts, except for rounding.
 
     `head` is first by computed key at the time of the latest `seat`, and remains so until `until`.
     """
@@ -83,7 +85,7 @@ class SlopeGroup:
         self.intercept_error = abs(intercept) * _ROUNDING + _TINY
 
     def _first_computed(self, now: float) -> Rank:
-        """Return the head where rounding makes keys of different lines equal."""
+        """Return the head if rounding makes keys of different lines equal."""
         head = self.ranks.first()
         key = head[KEY] + self.slope * now
         for rank in self.ranks.walk():
@@ -114,7 +116,7 @@ class SlopeGroup:
             return False
         first = ranks.first()
         if first[KEY] == self.intercept and self.until != now:
-            self.head = first  # on the same line as the old head, so as far from the next line
+            self.head = first  # on the same line as the old head, so equally far from the next line
         else:
             self.seat(now)
         return True
@@ -166,7 +168,9 @@ class Tournament:
         return self.winners[1]
 
     def match(self, level: int, position: int) -> int:
-        """Place in `winners` of a match, counted from the groups up (level 0), so that it means the same after growth."""
+        """Return a match's index in `winners` from its level, counted from the groups (level 0) so that it stays valid
+        after growth.
+        """
         return (self._capacity >> level) + position
 
     @property
@@ -203,9 +207,10 @@ class Tournament:
             self._until[leaf] = group.until
 
     def _climb(self, place: int, changed: SlopeGroup | None, final: int = 1) -> None:
-        """Play matches from a place up to `final`, or until `changed` neither was nor is the winner: nothing changes above.
+        """Play matches from an index up to `final`, or until `changed` neither was nor is the winner, since nothing
+        changes above.
 
-        The inner loop of every step: one match costs a third of a microsecond.
+        This is the inner loop of every step: one match costs a third of a microsecond.
         """
         winners, until, now = self.winners, self._until, self.now
         group, holds, age = winners[place], until[place], abs(now)
@@ -223,7 +228,7 @@ class Tournament:
                 lead = rival_key - key
                 if lead < 0.0 or (lead == 0.0 and tie(rival.head) < tie(group.head)):
                     group, rival, key, lead = rival, group, rival_key, -lead
-                # Two bounds on rounding: of the lead at `now`, and of the speed at which it shrinks.
+                # Two bounds on rounding: that of the lead at `now`, and that of the rate at which it shrinks.
                 slope_error = group.slope_error + rival.slope_error
                 lead -= group.intercept_error + rival.intercept_error + slope_error * age
                 closing = group.slope - rival.slope + slope_error

@@ -1,4 +1,5 @@
-"""Log of an admission policy's decisions: one JSON line for each request that was degraded, refused or deferred, or let in after that.
+"""Log of an admission policy's decisions: one JSON line each time a request is degraded, refused, deferred, or accepted
+after a deferral.
 
 `{"at": seconds, "index": …, "request_id": …, "policy": …, "decision": "accept" | "refuse" | "defer", …}`, in the order of the decisions, with
 the fields that the decision sets. The same run gives the same bytes. Runs without an admission policy have no such file.
@@ -48,7 +49,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_admissions(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the decisions of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    """Yield the decisions of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
+    broken.
+    """
     if not path.exists():
         return
     yield from read_rows(path)

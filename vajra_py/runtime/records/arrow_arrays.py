@@ -1,8 +1,8 @@
-"""Arrow arrays of numbers, flags, texts and lists of texts, made without pandas, and what is computed of them.
+"""Arrow arrays of numbers, flags, texts and lists of texts, made without pandas, and computations on them.
 
-`pyarrow.array` imports pandas at its first call, whatever it is given: on a small run as much time as all else together.
-`pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it: a tenth of a small run. `call` takes
-them from the module below it.
+`pyarrow.array` always imports pandas at its first call: on a small run, this takes as much time as everything else
+together. `pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it: a tenth of a small
+run's time. `call` takes them from the module below it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None = None) -> Any:
     """Return values as an Arrow array, of this Arrow type if one is given.
 
-    `values`: numbers or flags (an array), or texts and None, or an Arrow array. `is_null`: flags of the numbers that are not known.
-    Raises `ArrowInvalid` for a number that the type cannot hold.
+    `values`: numbers or flags (an array), or texts and None, or an Arrow array. `is_null`: True for numbers that are
+    unknown. Raises `ArrowInvalid` for a number that the type cannot hold.
     """
     import pyarrow as pa
 
@@ -81,9 +81,9 @@ def _texts(texts: Sequence[str | None]) -> Any:
 
 
 def numpy_array(column: Any) -> NDArray[Any]:
-    """Return an Arrow column as a numpy array, without a copy where its numbers lie in one piece.
+    """Return an Arrow column as a numpy array, without a copy if its numbers are contiguous.
 
-    The same as its `to_numpy`, which imports pandas; columns of numbers with nulls are left to it.
+    The same as its `to_numpy`, which imports pandas and is used only for columns of numbers with nulls.
     """
     import pyarrow as pa
 
@@ -105,9 +105,9 @@ def numpy_array(column: Any) -> NDArray[Any]:
 
 
 def one_array(column: Any) -> Any:
-    """Return a chunked column as one array, without a copy where it has one chunk.
+    """Return a chunked column as one array, without a copy if it has one chunk.
 
-    The same as its `combine_chunks`, which imports pandas where there is no chunk.
+    The same as its `combine_chunks`, which imports pandas if there is no chunk.
     """
     import pyarrow as pa
 
@@ -117,7 +117,7 @@ def one_array(column: Any) -> Any:
 
 
 def call(function: str, *values: Any, options: Any = None) -> Any:
-    """Return what one of Arrow's functions makes of these arrays or tables, as `pyarrow.compute.call_function` does."""
+    """Return the result of one of Arrow's functions for these arrays or tables, like `pyarrow.compute.call_function`."""
     return _compute().call_function(function, list(values), options)
 
 

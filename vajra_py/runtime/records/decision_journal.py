@@ -1,7 +1,7 @@
 """Journal of a decision log: records on disk during the run, so that they survive a killed process.
 
 A Parquet file cannot be read before it is finished. The journal is an Arrow stream beside it, in which every batch is
-readable as soon as it is written; it goes away when the log is closed.
+readable as soon as it is written; it is deleted when the log is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Journal:
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
-        """Hand the records to the operating system, so that they survive the end of this process."""
+        """Write the records and flush them to the operating system, so that they survive the end of this process."""
         import pyarrow as pa
 
         texts = pa.list_(pa.string())

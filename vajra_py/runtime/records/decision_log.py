@@ -1,8 +1,9 @@
-"""Decision log: what the policies decided, in a Parquet file of records; a run of repeated decode steps is one record.
+"""Decision log: the policies' decisions, in a Parquet file of records; a run of repeated decode steps is one record.
 
-A record has what changed: who joined and left the decodes since the replica's record before it, the chunks, who was preempted,
-who ended, and when the steps of a run ended. `decision_reader` makes a row for each step of it. The same run gives the same
-bytes: no time of writing, and decisions come before anything that depends on the machine.
+A record has the changes since the replica's previous record: requests that joined and left the decodes, the chunks,
+preempted requests, ended requests, and the end of each step of a run. `decision_reader` makes a row for each step. The
+same run gives the same bytes: the file has no time of writing, and decisions come before fields that depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from vajra_py.runtime.step.plan import StepPlan, in_batch_order
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 RECORDS_AT_ONCE = 32_768
-"""Number of records that are collected before they are written together."""
+"""Number of records collected before they are written together."""
 
 _KIND_CODES, _MODE_CODES, _REASON_CODES = (
     {name: code for code, name in enumerate(names)} for names in (KINDS, MODES, REASONS)
@@ -54,8 +55,8 @@ def open_binary(path: Path) -> BinaryIO:
 class DecisionFile:
     """A decision log's file; it appears under its name when it is closed.
 
-    A row group holds all records of a stretch of time, and records of one tick stay together: so the bytes depend neither
-    on the order of events within a tick, nor on when records are handed over.
+    A row group holds all records of a stretch of time, and records of one tick stay together: the bytes therefore
+    depend neither on the order of events within a tick, nor on the times at which records are handed over.
     """
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
@@ -91,7 +92,7 @@ class DecisionFile:
         return self._num_held >= self._enough
 
     def write(self, complete_before: int | None = None) -> None:
-        """Write complete row groups; all records before this tick have been taken (None: all records)."""
+        """Write complete row groups, given that all records before this tick have been taken (None: all records)."""
         if not self._held:
             return
         records = Records.concat(self._held).by_time()
@@ -124,7 +125,7 @@ class DecisionFile:
 class DecisionLog(StepLog):
     """Writes `decisions.parquet` during the run; the file appears under its name when complete, at the close.
 
-    Until then a journal beside it has its records, for who reads what a killed process left.
+    Until then, a journal beside it has the records, so that they can be read after the process was killed.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class DecisionLog(StepLog):
         self._arrived.extend((request.index, self._tick))
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Keep the decisions until the step comes back; a step that only preempted is recorded at once."""
+        """Keep the decisions until the step comes back; a step that only preempted is recorded immediately."""
         is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_pool_decodes and not plan.chunks:
@@ -193,7 +194,7 @@ class DecisionLog(StepLog):
 
     def _keep(self, batch: Batch) -> None:
         """Journal the records, and write complete row groups."""
-        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # the last, smaller batch goes into the file at once
+        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # the last, smaller batch is written directly
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)
@@ -231,7 +232,7 @@ def journaled_tables(path: Path) -> list[Any]:
 
 
 class _Counted(io.RawIOBase):
-    """A file that counts the bytes written to it, as pyarrow requires."""
+    """File that counts the bytes written to it, as pyarrow requires."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -260,7 +261,7 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """Changes of a plan that can no longer be seen when its step ends; flat numbers, grouped as in `LISTS`."""
+    """Changes of a plan that are no longer known when its step ends; flat numbers, grouped as in `LISTS`."""
 
     joined: Numbers
     left: Numbers
@@ -282,7 +283,7 @@ def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
 
 
 def _chunks_in_order(plan: StepPlan, pool: DecodePool) -> Numbers:
-    """(request, tokens, computed before, kind, number of decodes before it) of each, in batch order."""
+    """Return (request, tokens, computed before, kind, number of decodes before it) for each chunk, in batch order."""
     numbers: list[int] = []
     admissions = [one.admitted_index for one in pool.in_admission_order()]
     for one, num_tokens, computed, kind in in_batch_order(plan.chunks, (), 0, running_in_order=True):

@@ -11,7 +11,9 @@ from vajra_py.runtime.records.decision_records import Records
 
 
 def merge_decision_logs(parts: Sequence[Path], path: Path) -> None:
-    """Write the log at `path` of what `PartialDecisionLog` kept of each part. Memory: about twice what is written together."""
+    """Write the log at `path` from the records that `PartialDecisionLog` kept of each part. Needs memory for about
+    twice the records that are written together.
+    """
     file = DecisionFile(path)
     unread = [_PartReader(one) for one in parts]
     while unread:

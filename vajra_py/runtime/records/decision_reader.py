@@ -20,17 +20,17 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds
 
 Row: TypeAlias = dict[str, Any]
 _Key: TypeAlias = tuple[int, int, str, int, int]
-"""(tick, 1 for a step that only preempted, replicaset, replica, how many rows the replica had before)."""
+"""(tick, 1 for a step that only preempted, replicaset, replica, number of the replica's earlier rows)."""
 _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
     """Iterate over the rows of a log; steps that never came back are last. Ties between replicas go by name and id.
 
-    Of a log that a killed process left unfinished (`is_cut`), what its journal holds.
+    For a log that a killed process left unfinished (`is_cut`), the rows of its journal.
 
-    Raises what pyarrow raises when the file is none or is cut off (`OSError`, `pyarrow.ArrowException`), `ValueError` when its
-    records do not go together.
+    Raises pyarrow's errors if the file is missing or cut off (`OSError`, `pyarrow.ArrowException`), and `ValueError` if
+    its records are inconsistent.
     """
     import pyarrow.parquet as pq
 
@@ -56,7 +56,7 @@ def read_decisions(path: Path) -> Iterator[Row]:
 
 
 def is_cut(path: Path) -> bool:
-    """Return True if this log has no end: the process that wrote it was killed, or still writes."""
+    """Return True if this log is incomplete: the process that wrote it was killed, or is still writing."""
     return not path.exists() and journal_path(path).exists()
 
 
@@ -259,7 +259,7 @@ _STEP, _STATUS, _NUM_STEPS = (SCALARS.index(name) for name in ("step", "status",
 
 
 def _formation(record: tuple[_Group, int]) -> tuple[int, bool]:
-    """Return the sort key of a record: the forming of its first step."""
+    """Return the sort key of a record: the time at which its first step was formed."""
     group, number = record
     scalars = group.scalars[number]
     return scalars[_STEP], scalars[_STATUS] in (CAME_BACK, NEVER_CAME_BACK)

@@ -31,7 +31,7 @@ NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.i
 """Number type of columns of lists; the others have 64 bits."""
 _COLUMN_OF = {name: column for column, name in enumerate(FIELDS)}
 DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
-"""Lists whose numbers hardly repeat, but are close to their neighbours."""
+"""Lists whose numbers rarely repeat, but are close to their neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,9 @@ class Records:
         )
 
     def by_time(self) -> Records:
-        """Return the records in the order in which they were taken, which those of one log have already."""
+        """Return the records in the order in which they were taken; the records of a single log are in that order
+        already.
+        """
         kept, arrived = self.field("kept"), self.arrivals.ticks
         if (kept[1:] >= kept[:-1]).all() and (arrived[1:] >= arrived[:-1]).all():
             return self
@@ -147,7 +149,8 @@ class Records:
     def table(self) -> Any:
         """Return the records as an Arrow table, replica by replica, in the order in which steps were formed.
 
-        Which records are written together is all that it depends on, and not their order. The first has all arrivals.
+        The table depends only on the set of records written together, not on their order. The first record has all
+        arrivals.
         """
         import pyarrow as pa
 

@@ -1,7 +1,7 @@
-"""Log of drafts: one JSON line for each request that had any, when it ends.
+"""Log of drafts: one JSON line for each request with drafts, written when it ends.
 
-`{"request_id": …, "places": […], "proposed": […], "accepted": […]}`: of each verification the number of output tokens before it, the
-drafts that were verified, and those that became output. Where no request has drafts there is no file.
+`{"request_id": …, "places": […], "proposed": […], "accepted": […]}`: for each verification, the number of output tokens
+before it, the number of drafts verified, and the number that became output. Without drafts there is no file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DraftLog(Observer):
         self._file.write(row)
 
     def flush(self) -> None:
-        """Hand every line so far to the operating system."""
+        """Flush every line so far to the operating system."""
         if self._file is not None:
             self._file.flush()
 
@@ -54,7 +54,9 @@ class DraftLog(Observer):
 
 
 def read_drafts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
+    broken.
+    """
     if not path.exists():
         return
     yield from read_rows(path)

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class EmittedFigures:
-    """Figures that the policies of a run emit, in columns, once a run has asked for them (`is_kept`)."""
+    """Figures emitted by the policies of a run, in columns; kept only if the run requests them (`is_kept`)."""
 
     def __init__(self) -> None:
         self.is_kept = False
@@ -73,4 +73,4 @@ class PolicyDiary:
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)
     asked_for_lengths: set[str] = field(default_factory=set)
-    """Names of policies that read output lengths although the predictor has none."""
+    """Names of policies that request output lengths although the predictor has none."""

@@ -1,7 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line each, in the order in which they were handled. With the durations of the steps (the decision log has them) and
-the tokens that came out, it is all that a run's decisions depend on besides its settings. Complete up to the last flush.
+One JSON line per input, in the order in which they were handled. With the settings, the steps' durations (in the decision
+log) and the generated tokens, they determine all decisions of a run. Complete up to the last flush.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
 _LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
 _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
-"""Facts of programs, which a row has only where they are stated."""
+"""Facts of programs; a row has them only if they are stated."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
     *(fact.name for fact in FACTS if fact.name not in _LAST),
@@ -37,7 +37,7 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Request to put another policy in force in one layer of one replicaset."""
+    """Request to replace the policy in one layer of one replicaset."""
 
     replicaset: str
     layer: Layer
@@ -49,14 +49,14 @@ class Arrival:
     """A request that was accepted.
 
     Attributes:
-        tick: when.
-        arrived_at: when its client sent it, seconds.
-        facts: what the client stated.
-        content: segments that identify its prompt in the prefix cache, where it is known by segments.
-        prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
-        num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
-        salt: only requests with the same one share prefixes; None: as in the settings.
-        reads_cache: whether it may use KV blocks that are in the prefix cache; its own are kept there for others either way.
+        tick: time of its acceptance.
+        arrived_at: time at which its client sent it, seconds.
+        facts: facts stated by the client.
+        content: segments that identify its prompt in the prefix cache, if it is known by segments.
+        prompt_token_ids: its prompt, if it is known by tokens. A request with neither shares no blocks.
+        num_output_tokens: its output length, if it was known beforehand.
+        salt: only requests with equal salts share prefixes; None: as in the settings.
+        reads_cache: True if it may reuse KV blocks of the prefix cache; its own are cached for others in either case.
     """
 
     tick: int
@@ -69,7 +69,7 @@ class Arrival:
     reads_cache: bool = True
 
     def spec(self) -> RequestSpec:
-        """Return the request as a workload holds it; an unknown output length is the longest that it may have."""
+        """Return the request as one of a workload; an unknown output length becomes the longest allowed one."""
         return RequestSpec(
             arrived_at=self.arrived_at,
             num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
@@ -89,7 +89,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """The expiry of a request that waited longer than it allows."""
+    """The expiry of a request that waited longer than it allowed."""
 
     tick: int
     request_id: str
@@ -97,7 +97,7 @@ class Expiry:
 
 @dataclass(frozen=True, slots=True)
 class ProgramIdle:
-    """The end of a program of which no call came for so long."""
+    """The end of a program that had no call for the idle time."""
 
     tick: int
     program_id: str
@@ -116,8 +116,8 @@ class Failure:
     """The loss of a replica.
 
     Attributes:
-        max_reruns: how often its requests might be computed again elsewhere; None: they ended.
-        guilty: requests that it computed by themselves when it was lost, for which that counts; None: all that it held.
+        max_reruns: number of times that its requests could be recomputed elsewhere; None: they ended.
+        guilty: requests for which this counts, because it computed them alone when it was lost; None: all that it held.
     """
 
     tick: int
@@ -165,7 +165,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PolicyViolation:
-    """A violation of the contract by a policy, which put its replicaset out of service: an outcome, which a replay reaches by itself."""
+    """A policy's violation of the contract, which put its replicaset out of service; a replay reproduces it by itself."""
 
     tick: int
     replicaset: str
@@ -177,9 +177,9 @@ class Gate:
     """A change of the work that the executing side allows a replica.
 
     Attributes:
-        admits: whether waiting requests may get KV blocks.
-        forms: whether steps are formed.
-        bars_preempted: whether a request that a step preempts waits for a later step, because a token of it is still computed.
+        admits: True if waiting requests may get KV blocks.
+        forms: True if steps are formed.
+        bars_preempted: True if a preempted request waits for a later step, as one of its tokens is still being computed.
     """
 
     tick: int
@@ -212,10 +212,10 @@ class WakeUp:
     """A policy was woken.
 
     Attributes:
-        replicaset: the policy's; empty for one of the whole system.
-        slot: its place, as in settings.
-        index: the policy's position in its layer: of a replica scheduler the replica.
-        key: its wake-up's; None: its replica was to form a step (`BatchBuilder.idle_until`).
+        replicaset: name of the policy's replicaset; empty for a policy of the whole system.
+        slot: key of the policy under `scheduling:`.
+        index: the policy's position in its layer; for a replica scheduler, the replica's id.
+        key: key of the wake-up; None: its replica was to form a step (`BatchBuilder.idle_until`).
     """
 
     tick: int
@@ -227,10 +227,10 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without calling it.
+    """Change of a replica's state by a scaler: start, up, drain or down. A replay makes it without calling the scaler.
 
     Attributes:
-        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it has nothing left.
+        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it is empty.
     """
 
     tick: int
@@ -241,10 +241,10 @@ class ReplicaChange:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    """KV of a request has arrived at the replica that goes on with it, or a part of it.
+    """The arrival of a request's KV, or of a part of it, at the replica that continues it.
 
     Attributes:
-        number: of the transfer among those of its replicaset, from 0.
+        number: number of the transfer among those of its replicaset, from 0.
     """
 
     tick: int
@@ -255,10 +255,10 @@ class TransferEnd:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEnd:
-    """An adapter is in its slot.
+    """The end of an adapter's load into its slot.
 
     Attributes:
-        number: of the load among those of its replica, from 0.
+        number: number of the load among those of its replica, from 0.
     """
 
     tick: int
@@ -269,10 +269,10 @@ class AdapterEnd:
 
 @dataclass(frozen=True, slots=True)
 class TierEnd:
-    """KV has arrived in a lower memory tier of a replica, or on its device.
+    """The arrival of KV in a lower memory tier of a replica, or on its device.
 
     Attributes:
-        number: of the copy among those of its replicaset, from 0.
+        number: number of the copy among those of its replicaset, from 0.
     """
 
     tick: int
@@ -282,7 +282,7 @@ class TierEnd:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Requests whose target was full looked at it again (`hand_off.when_full: retry`)."""
+    """Another attempt of requests whose target was full (`hand_off.when_full: retry`)."""
 
     tick: int
     replicaset: str
@@ -290,12 +290,12 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """News of a request at a server that a router sent it to.
+    """News about a request from the server to which a router sent it.
 
     Attributes:
         replica_id: the server.
         num_tokens: output tokens so far.
-        end: empty: it goes on; else the reason that it ended, "again" if it is to be placed anew, or "prompt" if its prompt is computed.
+        end: empty while it continues; else the reason of its end, "again" if to be placed again, "prompt" if its prompt is done.
     """
 
     tick: int
@@ -308,7 +308,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Figures that a server gave of itself: requests running and waiting, and the part of its KV memory in use."""
+    """Figures reported by a server: running and waiting requests, and the fraction of its KV memory in use."""
 
     tick: int
     replicaset: str
@@ -325,7 +325,7 @@ class CacheReport:
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
         begins: True if it replaces all content known before.
-        ends: no more reports come; `stored` and `removed` are empty.
+        ends: True if no more reports come; `stored` and `removed` are then empty.
     """
 
     tick: int
@@ -440,7 +440,7 @@ def _arrival_row(entry: Arrival) -> dict[str, Any]:
 
 
 def read_inputs(path: Path) -> list[Input]:
-    """Read the log of a run. Raises `RunError` when it is missing, broken, or of another version."""
+    """Read the log of a run. Raises `RunError` if it is missing, broken, or of another version."""
     try:
         rows = list(read_rows(path))
         header = rows[0] if rows else {}
@@ -491,8 +491,8 @@ class RecordedOutput:
     """Reason of its end; empty: it did not end."""
     detail: str = ""
     failed_at: int | None = None
-    """Number of its tokens that were computed when it failed by itself; None: it did not fail."""
+    """Number of computed tokens when the request itself failed; None if it did not."""
     proposals: dict[int, int] = field(default_factory=dict)
-    """Number of output tokens to the drafts that there were for those behind them."""
+    """Drafts proposed for the next tokens, by the number of output tokens before them."""
     accepted: dict[int, int] = field(default_factory=dict)
     """Number of output tokens to the drafts that were accepted then."""

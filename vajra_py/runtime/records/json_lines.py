@@ -23,7 +23,7 @@ class JsonLinesFile:
         self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
-        """Hand every line so far to the operating system, so that it survives the end of this process."""
+        """Flush every line so far to the operating system, so that it survives the end of this process."""
         self._file.flush()
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class JsonLinesFile:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    """Yield the rows of a file. Raises `OSError`, `EOFError` or `ValueError` if it is broken."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

@@ -1,4 +1,6 @@
-"""Output log: the tokens of each request of a run whose steps are computed, how it ended, and its drafts, in a file of JSON lines."""
+"""Output log of a run that computes: the tokens of each request, the reason of its end, and its drafts, in a file of
+JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class OutputLog(JsonLinesFile):
     def note(self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool) -> None:
         """Write a request's line.
 
-        `reason`: why it ended, empty for one that had not; `is_faulty`: it failed by itself, in the token after these.
+        `reason`: the reason of its end, empty if it has not ended; `is_faulty`: True if the request itself failed, in
+        the token after these.
         """
         row: dict[str, Any] = {
             "index": request.index,

@@ -1,4 +1,4 @@
-"""Columns of lists in record files: the values one after the other, and each record's number of them."""
+"""Columns of lists in record files: the concatenated values, and each record's number of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 
 def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
-    """Return values (rows, if two-dimensional), of which each record has so many, with the records in this order."""
+    """Return the values (rows, if two-dimensional) with the records reordered; `counts` has the number of values of
+    each record.
+    """
     if not len(values):
         return values
     stops = np.cumsum(counts, dtype=np.int64)

@@ -1,8 +1,10 @@
-"""Log of what replicas keep: one JSON line for each pin, its end, and the blocks that a retention policy gives up at once.
+"""Log of retention: one JSON line for each pin, for its end, and for the blocks that a retention policy evicts
+together.
 
-`{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`, `"unpinned": name,
-"why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that used a block last, and the number of
-blocks before it. In the order in which things happened; the same run gives the same bytes. Where nothing of it happens there is no file.
+`{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`,
+`"unpinned": name, "why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that
+used a block last, and the number of blocks before it. Lines are in order of time; the same run gives the same bytes.
+Without pins and evictions there is no file.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RetentionLog(Observer):
         self._evicted.append((block.request.request_id, block.depth))
 
     def flush(self) -> None:
-        """Hand every line so far to the operating system."""
+        """Flush every line so far to the operating system."""
         self._end_evictions()
         if self._file is not None:
             self._file.flush()
@@ -74,7 +76,9 @@ class RetentionLog(Observer):
 
 
 def read_retention(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
+    broken.
+    """
     if not path.exists():
         return
     yield from read_rows(path)

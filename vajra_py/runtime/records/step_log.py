@@ -1,7 +1,7 @@
-"""Step log: one record of each plan that came back, and one of a run of decode steps that repeat it.
+"""Step log: one record for each completed plan, and one for a run of decode steps that repeat it.
 
-An `Observer` gets steps expanded; a log that keeps every step of a long simulation cannot afford that. What is kept of a
-step is packed once, for all records of it (`share`).
+An `Observer` gets every step separately, which a log of a long simulation cannot afford. The data of a step is packed
+once and shared by all logs (`share`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ LISTS = {
     "preempted": ("preempted", "preempted_mode"),
     "finished": ("finished", "finished_reason"),
 }
-"""Lists of a record: the columns of each, one number an entry. Requests are named by index; `chunk_after`: how many decodes come
-before it; -1: before it if it is none of the first `decodes_at` chunks, else none of them."""
+"""Lists of a record, with the columns of each; an entry has one number per column. Requests are named by index.
+`chunk_after`: number of decodes before the chunk; -1: none for the first `decodes_at` chunks, all for the others.
+"""
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
     *(
@@ -47,14 +48,15 @@ FIELDS = (
     ),
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
-"""Whole numbers of a record: the plan's, of its features (from `batch_decodes` on), of what came of it, and entries of each list.
-`kept`: the tick at which it was taken;
-`decodes_at`: number of chunks before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
+"""Integers of a record: those of the plan, of its features (from `batch_decodes` on), of its outcome, and the number of
+entries of each list. `kept`: tick at which it was taken; `decodes_at`: number of chunks before the pool's decodes;
+`num_waiting_after`: waiting requests after the later steps of a run.
+"""
 _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
 _pack = _ROW.pack
 NO_LISTS = (0,) * (len(LISTS) - 1)
-"""Lengths of the lists after the first of a record without any entries in them."""
+"""Lengths of the lists after the first, for a record without entries in them."""
 
 Numbers: TypeAlias = Sequence[int]
 _Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
@@ -87,11 +89,13 @@ class PlanRepeats(NamedTuple):
     ended_at: array[int]
     """Tick at which each step ended."""
     growth: array[int]
-    """Members that took a block in each step after the first; it repeats where there are more steps."""
+    """Number of members that took a block in each step after the first; repeated cyclically for more steps."""
 
 
 class StepLog(Observer):
-    """Packs a record of each plan that came back; a subclass keeps them (`_keep`) and may count and list more of each (`_count_lists`)."""
+    """Packs a record of each completed plan; a subclass stores the records (`_keep`) and may add lists
+    (`_count_lists`).
+    """
 
     wants_step_ends = False
     wants_plans = True
@@ -143,7 +147,7 @@ class StepLog(Observer):
             keep(batch)
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Note a new plan; one without entries only preempts, and nothing comes back from it."""
+        """Note a new plan; one without entries only preempts, and never completes."""
 
     def on_plan_end(
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
@@ -154,9 +158,10 @@ class StepLog(Observer):
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
-        """Record a plan of decodes and its repetitions, which are applied now; the plan becomes that of one more, in flight.
+        """Record a plan of decodes and its repetitions, which are applied now; the plan then stands for one more
+        repetition, in flight.
 
-        `num_waiting`: waiting requests in repetitions.
+        `num_waiting`: waiting requests during the repetitions.
         """
         if now > self._tick:
             self._tick = now

@@ -1,1 +1,1 @@
-"""Requests as the mechanism keeps them: state, transitions, the decode pool and the running set."""
+"""Requests in the mechanism: state, transitions, the decode pool and the running set."""

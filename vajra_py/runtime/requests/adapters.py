@@ -1,8 +1,8 @@
 """LoRA adapters of one replica: the contents of its slots, and the requests that use them.
 
-A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter is not here: into
-a free slot, else into that of the least recently used idle adapter. Until the request is admitted or leaves, its adapter
-stays, so that two requests cannot take the slot from each other for ever.
+A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter
+is not loaded: into a free slot, else into that of the least recently used idle adapter. The adapter stays until the
+request is admitted or leaves, so that two requests cannot take the slot from each other forever.
 
 Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does not fit a step.
 """
@@ -23,7 +23,7 @@ _GONE = (RequestState.RUNNING, RequestState.HELD, RequestState.ENDED)
 
 
 class MergeRules(NamedTuple):
-    """Time that steps with several adapters take in simulations."""
+    """Duration of steps with several adapters in simulations."""
 
     unmerged_factor: float
     """Ratio of the time of a step with several adapters to that with one, whose weights are merged."""
@@ -37,7 +37,7 @@ ChoosesVictim: TypeAlias = Callable[[Sequence[str], float], str]
 
 @dataclass(eq=False, slots=True)
 class AdapterLoad:
-    """An adapter that is in a slot, or on its way there.
+    """Adapter that is in a slot, or being loaded into it.
 
     Attributes:
         number: position among the loads of its replica, from 0.
@@ -60,7 +60,9 @@ class Adapters:
         load_s: Mapping[str, float],
         num_blocks: Mapping[str, int] | None = None,
     ) -> None:
-        """`load_s`: time to load each adapter that the replica serves, seconds, by name. `num_blocks`: their sizes, KV blocks."""
+        """Create empty slots. `load_s`: seconds to load each adapter that the replica serves, by name. `num_blocks`:
+        the adapters' sizes in KV blocks.
+        """
         self.names = frozenset(load_s)
         self.num_blocks: Mapping[str, int] = num_blocks or {}
         self.chooses: ChoosesVictim | None = None
@@ -71,7 +73,7 @@ class Adapters:
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Time that a load takes, by name."""
         self.merging: MergeRules | None = None
-        """Times of steps by their adapters; None: adapters take no time."""
+        """Rules for the duration of steps with several adapters; None: adapters take no time."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0
@@ -83,7 +85,7 @@ class Adapters:
         """Requests for which adapters were loaded that have not been used since, by adapter."""
 
     def wait_for_loads(self) -> None:
-        """Let every load take until `end_load`, whatever its predicted time."""
+        """Make every load last until `end_load`, regardless of its predicted time."""
         self._is_timed = False
 
     def serves(self, name: str) -> bool:
@@ -99,11 +101,11 @@ class Adapters:
         return self.max_loras - len(self._slots) + sum(map(self._is_idle, self._slots))
 
     def is_loading(self) -> bool:
-        """Return True if an adapter is on its way to its slot."""
+        """Return True if an adapter is being loaded."""
         return not all(load.has_ended for load in self._slots.values())
 
     def fits(self, request: RequestView) -> bool:
-        """Return True if a waiting request can run, or its adapter be loaded."""
+        """Return True if a waiting request can run, or its adapter can be loaded."""
         name = request.adapter
         if not name:
             return True
@@ -113,12 +115,12 @@ class Adapters:
         return self.serves(name) and self.num_available() > 0
 
     def has_for(self, request: RequestView) -> bool:
-        """Return True if a request can run at once: it has no adapter, or a slot holds it."""
+        """Return True if a request can run immediately: it has no adapter, or a slot holds its adapter."""
         name = request.adapter
         return not name or (name in self._slots and self._slots[name].has_ended)
 
     def admit(self, request: Request, now: float) -> Refusal | None:
-        """Return the reason that a request cannot run at `now`; its adapter's load begins where a slot can be had."""
+        """Return the reason why a request cannot run at `now`; its adapter's load begins if a slot is available."""
         name = request.adapter
         load = self._slots.get(name)
         if load is None:
@@ -156,7 +158,7 @@ class Adapters:
         return loads
 
     def is_under_way(self, number: int) -> bool:
-        """Return True if a load has not ended, and its slot was not emptied meanwhile."""
+        """Return True if a load has not ended and was not voided by emptying its slot."""
         return any(load.number == number and not load.has_ended for load in self._slots.values())
 
     def end_load(self, number: int) -> None:
@@ -192,7 +194,7 @@ class Adapters:
         return chosen
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if no request uses a loaded adapter, and none waits that it was loaded for."""
+        """Return True if no request uses a loaded adapter, and none for which it was loaded waits."""
         if not self._slots[name].has_ended or self._users.get(name):
             return False
         request = self._awaiting.get(name)

@@ -1,4 +1,4 @@
-"""Slots for LoRA adapters managed elsewhere: every adapter that a request names is loaded at once, and takes no slot.
+"""LoRA adapters whose loads are managed elsewhere: every adapter that a request names counts as loaded.
 
 Source: vLLM's scheduler, which counts the adapters of the requests that run (`max_loras`), and leaves loading to its workers.
 """

@@ -1,12 +1,14 @@
-"""KV from outside a replica, as a connector of its engine offers it: loads, and ends that keep their blocks until a copy has left.
+"""KV from outside a replica, through a connector of its engine: loads, and ended requests that keep their blocks until
+a copy has left.
 
-The connector states how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
-admits the request (synchronous), or beside steps: then the request gets the blocks of all that is loaded, waits, and takes no slot
-and no tokens of a step. Such a load may not take blocks that prompts under way still need, since it makes no progress that would
-give blocks back, and a request whose load does not fit ends admission, as one does that lacks blocks.
+Each time that a waiting request is considered, the connector states how much of its KV it has. It loads within the step
+that admits the request (synchronous), or while steps run (asynchronous): then the request gets the blocks of all loaded
+tokens, waits, and takes no slot and no tokens of a step. An asynchronous load may not take blocks that prompts in
+progress still need, since a load makes no progress that would free blocks. A request whose load does not fit ends
+admission, like one that lacks blocks.
 
-Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and
-`KVConnectorBase_V1`.
+Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py`
+(`kv_holding_waiting`) and `KVConnectorBase_V1`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
 
 
 class Match(NamedTuple):
-    """Tokens that a connector can load behind those that the prefix cache holds."""
+    """Tokens that a connector can load after those that the prefix cache holds."""
 
     num_tokens: int
     is_async: bool = False
@@ -45,13 +47,13 @@ class KvConnector(Protocol):
         """Return the tokens (whole blocks) that can be loaded after the cached ones; None: unknown yet, call again."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Announce that a request is about to get the blocks of an asynchronous load, after its cached tokens."""
+        """Announce that a request is about to get blocks, after its cached tokens, for an asynchronous load."""
 
     def allocated(self, request: Request, num_tokens: int) -> None:
-        """Begin to load `num_tokens` (0: none) to the blocks that a request has been allocated."""
+        """Begin to load `num_tokens` (0: none) into the blocks allocated to a request."""
 
     def ended(self, request: Request, num_blocks: int) -> bool:
-        """Return True if a request that ends keeps its blocks until the connector has sent those with computed tokens."""
+        """Return True if an ending request keeps its blocks until the connector has sent those with computed tokens."""
 
 
 class FormedStep(Protocol):
@@ -66,7 +68,7 @@ class KvReport:
     """Report of a connector's workers with a step."""
 
     received: Collection[Request] = ()
-    """Requests whose loads are over, whether they failed or not."""
+    """Requests whose loads are over, successful or failed."""
     sent: Collection[Request] = ()
     """Ended requests whose blocks are needed no longer."""
     failed: Collection[Request] = ()
@@ -74,7 +76,7 @@ class KvReport:
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
     num_returned: int = 0
-    """Number of steps that have come back with the report, where steps are formed ahead."""
+    """Number of steps that have completed with the report, if steps are formed ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,23 @@ class ConnectorRules:
     """Rules by which a replica uses its connector."""
 
     holding_order: Literal["begin", "urgency"] = "begin"
-    """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
+    """Order of waiting requests that hold blocks: by the start of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
     """Treatment of requests whose load failed: they end, or compute the missing tokens."""
     calls_off: bool = False
-    """True if a load ends with its request; else the request's blocks are kept until it is over."""
+    """True if a load is cancelled when its request ends; otherwise the request's blocks are kept until the load is
+    over.
+    """
     reports_with_steps: bool = True
-    """True if the connector reports when steps come back; else at times of its own."""
+    """True if the connector reports when steps complete; otherwise at any time."""
     forms_ahead: bool = False
-    """True if steps are formed before the last one has come back, which may still write blocks: requests that it computes are not preempted."""
+    """True if steps are formed before the last one has completed; as that step may still write blocks, its requests are
+    not preempted.
+    """
     draft_tokens: int = 0
-    """Tokens of a decode with its drafts and their lookahead, for which a load beside steps leaves room; 0: there are no drafts."""
+    """Tokens of a decode with its drafts and their lookahead, for which an asynchronous load leaves room; 0 without
+    drafts.
+    """
 
 
 @dataclass(slots=True)
@@ -116,11 +124,11 @@ class FailedLoads:
     waiting: Sequence[Request]
     """Requests that wait for their load."""
     running: Mapping[Request, int]
-    """Requests that run, with the number of their valid leading tokens."""
+    """Running requests, with the number of their valid leading tokens."""
 
 
 class ConnectedKv:
-    """KV that comes to one replica through a connector, and blocks kept for the connector."""
+    """KV loaded to one replica through a connector, and blocks kept for the connector."""
 
     def __init__(
         self,
@@ -131,7 +139,9 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: aborted requests, which end with their step."""
+        """`is_full` returns True if the step being formed takes no more requests; `leaving`: aborted requests, which
+        end with their step.
+        """
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -139,17 +149,17 @@ class ConnectedKv:
         self._is_full = is_full
         self._leaving = leaving
         self._loads: dict[Request, _Load] = {}
-        """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
+        """Loads under way, over or failed, of requests that were not admitted since, in order of their start."""
         self._matches: dict[Request, tuple[int, Match] | None] = {}
-        """Cached tokens and the connector's answer for requests that were looked at in this step; None: it was not known."""
+        """Cached tokens and the connector's answer for requests considered in this step; None: no answer yet."""
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, with the reasons."""
         self._computes: set[Request] = set()
         """Requests that dropped loaded tokens because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
-        """Requests admitted in this step without a load before, all of whose known tokens it computes."""
+        """Requests admitted in this step without a load, all of whose known tokens the step computes."""
         self._ahead: deque[FormedStep] = deque()
-        """Steps that have not come back, where steps are formed ahead."""
+        """Steps that have not completed, if steps are formed ahead."""
 
     # Steps that are formed ahead
 
@@ -159,7 +169,7 @@ class ConnectedKv:
             self._ahead.append(plan)
 
     def is_written(self, request: Request) -> bool:
-        """Return True if a step that has not come back computes tokens of a running request."""
+        """Return True if a step that has not completed computes tokens of a running request."""
         return any(plan.computes(request) for plan in self._ahead)
 
     # Offering waiting requests
@@ -174,7 +184,8 @@ class ConnectedKv:
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, those that hold blocks first.
 
-        Requests that wait for a load, an answer or a slot for an adapter are left out. When the step is full the connector is queried for no further request.
+        Requests that wait for a load, an answer or a slot for an adapter are left out. Once the step is full, the
+        connector is not queried for further requests.
         """
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
@@ -213,13 +224,15 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """End the loads that are over and that no scheduler has looked at."""
+        """End the loads that are over and have not been seen by a scheduler."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
 
     def _ask(self, request: Request) -> Match | None:
-        """Ask the connector about a waiting request that holds nothing; None: it waits for the answer."""
+        """Query the connector about a waiting request that holds nothing; return None if the request waits for the
+        answer.
+        """
         num_local = self._running_set.memory.cached_tokens(request)
         match = NOTHING if request in self._computes else self._connector.matched(request, num_local)
         found = None
@@ -231,7 +244,9 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return the known match of a waiting request without blocks; for one of a shared queue the connector was not queried yet."""
+        """Return the known match of a waiting request without blocks; queries the connector for one of a shared queue,
+        which it has not seen yet.
+        """
         if request not in self._matches:
             self._ask(request)
         return self._matches[request]
@@ -239,18 +254,20 @@ class ConnectedKv:
     # Admission
 
     def loads_beside_steps(self, request: Request) -> bool:
-        """Return whether a waiting request has an asynchronous load, until whose end it computes nothing."""
+        """Return whether a waiting request has an asynchronous load; it computes nothing until that has ended."""
         found = self._matches.get(request)
         return found is not None and found[1].is_async and found[1].num_tokens > 0
 
     def cached_tokens(self, request: Request) -> int:
-        """Leading tokens that a waiting request need not compute if it is admitted now."""
+        """Return the leading tokens that a waiting request need not compute if it is admitted now."""
         num_local = self._running_set.memory.cached_tokens(request)
         found = self._match(request) if request.state in _ASKED_ABOUT else None
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
-        """Free blocks that admission needs: those that it takes (at most at any time, if in several steps) and those reserved for prompts under way."""
+        """Return the free blocks that admission needs: those that it takes (at their maximum, if in several steps) and
+        those reserved for prompts in progress.
+        """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
         num_blocks = count(request, num_tokens)
@@ -261,7 +278,9 @@ class ConnectedKv:
         return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
 
     def _num_reserved(self) -> int:
-        """Blocks that requests whose prompt is being loaded or computed still need, for their known tokens and the first decode with drafts."""
+        """Return the blocks that requests whose prompts are being loaded or computed still need, for their known tokens
+        and the first decode with drafts.
+        """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
         num_blocks = memory.blocks_for(ahead)
@@ -273,7 +292,7 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin an asynchronous load of a request's KV; None if it has none; False if blocks are lacking."""
+        """Begin an asynchronous load of a request's KV; return None if it has none, False if blocks are lacking."""
         found = self._match(request)
         if found is None:
             self._lifecycle.bind(request, now)
@@ -316,7 +335,9 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Leading tokens that a request's load brings, or that an ended request keeps; None for any other request."""
+        """Return the leading tokens covered by a request's load, or kept by an ended request; None for any other
+        request.
+        """
         kept = self._kept.get(request)
         if kept is not None:
             return kept.num_tokens
@@ -352,7 +373,9 @@ class ConnectedKv:
         )
 
     def take_report(self, report: KvReport) -> None:
-        """Note which loads are over and steps are back, and free the blocks of ended requests that the connector needs no longer."""
+        """Record the loads that are over and the steps that have completed, and free the blocks of ended requests that
+        the connector no longer needs.
+        """
         for _ in range(min(report.num_returned, len(self._ahead))):
             self._ahead.popleft()
         for request in report.received:
@@ -376,7 +399,8 @@ class ConnectedKv:
     def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
         """Return the requests whose loads failed, and limit pending loads to the tokens that arrived.
 
-        A bad block that several running requests share is computed again by the first; the others wait for nothing, as if they had it.
+        A bad block shared by several running requests is recomputed by the first; the others continue as if it were
+        valid.
         """
         failed: dict[Request, None] = {}
         for request in report.failed:
@@ -396,7 +420,7 @@ class ConnectedKv:
     def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
         """Return the running requests whose step is void because they hold a bad block, with their valid tokens.
 
-        `num_scheduled` gives the tokens of a request in the step that reports; it is yet to be completed.
+        `num_scheduled` gives the tokens of a request in the reporting step, which is not completed yet.
         """
         self._running_set.materialize()
         staying = (one for one in self._running_set.running() if one not in self._leaving)
@@ -404,7 +428,7 @@ class ConnectedKv:
         return self._cut(running, bad_blocks)
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
-        """Return the valid tokens of those requests that hold a bad block, given the computed tokens of each."""
+        """Return the valid tokens of the requests that hold a bad block, given each one's computed tokens."""
         memory = self._running_set.memory
         marked: set[int] = set()
         cut: dict[Request, int] = {}
@@ -420,7 +444,7 @@ class ConnectedKv:
     # Ends
 
     def keeps(self, request: Request) -> bool:
-        """Return True if a request that ends now keeps its blocks, until a report releases them."""
+        """Return True if a request that ends now keeps its blocks until a report releases them."""
         load = self._loads.get(request)
         self._computes.discard(request)
         memory = self._running_set.memory
@@ -438,7 +462,7 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """Forget everything, since the replica has lost it."""
+        """Forget everything, since the replica has lost its memory."""
         self._loads.clear()
         self._matches.clear()
         self._whole.clear()

@@ -54,12 +54,12 @@ class DecodePool:
         self.num_emitted = 0
         """Pool steps that came back so far."""
         self.num_public = 0
-        """Number of members whose generated blocks others may find, so that each block enters the cache when it is full."""
+        """Number of members whose generated blocks other requests may hit, so each block is cached when it is full."""
         self.joined: dict[Request, None] | None = None
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
         self._log = array("q")
-        """Ticks at which the tokens of pool steps came out, one log after the other."""
+        """Ticks at which the tokens of pool steps were produced, in successive logs."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -102,7 +102,7 @@ class DecodePool:
             due.append(request)
 
     def leave(self, request: Request) -> int:
-        """Remove a member and give it its counters back; returns the number of tokens that it had left."""
+        """Remove a member and return its counters to it; returns the number of its remaining tokens."""
         del self.members[request]
         if self.joined is not None:
             if request in self.joined:
@@ -139,15 +139,17 @@ class DecodePool:
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """Number of further steps (from the last that came back) after which the next member ends."""
+        """Number of further steps (after the last completed one) after which the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:
-        """Members whose last token comes from the step that is under way."""
+        """Members whose last token comes from the step in flight."""
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
-        """Return the number of members that take a new block in each of the next `num_steps` steps, until that repeats."""
+        """Return the number of members that take a new block in each of the next `num_steps` steps, at most one cycle
+        of a block's length.
+        """
         counts, size = self._num_growing, self._block_size
         start = self.num_committed % size
         stop = start + min(num_steps, size)
@@ -164,7 +166,7 @@ class DecodePool:
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: array[int]) -> None:
-        """Count several steps of the whole pool that came back, and as many that were put into plans; no member ended."""
+        """Count several steps of the whole pool as planned and completed; no member ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
         self._log.extend(ended_at)
@@ -172,11 +174,11 @@ class DecodePool:
             self._start_log()
 
     def commit(self) -> None:
-        """Count a step of the whole pool that goes into a plan."""
+        """Count a planned step of the whole pool."""
         self.num_committed += 1
 
     def emit(self, now: int) -> list[Request]:
-        """Count a step that came back at tick `now`; returns the members whose last token this was (they are members still)."""
+        """Count a step completed at tick `now`; returns the members whose last token this was (they are still members)."""
         self.num_emitted += 1
         self._log.append(now)
         if len(self._log) >= STEPS_PER_LOG:

@@ -1,4 +1,4 @@
-"""Which drafts were accepted, as an input of runs whose steps are formed before the outcome of the last one is known."""
+"""Accepted drafts as an input, for runs whose steps are formed before the outcome of the last one is known."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Outcome of a step that ended earlier: its tokens, and which of its drafts were accepted.
+    """Outcome of a step that ended earlier: its accepted drafts.
 
     Attributes:
         step: the step.
-        accepted: (index of the request, drafts that were accepted) of requests with any.
+        accepted: (index of the request, number of accepted drafts) of requests with any.
     """
 
     tick: int

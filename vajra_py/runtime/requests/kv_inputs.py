@@ -40,7 +40,7 @@ class KvEnd:
 
 @dataclass(frozen=True, slots=True)
 class KvLook:
-    """A replica without a step in flight tried to form one, since answers may have changed."""
+    """An attempt to form a step on an idle replica, since answers may have changed."""
 
     tick: int
     replicaset: str
@@ -52,7 +52,7 @@ class KvNews:
     """Report of the connector's workers; see `KvReport`.
 
     Attributes:
-        step: the step that it came with; None: it came by itself, or with an earlier step than the one in flight.
+        step: the step with which it came; None: it came without a step, or with an earlier step than the one in flight.
     """
 
     tick: int

@@ -19,16 +19,18 @@ _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, Request
 _HELD, _REMOTE, _ARRIVED, _LOADED = RequestState.HELD, RequestState.REMOTE, RequestState.ARRIVED, RequestState.LOADED
 
 PinSeconds: TypeAlias = Callable[[Request, float], float]
-"""(request, now in seconds) to seconds for which its content is pinned; 0: not at all."""
+"""Function of (request, now in seconds) that returns the seconds for which to pin its content; 0: no pin."""
 MOVED = "moved"
-"""Kind of a chunk by which a request that came with its KV begins to run on its replica."""
+"""Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after it has got memory, by its state before; for other states "resumed"."""
+"""Kind of a request's first chunk after its admission, by its earlier state; for other states "resumed"."""
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """KV of a request that stays on a replica which the request leaves. Never changed; not frozen, because that takes longer to make."""
+    """KV that stays on a replica when its request leaves. Never modified; not a frozen dataclass, because those are
+    slower to create.
+    """
 
     num_tokens: int
     """Tokens whose KV is on this replica; elsewhere the request may have computed more."""
@@ -38,13 +40,13 @@ class KeepsEnded(Protocol):
     """Connector that needs the blocks of requests beyond their end."""
 
     def keeps(self, request: Request) -> bool:
-        """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept`."""
+        """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept` is called."""
 
     def give_up(self, request: Request) -> None:
         """Drop the KV that was loaded for a waiting request, because no request can run."""
 
     def clear(self) -> None:
-        """Forget everything: the replica's memory has lost it."""
+        """Forget everything, since the replica has lost its memory."""
 
 
 class Lifecycle:
@@ -53,7 +55,9 @@ class Lifecycle:
     def __init__(
         self, replica_id: int, running_set: RunningSet, replicaset: str = "", pins: PinSeconds | None = None
     ) -> None:
-        """`pins`: the retention policy's choice of how long an ended request's content is pinned; None: it has none."""
+        """`pins`: the retention policy's choice of the time for which an ended request's content is pinned; None: it
+        pins nothing.
+        """
         self.replica_id = replica_id
         self.pinning = Pinning(replicaset, replica_id, running_set.memory)
         self._pins = pins
@@ -61,22 +65,27 @@ class Lifecycle:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self.held: dict[Request, Held] = {}
-        """Requests that have left the running set and whose KV lies here until another replica has it."""
+        """Requests that have left the running set and whose KV stays here until another replica has it."""
         self.on_memory_taken: Callable[[Request], None] | None = None
         """Called when a running request is preempted, before its blocks are free."""
         self.connected: KeepsEnded | None = None
         """Connector to KV outside the replica; None: there is none."""
         self.holding: list[Request] = []
-        """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
+        """Ended requests that still hold their blocks, because an asynchronous scheduler has not seen their ends yet.
+        """
         self.keeps_as_cached = False
-        """True if a request leaves only those blocks in the cache that entered it when its steps were formed, without drafts accepted later."""
+        """True if an ended request leaves only those blocks in the cache that were entered when its steps were formed,
+        without drafts accepted later.
+        """
 
     def _num_valid(self, request: Request) -> int | None:
-        """Return how many leading tokens others can find of a request that gives its blocks back; None: those already in the cache."""
+        """Return the number of leading tokens that other requests can hit once this request frees its blocks; None:
+        those already in the cache.
+        """
         return None if self.keeps_as_cached else request.num_computed_tokens
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
-        """Record that a waiting request has got memory; returns the kind of its first chunk."""
+        """Record that a waiting request was admitted; returns the kind of its first chunk."""
         running_set = self._running_set
         kind = _KINDS.get(request.state, "resumed")
         if request in running_set.queue:
@@ -105,7 +114,9 @@ class Lifecycle:
         return kind
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
-        """Take a running request's device memory and let it wait again; returns the number of blocks that move to the host."""
+        """Free a running request's device memory and make it wait again; returns the number of blocks that move to the
+        host.
+        """
         running_set, memory = self._running_set, self._running_set.memory
         if self.on_memory_taken is not None:
             self.on_memory_taken(request)
@@ -131,7 +142,9 @@ class Lifecycle:
         return num_moved
 
     def give_up_kv(self, request: Request, now: float) -> None:
-        """Let a waiting request that came with its KV, or got it from a lower tier, compute it here, so that others can run."""
+        """Free the KV with which a waiting request arrived, or that was loaded for it, so that others can run; it will
+        be recomputed here.
+        """
         running_set = self._running_set
         if running_set.memory.tiers is not None:
             running_set.memory.tiers.give_up(request)
@@ -149,7 +162,7 @@ class Lifecycle:
         self._notify_preempted(request, now)
 
     def lose_memory(self, request: Request, now: float) -> None:
-        """Let a running request whose KV is void wait again with nothing computed; it counts as no preemption."""
+        """Make a running request whose KV is void wait again with nothing computed; does not count as a preemption."""
         running_set = self._running_set
         running_set.drop(request)
         if self._running_set.adapters is not None:
@@ -175,7 +188,9 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count the drafts of the step that gave a request its newest token, and those that became output; it may wait again by now."""
+        """Count the drafts of the step that gave a request its newest token, and those that became output; the request
+        may be waiting again by now.
+        """
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
             memory, num_computed = self._running_set.memory, request.num_known_tokens - 1
@@ -190,7 +205,7 @@ class Lifecycle:
         queue.add(request, to_seconds(now))
 
     def first_token(self, request: Request, now: int) -> None:
-        """Record that the request's client sees its first token."""
+        """Record that the request's first token is sent to its client."""
         request.first_token_at = seconds = to_seconds(now)
         for observer in self.observers:
             observer.on_first_token(request, seconds)
@@ -198,9 +213,9 @@ class Lifecycle:
     def finish(
         self, request: Request, reason: EndReason, now: float, detail: str = "", *, keeps_blocks: bool = False
     ) -> None:
-        """End a resident request: its memory is free from now on, its cached blocks can still be found.
+        """End a resident request and free its memory; its cached blocks can still be hit.
 
-        With `keeps_blocks` it is free when `release_ended` is called.
+        With `keeps_blocks`, the memory is freed when `release_ended` is called.
         """
         self._running_set.drop(request)
         if self._running_set.adapters is not None:
@@ -236,7 +251,7 @@ class Lifecycle:
     # Loads and releases of KV
 
     def hold(self, request: Request) -> None:
-        """Take a running request out of the running set; its blocks stay until another replica has its KV."""
+        """Remove a running request from the running set; its blocks stay until another replica has its KV."""
         self._running_set.drop(request)
         if self._running_set.adapters is not None:
             self._running_set.adapters.release(request)
@@ -244,13 +259,13 @@ class Lifecycle:
         self.held[request] = Held(request.num_computed_tokens)
 
     def release_held(self, request: Request) -> None:
-        """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
+        """Free the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks can still be hit."""
         num_tokens = min(self.held.pop(request).num_tokens, request.num_computed_tokens)
         self._running_set.memory.free(request, num_tokens, for_good=True)
         self._running_set.memory.forget(request)
 
     def register(self, request: Request, now: float) -> None:
-        """Register a request that was bound to this replica; blocks held since an earlier stay here are given back first."""
+        """Register a request that was bound to this replica; blocks held since it was here before are freed first."""
         if request in self.held:
             self.release_held(request)
             for observer in self.observers:
@@ -264,7 +279,9 @@ class Lifecycle:
         self._running_set.admit(request)
 
     def can_resume(self, request: Request) -> bool:
-        """Take the adapter of a resumed request; False if it is not loaded any more, since another adapter has got its slot."""
+        """Acquire the adapter of a resumed request; return False if it is no longer loaded because another adapter has
+        its slot.
+        """
         adapters = self._running_set.adapters
         if adapters is None:
             return True
@@ -274,15 +291,15 @@ class Lifecycle:
         return False
 
     def wait_with_kv(self, request: Request, now: float) -> None:
-        """Let a resumed request wait for its adapter with its KV, as one that came from another replica."""
+        """Make a resumed request wait for its adapter with its KV, like one that came from another replica."""
         self._running_set.drop(request)
         request.move_to(_HELD)
         self.arrived(request, now)
 
     def reserve(self, request: Request, num_tokens: int, now: float) -> int | None:
-        """Set blocks aside for a request that is to come with the KV of its first tokens.
+        """Reserve blocks for a request that will arrive with the KV of its first tokens.
 
-        Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
+        Returns the number of these that the prefix cache holds here; None, changing nothing, if blocks are lacking.
         """
         memory = self._running_set.memory
         self.register(request, now)
@@ -302,7 +319,7 @@ class Lifecycle:
         self._running_set.memory.forget(request)
 
     def arrived(self, request: Request, now: float) -> None:
-        """The KV of a request for which blocks were set aside is here; it waits to run."""
+        """Record that the KV of a request with reserved blocks has arrived; the request waits to run."""
         is_queued = request.state is _REMOTE
         request.move_to(_ARRIVED)
         request.replica_id = self.replica_id
@@ -334,7 +351,9 @@ class Lifecycle:
     # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
-        """Move a request from the shared queue to this replica's; it is registered in memory already. Does nothing for one in this queue."""
+        """Move a request, already registered in memory, from the shared queue to this replica's. Does nothing for one
+        in this queue.
+        """
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)
@@ -342,14 +361,14 @@ class Lifecycle:
             running_set.queue.add(request, now)
 
     def load(self, request: Request, now: float) -> None:
-        """Note that KV is on its way from a lower tier or from swap space to blocks of a waiting request."""
+        """Record that KV is being loaded from a lower tier or from swap space to blocks of a waiting request."""
         self.bind(request, now)
         request.move_to(RequestState.LOADING)
         self._running_set.loading[request] = None
         self._running_set.queue.touch(request)
 
     def loaded(self, request: Request, num_tokens: int, now: float) -> None:
-        """Let a request wait to run whose first tokens' KV is in its blocks."""
+        """Record that the load of a request's KV is complete; the request waits to run."""
         running_set = self._running_set
         running_set.queue.remove(request)
         request.set_computed(min(num_tokens, request.num_known_tokens - 1))
@@ -361,7 +380,7 @@ class Lifecycle:
         running_set.queue.add(request, now)
 
     def load_again(self, request: Request, now: float) -> None:
-        """Undo a load of which nothing has come: the request waits as it did before, without blocks."""
+        """Undo a load that brought nothing: the request waits as before, without blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         running_set.memory.free(request, 0)
@@ -372,7 +391,9 @@ class Lifecycle:
     # Ends
 
     def requeue(self, request: Request) -> None:
-        """Detach a request, resident or waiting here, from the replica, whose memory is gone; nothing of it is computed."""
+        """Detach a request, resident or waiting here, from the replica, whose memory is lost; the request has no
+        computed tokens then.
+        """
         running_set = self._running_set
         if request in running_set.queue:
             running_set.queue.remove(request)
@@ -408,11 +429,11 @@ class Lifecycle:
             self._end(request, reason, detail, now)
 
     def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
-        """End a request that was on its way to another replica."""
+        """End a request that was moving to another replica."""
         self._notify_end(request, reason, detail, now)
 
     def drop(self, request: Request, detail: str, now: float) -> None:
-        """End a request that waits in the replica's own queue or in the shared one, on behalf of a scheduler."""
+        """End a request that waits in the replica's own queue or in the shared one, because a scheduler dropped it."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)

@@ -1,4 +1,4 @@
-"""Pins of one replica's cached content by its policies: made, ended, and reported to observers."""
+"""Creation and end of the pins of one replica's cached content, with reports to observers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FURTHEST_S = 1e9
 
 
 def pin_name(request: RequestView) -> Hashable:
-    """Name of a request's pin: that of its session and tenant, or its own."""
+    """Return the name of a request's pin: the one of its session and tenant, or its own."""
     return (request.tenant, request.session_id) if request.session_id else request.request_id
 
 
 def checked_seconds(seconds: object) -> float:
-    """Return a time to live. Raises `ValueError` unless it is a number of seconds that is not negative."""
+    """Return a time to live in seconds. Raises `ValueError` if it is not a number or is negative."""
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not isfinite(seconds) or seconds < 0:
         raise ValueError(f"a pin lasts a number of seconds (got {seconds!r}). Allowed: 0 to {FURTHEST_S:.0f}")
     return min(float(seconds), FURTHEST_S)
@@ -36,7 +36,9 @@ class Pinning:
         self.observers: Sequence[Observer] = ()
 
     def pin(self, request: Request, seconds: float, now: float) -> bool:
-        """Keep the content of a registered request for so long; False, and nothing changed, if pins would hold too much."""
+        """Pin the content of a registered request for this time; return False and change nothing if pins would hold too
+        much.
+        """
         name, memory = pin_name(request), self._memory
         if not memory.pin(name, request, now + seconds):
             return False
@@ -56,7 +58,7 @@ class Pinning:
             self._notify(name, PinEnd.EXPIRED, now)
 
     def release_one(self, now: float) -> bool:
-        """End the pin that would last longest, if a pin keeps a block from being free; False if none does."""
+        """End the pin that would last longest; return False if no pin holds a block that would be free otherwise."""
         name = self._memory.release_pin()
         if name is None:
             return False

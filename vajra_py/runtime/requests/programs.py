@@ -1,7 +1,8 @@
-"""Programs of a run: which requests are calls of the same one, what they have cost, and when it has ended.
+"""Programs of a run: the requests that are their calls, the cost of these, and the programs' ends.
 
-A program changes when one of its calls arrives or ends. It ends, once no call of it is alive, when its client has declared that
-none comes after, or when none has come for so long. Ends are events of the driver, which notifies observers and policies.
+A program changes when one of its calls arrives or ends. It ends, once no call of it is alive, if its client has
+declared that no further one comes, or after a time without calls. Ends are events of the driver, which notifies
+observers and policies.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Program:
         self.run_s = 0.0
         self.wait_s = 0.0
         self.activity = 0
-        """Number of arrivals and ends so far; an event that was scheduled at another number is void."""
+        """Number of arrivals and ends so far; an event scheduled at another number is void."""
         self.failed: dict[str, EndReason] = {}
         """Calls that ended without a result, by id."""
         self.replicasets: dict[str, None] = {}
-        """Replicasets that its calls went to, in the order of their first calls."""
+        """Replicasets of its calls, in the order of their first calls."""
         self._slo_s: float | None = None
         self._has_last = False
         self._arrived: dict[tuple[str, ...], list[str]] = {}
@@ -87,7 +88,7 @@ class Program:
 
     @property
     def due_end(self) -> ProgramEnd | None:
-        """Reason for which it has ended by its client's declarations; None if it continues."""
+        """Reason of its end according to its client's declarations; None if it continues."""
         if self.num_alive:
             return None
         if self._has_last:
@@ -137,7 +138,7 @@ class Programs:
     """The programs of a run that have not ended, by id."""
 
     def __init__(self, idle_s: float | None = None) -> None:
-        """`idle_s`: time without a call after which a program has ended, seconds; None: it ends when its client states it."""
+        """`idle_s`: seconds without a call after which a program ends; None: it ends only when its client declares it."""
         self.idle_s = idle_s
         self.on_pause: Callable[[Program], None] | None = None
         """Callback of the driver: no call of this program is alive any more."""
@@ -155,7 +156,7 @@ class Programs:
         return self._open.get(program_id)
 
     def join(self, request: Request) -> None:
-        """Make a request that has arrived a call of the program that it states."""
+        """Add an arrived request to the program that it states, as a call."""
         program = self._open.get(request.program_id)
         if program is None:
             program = self._open[request.program_id] = Program(request.program_id, request.arrived_at)
@@ -163,7 +164,7 @@ class Programs:
         program.add(request)
 
     def why_never(self, facts: RequestFacts) -> str | None:
-        """Return the reason that a call cannot be served: a call whose result it needs has none. None if it can."""
+        """Return the reason why a call cannot be served (a call whose result it needs has none); None if it can."""
         program = self._open.get(facts.program_id)
         if program is None or not program.failed:
             return None

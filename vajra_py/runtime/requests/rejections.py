@@ -1,4 +1,4 @@
-"""Kinds of rejection, and how details begin that are not about the rejected request alone."""
+"""Kinds of rejection, and the prefixes of details that do not concern the rejected request alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ SHED = "shed by the admission policy"
 
 SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND = "shed", "queue_full", "no_replica", "cannot_run"
 REJECTION_KINDS = (SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND)
-"""Refused by the admission policy; by the bounds of the queues; for want of a replica; because it can never run as it is, or a scheduler
-dropped it."""
+"""Kinds of rejection: by the admission policy; by the bounds of the queues; because no replica is there; because the
+request can never run, or a scheduler dropped it.
+"""
 TURNED_AWAY = (QUEUE_FULL, ALL_FAILED, SHED)
-"""Rejections that are the purpose of a setting, or a failure's; others are the fault of the request, or of the settings."""
+"""Rejections that are the purpose of a setting or the result of a failure; all others are caused by the request or
+wrong settings.
+"""
 
 
 def rejection_kind(detail: str) -> str:

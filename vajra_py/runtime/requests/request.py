@@ -1,6 +1,6 @@
-"""A request's state as the mechanism keeps it.
+"""State of a request in the mechanism.
 
-A request is a counter of computed tokens that catches up with its known tokens. While it decodes in step with others,
+A request is a counter of computed tokens that catches up with its known tokens. While it decodes together with others,
 its counters are kept by the replica's decode pool, so that a steady step touches no request at all.
 """
 
@@ -35,15 +35,15 @@ class RequestState(Enum):
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
     HELD = "held"
-    """Leaving its replica with its prompt computed; the replica holds its KV until another one has it."""
+    """Leaving its replica after its prompt is computed; the replica holds its KV until another one has it."""
     REMOTE = "remote"
-    """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
+    """Waiting on its target replica, with its KV still on the source."""
     ARRIVED = "arrived"
-    """Waiting, the KV that it came with in its replica's memory."""
+    """Waiting, with its transferred KV in its replica's memory."""
     LOADING = "loading"
-    """Waiting, KV of its prefix on its way from a lower tier or from swap space to blocks that it holds."""
+    """Waiting, while KV of its prefix is loaded from a lower tier or from swap space to blocks that it holds."""
     LOADED = "loaded"
-    """Waiting, the KV of its prefix in blocks that it holds."""
+    """Waiting, with the loaded KV of its prefix in blocks that it holds."""
     ENDED = "ended"
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
@@ -100,14 +100,14 @@ class Admission:
     """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
-        outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
+        outcome: "accepted", "degraded", "refused", or "deferred" (while it is deferred, or if it ended then).
         degraded: values that the admission policy replaced, such as `max_tokens=64, slo_class=batch`.
-        refusal: why it was refused.
-        retry_after_s: when its client may try again.
-        num_deferrals: how often it was put off.
-        deferral: why it was put off last.
-        deferred_at: when it was put off first, seconds.
-        deferred_s: for how long in all.
+        refusal: reason of its refusal.
+        retry_after_s: seconds after which its client may try again.
+        num_deferrals: number of its deferrals.
+        deferral: reason of its latest deferral.
+        deferred_at: time of its first deferral, seconds.
+        deferred_s: total time for which it was deferred.
     """
 
     outcome: str = ""
@@ -137,7 +137,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters that requests have in common which decode together."""
+    """Counters shared by requests that decode together."""
 
     @property
     def num_committed(self) -> int:
@@ -149,7 +149,7 @@ class SharedCounters(Protocol):
 
 
 class LooksUpPrefixes(Protocol):
-    """Memory of the replicas of a replicaset, for a request that is bound to one of them."""
+    """Lookup of a request's prefix in the memory of the replica that it is bound to."""
 
     def prefix_hits(self, request: Request) -> int:
         """Leading tokens of a request in its replica's prefix cache."""
@@ -220,21 +220,21 @@ class Request(_Stated):
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
         self.caches: LooksUpPrefixes | None = None
-        """Look-up in the memory of the replica where it waits or has waited; None: it was never bound to one."""
+        """Lookup in the memory of the replica where it waits or has waited; None if it was never bound to one."""
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Drafts that steps verified so far, and those of them that became output."""
+        """Numbers of drafts that steps have verified so far, and of those that became output."""
         self._draft_log: list[int] | None = None
-        """The entries of `draft_log`, one after the other."""
+        """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
-        """(output tokens before, drafts that there were for those behind them), where drafts are made of tokens."""
+        """(number of output tokens before, drafts proposed for the next ones), if drafts are real tokens."""
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
         self.stays_at = -1
-        """Replica where it gave up the KV with which it came; it does not move from there with KV again. -1: none."""
+        """Replica where its transferred KV was given up; it is not moved from there with KV again. -1: none."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False
@@ -246,7 +246,9 @@ class Request(_Stated):
         self.end_reason: EndReason | None = None
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
-        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, step after the last; -1: still
+        in the pool).
+        """
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -353,13 +355,13 @@ class Request(_Stated):
         return caches.prefix_hits(self) if is_bound and caches is not None else 0
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Leading tokens by the nearest memory tier of the replica where it waits that holds them now."""
+        """Leading tokens, by the nearest memory tier that holds them on the replica where it waits."""
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
         return caches.tier_hits(self) if is_bound and caches is not None else {}
 
     def block_hashes(self) -> Sequence[Hashable]:
-        """Keys of the prompt's full blocks, where others can have the same."""
+        """Hashes of the prompt's full blocks; empty if no other request can have the same content."""
         return () if self.hashes is None else self.hashes.shared_prompt_hashes(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
@@ -368,14 +370,14 @@ class Request(_Stated):
         self._computed = num_tokens
 
     def add_output(self, tick: int) -> int:
-        """Count a token that came at this tick, only outside a decode pool; returns how many there are."""
+        """Count a token produced at this tick; only outside a decode pool. Returns the number of output tokens."""
         assert self._pool is None
         self._output += 1
         self.token_log.append(tick)
         return self._output
 
     def add_outputs(self, num_drafts: int, num_accepted: int, tick: int) -> None:
-        """Count the tokens of a step with drafts that ended at this tick: one, and the accepted drafts."""
+        """Count the tokens of a step with drafts that ended at this tick: one plus the accepted drafts."""
         assert self._pool is None
         if num_drafts:
             self._count_drafts(self._output, num_drafts, num_accepted)
@@ -393,7 +395,7 @@ class Request(_Stated):
         log += (num_before, num_drafts, num_accepted)
 
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
-        """Count drafts of the step that gave the newest token, and those of them that became output behind it."""
+        """Count the drafts of the step that gave the newest token, and those that became output after it."""
         assert self._pool is None
         if num_drafts:
             self._count_drafts(self._output - 1, num_drafts, num_accepted)
@@ -405,7 +407,7 @@ class Request(_Stated):
             self._computed += num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:
-        """Note the drafts that there are for the tokens that come next."""
+        """Record the drafts proposed for the next tokens."""
         entry, log = (self._output, num_drafts), self.proposals
         if isinstance(log, list):
             log.append(entry)
@@ -423,7 +425,9 @@ class Request(_Stated):
                 self.token_log.append((log, first, end - 1))
 
     def join_pool(self, pool: SharedCounters) -> int:
-        """Let the pool keep the counters from here on; returns by how much the computed tokens exceed its committed steps."""
+        """Hand the counters over to the pool; returns the number by which the computed tokens exceed the pool's
+        committed steps.
+        """
         self._offset = self._computed - pool.num_committed
         self._pool = pool
         return self._offset

@@ -1,4 +1,4 @@
-"""Requests that hold memory on a replica, in the orders in which policies read them.
+"""Requests that hold memory on a replica, in the orders that policies need.
 
 A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step), the partial
 prefills, or in flight (part of a step that has not come back, under pipeline parallelism).
@@ -21,7 +21,9 @@ from vajra_py.runtime.requests.request import Request
 
 
 class PoolChanges(NamedTuple):
-    """Requests that joined and left a replica's decode pool since its last plan. One that left and came back is in both."""
+    """Requests that joined and left a replica's decode pool since its last plan. A request that left and joined again
+    is in both.
+    """
 
     joined: Sequence[Request]
     left: Sequence[Request]
@@ -31,7 +33,7 @@ NO_CHANGES = PoolChanges((), ())
 
 
 class Unverified(NamedTuple):
-    """Drafts of a request's last step, which has ended before it was known which of them are accepted."""
+    """Drafts of a request's last step, which has ended although it is not yet known which of them are accepted."""
 
     num_drafts: int
     is_padding: bool = False
@@ -64,13 +66,15 @@ class RunningSet:
         self.shared = shared
         self.pool = DecodePool(limits.block_size)
         self.skipped: dict[Request, None] = {}
-        """Decodes outside the pool: left out of the last step, or with drafts, by which each advances at its own pace."""
+        """Decodes outside the pool: left out of the last step, or advancing individually because of drafts."""
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}
-        """Waiting requests that came with their KV, or whose prefix was loaded: they hold blocks, and are offered before the others, lest these wait for them."""
+        """Waiting requests that arrived with their KV, or whose prefix was loaded. They hold blocks, and are offered
+        before the others so that these need not wait for their blocks.
+        """
         self.loading: dict[Request, None] = {}
-        """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
+        """Admitted requests that wait for their KV to arrive; they hold blocks, and are not offered."""
         self.connected: OffersWaiting | None = None
         """Connector to KV outside the replica; None: there is none."""
         self.adapters: Adapters | None = None
@@ -86,12 +90,12 @@ class RunningSet:
         self.bars_preempted = False
         """True if a request that a step preempts may be admitted again only by a later step."""
         self.unverified: dict[Request, Unverified] = {}
-        """Requests that got a token by a step whose outcome is not known yet, where decodes have drafts."""
+        """Requests that got a token in a step with drafts whose outcome is not known yet."""
         self.barred: set[Request] = set()
-        """Requests that were preempted for this step and may not be admitted by it."""
+        """Requests preempted in this step, which must not be admitted in it."""
 
     def lets_in(self, request: RequestView) -> bool:
-        """Return True if this waiting request may be admitted now, given memory."""
+        """Return True if this waiting request may be admitted now, provided that memory suffices."""
         lets_in = self.admits or (self.connected is not None and self.connected.holds(request))
         return lets_in and request not in self.barred
 
@@ -102,7 +106,7 @@ class RunningSet:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the own queue and in the shared one."""
+        """Number of requests in the replica's own queue and in the shared one."""
         return self.queue.num_requests + self.shared.queue.num_requests
 
     def admit(self, request: Request) -> None:
@@ -119,7 +123,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped], key=by_admission)
 
     def read_keys_again(self) -> None:
-        """Let keys that may change at any event be read again."""
+        """Have keys that may change at any event re-read."""
         self.queue.begin_step()
         self.shared.begin_step()
 
@@ -130,7 +134,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
 
     def materialize(self) -> None:
-        """Put the blocks that were reserved for decodes into their tables."""
+        """Move the blocks reserved for decodes into their tables."""
         if self.memory.has_reserved:
             for request in self.pool:
                 self.memory.materialize(request, request.num_computed_tokens)
@@ -147,7 +151,7 @@ class RunningSet:
         self.skipped[request] = None
 
     def decode_alone(self, request: Request, num_steps_to_end: int) -> None:
-        """Let a request whose prompt is done decode at a pace of its own, outside the pool."""
+        """Make a request whose prompt is done decode individually, outside the pool."""
         del self.partial[request]
         request.end_epoch = num_steps_to_end
         request.is_skipped = True
@@ -211,7 +215,7 @@ class RunningSet:
             del self.partial[request]
 
     def compute_again(self, request: Request, num_valid_tokens: int) -> None:
-        """Make a running request recompute the tokens after its valid ones, like a prompt."""
+        """Make a running request recompute the tokens after its valid ones, like a prompt's."""
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:
@@ -242,7 +246,7 @@ class StateView:
         self.now = 0.0
         """Time at which the step is formed, seconds."""
         self.slack: SlackReader | None = None
-        """Slack by the prioritizer in force; None when it predicts none."""
+        """Slack by the prioritizer in force; None if it predicts none."""
 
     @property
     def free_blocks(self) -> int:

@@ -1,8 +1,8 @@
-"""The gate: calls the admission policy for requests that arrive, and keeps those that it defers.
+"""Admission gate: calls the admission policy for arriving requests, and holds those that it defers.
 
-One gate serves all replicasets of a run. A request that is deferred is alive and in no queue: it may be taken back and expire, and
-policies of the layers see it when it is let in. The policy is called for it again at its time, or, where it has none, when some request has
-ended and when the policy is woken.
+One gate serves all replicasets of a run. A deferred request is alive and in no queue: it may be aborted or expire, and
+policies of the layers see it once it is accepted. The policy is called for it again at the time that it set, or,
+without a time, when a request ends or the policy is woken.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 MAX_FRUITLESS = 100_000
-"""Times in a row that a policy may defer requests although nothing else happens in between."""
+"""Number of consecutive deferrals allowed to a policy with no other event in between."""
 
 MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
-"""Times that one request may be deferred until some time within this many seconds: on average 10 us, shorter than any step."""
+"""Largest number of deferrals of one request until a time, within this many seconds: on average one per 10 us, shorter
+than any step.
+"""
 
 MakeHashes = Callable[[int], BlockHashes | None]
 _COUNTED_TICKS = to_ticks(DEFERRALS_S)
@@ -51,11 +53,11 @@ class Deferral:
     """One deferred request.
 
     Attributes:
-        make_hashes: identifies the blocks of its prompt, given a block size.
+        make_hashes: function of a block size that returns the hashes of its prompt's blocks.
         until: tick at which the policy is called again; None: when something changes.
-        counted_from: tick from which its last deferrals until some time are counted.
+        counted_from: tick from which its deferrals until a time are counted.
         num_counted: number of these.
-        is_void: whether the policy was called again, or the request has ended.
+        is_void: True if the policy was called again, or the request has ended.
     """
 
     request: Request
@@ -70,7 +72,7 @@ class Deferral:
         return now <= self.counted_from + _COUNTED_TICKS and self.num_counted > 0
 
     def is_last(self, now: int) -> bool:
-        """Return True if another deferral until some time would be one too many."""
+        """Return True if another deferral until a time would exceed the limit."""
         return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
 
     def following(self, until: int | None, now: int) -> Deferral:
@@ -91,12 +93,12 @@ class AdmissionGate:
         replicasets: Mapping[str, Replicaset],
         models: Mapping[str, object] | None = None,
     ) -> None:
-        """`models`: the model of each replicaset where requests cannot be sent from one model to another; None: they can."""
+        """`models`: the model of each replicaset, if requests cannot be sent from one model to another; None: they can."""
         self.name = name
         self.error: PolicyError | None = None
         """Violation of the contract by the policy; None: none."""
         self.on_room: Callable[[], None] | None = None
-        """Callback of the driver: decide again, in this tick, about requests without a time of their own."""
+        """Callback of the driver, to decide again in this tick about deferred requests without a time."""
         self.num_fruitless = 0
         """Deferrals since anything else happened."""
         self._make_policy = make_policy
@@ -135,7 +137,7 @@ class AdmissionGate:
 
     @property
     def waits_for_change(self) -> bool:
-        """True if a deferred request has no time of its own."""
+        """True if a deferred request has no time at which the policy is called again."""
         return self._num_timeless > 0
 
     def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
@@ -149,7 +151,7 @@ class AdmissionGate:
         self._num_timeless += until is None
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """Forget a request that is let in or leaves; None when it is not deferred."""
+        """Remove a request that is accepted or leaves, and return its deferral; None if it is not deferred."""
         deferral = self._deferred.pop(request, None)
         if deferral is None:
             return None
@@ -167,7 +169,7 @@ class AdmissionGate:
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
-        """Deferred requests without a time of their own: by their users' priority, then in order of submission."""
+        """Deferred requests without a time, by priority and then in order of submission."""
         found = [request for request, deferral in self._deferred.items() if deferral.until is None]
         return sorted(found, key=lambda one: (one.priority, one.index))
 
@@ -243,7 +245,7 @@ class AdmissionGate:
         return PolicyError(self.name, message, request_id=request.request_id, place=place)
 
     def note(self, request: Request, decision: AdmissionDecision, now: float) -> bool:
-        """Write a decision into the request; return whether observers are notified."""
+        """Store a decision in the request; return True if observers are to be notified."""
         before = request.admission
         if before is None:
             before = request.admission = Admission()
@@ -269,13 +271,15 @@ class AdmissionGate:
 
 
 def _degrade(request: Request, decision: Accept) -> str:
-    """Reduce a request as the policy decided; return the reductions in words, empty if there are none. The controller changes the replicaset."""
+    """Reduce a request as the policy decided; return a description of the reductions, empty if there are none. The
+    controller changes the replicaset.
+    """
     found = []
     if decision.max_tokens is not None and decision.max_tokens < request.max_tokens:
         request.max_tokens = int(decision.max_tokens)
         found.append(f"max_tokens={request.max_tokens}")
     if decision.slo_class is not None and decision.slo_class != request.slo_class:
-        stated: Any = request  # stated by the client, and fixed for all others
+        stated: Any = request  # facts are read-only; only a degradation may change one
         stated.slo_class = decision.slo_class
         found.append(f"slo_class={decision.slo_class}")
     if decision.replicaset is not None and decision.replicaset != request.replicaset:

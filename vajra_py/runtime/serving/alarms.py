@@ -12,12 +12,12 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Limit on calls of one policy at one tick, or at consecutive ticks, above which it counts as an endless loop."""
+"""Largest number of calls of one policy at one tick, or at consecutive ticks; more count as an endless loop."""
 
 
 @dataclass(eq=False, slots=True)
 class Repeats:
-    """Calls of one policy at one tick, or at ticks in a row."""
+    """Calls of one policy at one tick, or at consecutive ticks."""
 
     last_tick: int = -1
     num_calls: int = 0
@@ -38,7 +38,7 @@ class Sleeper:
     replicaset: str
     """Empty for policies of the whole system."""
     slot: str
-    """Key of its place under `scheduling:` in YAML."""
+    """Key of the policy under `scheduling:` in YAML."""
     policy_name: str
     index: int = 0
     """Position among the policies of its layer; for a replica scheduler the replica's id."""
@@ -47,7 +47,7 @@ class Sleeper:
     wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:
-        """Count a wake-up. Raises `PolicyError` for a policy that wakes itself without end."""
+        """Count a wake-up. Raises `PolicyError` for a policy that wakes itself endlessly."""
         if self.wakes.are_without_end(now):
             message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"
             error = PolicyError(self.policy_name, message)
@@ -73,13 +73,13 @@ class AlarmClock:
     _push: Callable[[Alarm], None] | None = None
 
     def connect(self, push: Callable[[Alarm], None]) -> None:
-        """Hand each wake-up to `push` from now on; it calls `rang` when the time has come."""
+        """Pass each wake-up to `push` from now on, which calls `rang` when the time has come."""
         self._push = push
         for alarm in self._pending.values():
             push(alarm)
 
     def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
-        """Wake a policy at a tick, and under this key at no other."""
+        """Set the wake-up of this key to a tick, replacing an earlier one."""
         old = self._pending.get((sleeper, key))
         if old is not None:
             if old.tick == tick:

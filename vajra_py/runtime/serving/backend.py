@@ -1,7 +1,8 @@
 """Interface between a driver and the backend that executes its replicas' steps.
 
-A backend launches a plan and answers, on its own clock, by pushing `Phase.STEP_END` and giving the result to
-`Driver.complete`. The simulator, the engine and anything else (another system's workers, remote actors) differ in this alone.
+A backend launches a plan and responds, on its own clock, by pushing `Phase.STEP_END` and passing the result to
+`Driver.complete`. The simulator, the engine and other backends (another system's workers, remote actors) differ only in
+this.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ class BackendReplica:
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Its place in the run, by which ties are broken: replicasets as configured, replicas by id."""
+    """Its position in the run, which breaks ties: replicasets as configured, replicas by id."""
     free_at: int = field(default=0, kw_only=True)
-    """Tick from which it can take another step; `NEVER`: once the step in flight has ended, or not at all."""
+    """Tick from which it can take another step; `NEVER`: only after the step in flight has ended, or not at all."""
     is_idle: bool = field(default=True, kw_only=True)
     """True if it executes nothing because no step could be formed."""
     form_pending: bool = field(default=False, kw_only=True)
-    """True if it forms a step after everything else of this tick."""
+    """True if it forms a step after all other events of this tick."""
     epoch: int = field(default=0, kw_only=True)
-    """Number of times that its steps were called off; ends of an earlier epoch are void."""
+    """Number of times that its steps were cancelled; step ends of an earlier epoch are void."""
     num_stages: int = field(init=False)
-    """Pipeline stages: how many steps it executes at once."""
+    """Number of pipeline stages, which is the number of steps that it executes at once."""
 
     def __post_init__(self) -> None:
         """Read the sizes that do not change."""
@@ -47,7 +48,7 @@ S = TypeVar("S", bound=BackendReplica, contravariant=True)
 
 @dataclass(eq=False, slots=True)
 class Transfer(Generic[R]):
-    """KV of a request that goes from one replica to blocks that are set aside on another.
+    """Transfer of a request's KV from one replica to blocks reserved on another.
 
     Attributes:
         number: position among the transfers of its replicaset.
@@ -65,12 +66,12 @@ class Transfer(Generic[R]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TierCopy(Generic[R]):
-    """KV blocks that go from a replica's device to places of its first memory tier, or back.
+    """Copy of KV blocks from a replica's device to slots of its first memory tier, or back.
 
     Attributes:
         number: position among the transfers between tiers of its replicaset.
-        is_upward: from the tier to the device.
-        pairs: (device block, place in the tier) of each block.
+        is_upward: True from the tier to the device.
+        pairs: (device block, slot in the tier) of each block.
     """
 
     number: int
@@ -87,11 +88,14 @@ class Backend(Protocol[S]):
     def launch(self, replica: S, plan: StepPlan) -> int:
         """Begin to execute a plan; returns the tick from which the replica can take another one.
 
-        `NEVER`: when this one came back, or with pipeline stages when its `Phase.STAGE_END` was pushed. Its end is pushed as `(replica, anything, replica.epoch)`, with the replica's rank.
+        `NEVER`: once this one has completed, or with pipeline stages, once its `Phase.STAGE_END` was pushed. Its end is
+        pushed as `(replica, anything, replica.epoch)`, with the replica's rank.
         """
 
     def cancel(self, replica: S) -> int:
-        """Call off the replica's steps; returns the tick from which it is free, `NEVER` if it will report that itself."""
+        """Cancel the replica's steps; returns the tick from which it is free, `NEVER` if the backend will report that
+        later.
+        """
 
     # Handlers of events whose payload is the backend's own
 
@@ -107,7 +111,7 @@ class Backend(Protocol[S]):
     # Notifications about requests
 
     def on_submitted(self, request: Request, payload: Any) -> None:
-        """Note the request made of `payload`, which was given to `Driver.submit`; it may have ended already."""
+        """Note the request created for `payload`, the argument of `Driver.submit`; it may have ended already."""
 
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """Note that the request waits, and may run on any of these replicas."""
@@ -120,10 +124,10 @@ class Backend(Protocol[S]):
         """
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
-        """Note that this KV is not needed any more: blocks of the target may hold something else from now on."""
+        """Note that this KV is no longer needed: the target's blocks may be reused from now on."""
 
     def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
-        """Begin to load an adapter into its slot, which no step uses that was not launched yet.
+        """Begin to load an adapter into its slot, which is used only by steps launched before.
 
         Called unless the driver times loads (`DriverOptions.times_transfers`); the end is an event of a later tick: `Phase.TIER` with an
         `AdapterEnd`.
@@ -132,13 +136,13 @@ class Backend(Protocol[S]):
     def on_tier_copy(self, copy: TierCopy[Any]) -> None:
         """Begin to copy KV between memory tiers; its replica is the backend's. Not called if the driver models the links.
 
-        A copy downwards reads what the blocks hold before the replica's next step. A copy upwards writes blocks that no step uses until
-        its end, which is an event of a later tick: `Phase.TIER` with a `TierEnd`.
+        A copy downwards reads the blocks' content before the replica's next step. A copy upwards writes blocks that no
+        step uses before the copy's end, an event of a later tick: `Phase.TIER` with a `TierEnd`.
         """
         raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
 
     def on_tier_copy_cancelled(self, copy: TierCopy[Any]) -> None:
-        """Note that no request waits for this copy any more: its blocks may hold something else from the replica's next step on."""
+        """Note that no request waits for this copy any more: its blocks may be reused from the replica's next step on."""
         return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
@@ -155,7 +159,9 @@ class FastForward(Protocol[S]):
         """Apply every ended step of a replicaset; steps in flight continue."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; equal ends in order of rank."""
+        """Apply every step of the replicaset's other replicas that ended before this replica's step, which ends now;
+        simultaneous ends are ordered by rank.
+        """
 
     def on_queued(self, replica: S) -> None:
         """Apply a replica's ended steps, since a request has joined its queue; end the run if it depends on the queue."""
@@ -170,7 +176,7 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; its run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run with the last step that is sure to be a repetition, since blocks were taken after `catch_up`."""
+        """End the run with the last step that is certainly a repetition, because blocks were taken after `catch_up`."""
 
     def interrupt_all(self, replicaset: str) -> None:
         """Do as `interrupt` for every replica of a replicaset."""

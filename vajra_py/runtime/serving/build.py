@@ -66,10 +66,12 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes that follow from the model and its device, where the settings leave them open."""
+    """Sizes that follow from the model and its device, used if the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
-    """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
+    """Function of (block size, memory fraction) that returns the KV blocks of a replica; None: the settings must state
+    them.
+    """
     max_model_len: int | None = None
     kv_bytes_per_token: int = 0
     num_layers: int | None = None
@@ -82,7 +84,7 @@ class ReplicasetModel:
     latency: LatencyModel
     facts: ModelFacts
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """Models by pool, where these are not all of one device."""
+    """Models by pool, if the pools' devices differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +97,26 @@ class Services:
     seeds: SeedTree
     facts: ModelFacts
     executor_of: Callable[[str, int], Executor]
-    """(replicaset, replica) to the executor of its steps."""
+    """Function of (replicaset, replica) that returns the executor of its steps."""
     records_copies: bool = False
     reserves_growth: bool = False
     """See `BuilderOptions`."""
     holds_ended_slots: bool = False
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """Models by replicaset, where they differ; they replace `latency` and `facts`."""
+    """Models by replicaset, if they differ; they replace `latency` and `facts`."""
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """Models by pool of one replicaset, where they differ."""
+    """Models by pool of one replicaset, if they differ."""
     served_models: Mapping[str, object] | None = None
-    """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
+    """Model of each replicaset, if a request of one model cannot be served by another; None: any replicaset may serve
+    any request.
+    """
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that read unknown output lengths."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds that drafting adds to a step with drafts, and to it for each draft."""
+    """Seconds that drafting adds to each step with drafts, and for each draft in it."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
     """Builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
@@ -133,7 +137,7 @@ class Services:
 def build_controller(config: SystemConfig, services: Services) -> Controller:
     """Build every replicaset of the experiment, empty and ready.
 
-    Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
+    Raises `ConfigError` if sizes are inconsistent, and the errors of building a policy.
     """
     settings = config.effective_replicasets
     admission = AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens)
@@ -151,7 +155,9 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """Build the admission policy over these replicasets: with the largest of all their limits, and the predictions of the first."""
+    """Build the admission policy over these replicasets, with the largest of all limits and the predictions of the
+    first.
+    """
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
     assert first.policies is not None
@@ -200,7 +206,7 @@ def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFact
 
 
 def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
-    """Return the sizes of a replica: those of the settings, else those that model and device leave."""
+    """Return the sizes of a replica: those of the settings, or else those that follow from model and device."""
     memory = settings.memory
     groups = settings.kv_parallel
     num_blocks = memory.num_blocks
@@ -256,9 +262,10 @@ def build_memory(
     tiers: KvTiers | None = None,
     kind: type[PagedKvMemory] = PagedKvMemory,
 ) -> KvMemory:
-    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do), `tiers` are below it.
+    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: as in the settings), `tiers`
+    are the tiers below it.
 
-    `kind`: the class of a memory that is not spread over groups.
+    `kind`: class of a memory without KV parallelism.
     """
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
@@ -307,11 +314,11 @@ class ReplicaPlan:
     num_layers: int | None = None
     """Layers of its model; None: unknown."""
     tiers: KvTiers | None = None
-    """Memory tiers below its device; None: there are none, or they are not built yet."""
+    """Memory tiers below its device; None if there are none, or they are not built yet."""
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
-    """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
+    """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` if sizes are inconsistent."""
     plans: list[ReplicaPlan] = []
     for name, pool in settings.effective_pools.items():
         own = services.of_pool(name)
@@ -355,7 +362,7 @@ def build_replicaset(
 ) -> Replicaset:
     """Build a replicaset with a replica for each plan, empty and ready.
 
-    Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
+    Raises `ConfigError` if replicas or policies are incompatible, and the errors of building a policy.
     """
     prefill_time, shared = ReplicasetPrefillTime(), SharedState()
     context = _context_of(plans, seeds, services, prefill_time, shared)
@@ -413,7 +420,9 @@ def build_replicaset(
 def _with_memory_below(
     replicaset: Replicaset, plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
 ) -> Sequence[ReplicaPlan]:
-    """Set the rules of the memory below the replicas' devices, and return the plans with their tiers. Raises `ConfigError`."""
+    """Set the rules of the memory tiers below the replicas' devices, and return the plans with their tiers. Raises
+    `ConfigError`.
+    """
     sizes = [(plan.settings, plan.limits) for plan in plans]
     replicaset.tiers, replicaset.swaps = tier_rules(sizes), swap_rules(sizes)
     if replicaset.tiers is None:
@@ -429,7 +438,7 @@ def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
 def _let_requests_move(
     replicaset: Replicaset, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan], scaling: ReplicasetScaling | None
 ) -> None:
-    """Set the rules by which requests go from one replica to another, if they may. Raises `ConfigError`."""
+    """Set the rules for moving requests between replicas, if requests may move. Raises `ConfigError`."""
     drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
     if _is_split(plans) or replicaset.places_itself or replicaset.moves_requests or drains:
         replicaset.hand_off = _hand_off_rules(replicaset.name, settings, plans)
@@ -440,7 +449,9 @@ def _let_requests_move(
 def _build_scaling(
     replicaset: str, settings: ReplicasetConfig, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> ReplicasetScaling | None:
-    """The scaler of a replicaset with the bounds of its pools; None without one. Raises what building it raises."""
+    """Return the scaler of a replicaset with the bounds of its pools; None without one. Raises the errors of building
+    it.
+    """
     choice = settings.scheduling.scaling
     if choice is None:
         return None
@@ -461,7 +472,9 @@ def _build_scaling(
 def _build_retention(
     replicaset: str, plan: ReplicaPlan, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> Retention | None:
-    """The retention policy of one replica; None without one. Raises `ConfigError`, and what building it raises."""
+    """Return the retention policy of one replica; None without one. Raises `ConfigError`, and the errors of building
+    it.
+    """
     choice = plan.retention
     if choice is None:
         return None
@@ -485,14 +498,14 @@ def _build_retention(
 
 
 def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
-    """The retention policy that memory has to call; None where blocks go in order of release."""
+    """Return the retention policy that the memory must call; None if blocks are evicted in order of release."""
     if retention is None or registry.retention_policy(retention.name).spec.follows_release:
         return None
     return retention
 
 
 def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
-    """Return the rules by which requests move. Raises `ConfigError` where they do not go together with the replicas."""
+    """Return the rules by which requests move. Raises `ConfigError` if they are incompatible with the replicas."""
     where = f"replicasets.{name}"
     links = LinkOptions.of(settings.links)
     num_bytes = settings.hand_off.kv_bytes_per_token
@@ -510,7 +523,7 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
 
 
 def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
-    """Return `HandOffRules.num_parts`. Raises `ConfigError` where KV cannot be sent while its prompt is computed."""
+    """Return `HandOffRules.num_parts`. Raises `ConfigError` if KV cannot be sent while its prompt is computed."""
     overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers
     if overlap != "none" and any(plan.limits.pipeline_stages > 1 for plan in plans):
         message = f"KV is not sent while its prompt goes through pipeline stages (got {overlap})"
@@ -563,7 +576,7 @@ def _build_memory(plan: ReplicaPlan, retention: Retention | None, services: Serv
 
 
 def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | None:
-    """Return the adapters of one replica, with nothing loaded; None: it has none."""
+    """Return the adapters of one replica, with nothing loaded; None if it has none."""
     if settings is None:
         return None
     if settings.models is None:

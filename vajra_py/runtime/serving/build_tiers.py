@@ -25,9 +25,9 @@ _1K = 1024
 
 
 def tier_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> TierMovesRules | None:
-    """Return the rules of a replicaset's tiers by the settings and sizes of its replicas; None where none has tiers.
+    """Return the rules of a replicaset's tiers by the settings and sizes of its replicas; None if none has tiers.
 
-    Raises `ConfigError` where they do not go together.
+    Raises `ConfigError` if these are inconsistent.
     """
     tiered = [(one.memory.tiers, limits, one) for one, limits in settings if one.memory.tiers is not None]
     if not tiered:
@@ -89,7 +89,9 @@ class TiersOfReplicaset:
         self._shared: dict[str, TierStore] = {}
 
     def of(self, replica_id: int, settings: ReplicaConfig, limits: ReplicaLimits) -> KvTiers | None:
-        """Return the empty tiers of one replica; None where it has none. Raises `ConfigError`, and what building a policy raises."""
+        """Return the empty tiers of one replica; None if it has none. Raises `ConfigError`, and the errors of building
+        a policy.
+        """
         config = settings.memory.tiers
         if config is None:
             return None

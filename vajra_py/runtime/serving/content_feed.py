@@ -1,7 +1,8 @@
-"""News of the content of a replicaset's caches for its policies, perhaps late.
+"""Events about the content of a replicaset's caches for its policies, possibly with a lag.
 
-One mechanism for all routers: with a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is fed by the same events as policies
-that listen (`ListensToCaches`). Without a lag it reads the caches themselves, which is the same and costs no index.
+One mechanism for all routers: with a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is fed by the same
+events as policies that listen (`ListensToCaches`). Without a lag it reads the caches themselves, which gives the same
+result and needs no index.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ContentFeed:
         self._replicas = replicas
         self._record: deque[ContentEvent] = deque()
         self._known: list[set[Hashable]] = [set() for _ in replicas] if lag_s > 0 else []
-        """Content of each replica by the events that have been given out, with a lag."""
+        """Content of each replica according to the delivered events, with a lag."""
         self._listeners = Listeners()
         self._is_bound = False
         self._expiring = [one.memory for one in replicas if one.memory.expires_content]
@@ -56,7 +57,7 @@ class ContentFeed:
             self._give(record.popleft())
 
     def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Leading tokens of a content that the replica holds, by the events delivered so far."""
+        """Return the leading tokens of a content that the replica holds, according to the events delivered so far."""
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())
         return known_prefix_tokens(self._known[replica_id], hashes, num_known_tokens, memory.block_size)

@@ -31,7 +31,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
-"""Details of requests that end before their time."""
+"""Details of requests that expire or are aborted."""
 
 
 class Controller:
@@ -49,7 +49,7 @@ class Controller:
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
-        """Choice of the replicaset that takes a request. Raises `ConfigError` when none does."""
+        """Choice of the replicaset that serves a request. Raises `ConfigError` if none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
         """Results that the policies of the run produce."""
@@ -59,7 +59,7 @@ class Controller:
         """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Function that gives a request its index; None: a counter. For a controller that sees a part of a run."""
+        """Function that returns a request's index; None: a counter. For a controller that sees only a part of a run."""
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
         """Callback with accepted requests that have left for good, once for each, before any policy is notified."""
@@ -83,7 +83,7 @@ class Controller:
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Requests accepted and not ended, by submission; right also after an error between an end and its settlement."""
+        """Return the accepted requests that have not ended, by submission; correct even before an end is settled."""
         entries = list(self._alive.values())  # copied in one operation, since other threads may call this
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
@@ -104,7 +104,7 @@ class Controller:
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
     def only_replica(self) -> Replica:
-        """Return the replica of a run with a single one. Raises `ConfigError` where there are others."""
+        """Return the only replica of a run. Raises `ConfigError` if there are several."""
         replicas = self.replicas()
         if len(replicas) != 1:
             sizes = {name: len(one.replicas) for name, one in self.replicasets.items()}
@@ -116,7 +116,7 @@ class Controller:
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
     def replicaset_for(self, facts: RequestFacts) -> Replicaset:
-        """The replicaset that takes a request. Raises `ConfigError` when none does."""
+        """Return the replicaset that serves a request. Raises `ConfigError` if none does."""
         return self.replicasets[self.select(facts)]
 
     def submit(
@@ -129,9 +129,9 @@ class Controller:
     ) -> tuple[Request, Replica | None]:
         """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and returns what identifies the prompt's
-        blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
-        it in later). Returns the request and the replica that it is bound to (None: shared queue, or refused).
+        `replicaset` is the result of `replicaset_for`. `make_hashes` returns the hashes of the prompt's blocks, given a
+        block size. `arrived_at` is the time in seconds at which the client sent it, if before now (a busy engine
+        accepts it later). Returns the request and the replica to which it is bound (None: shared queue, or refused).
         """
         seconds = to_seconds(now)
         request = self.new_request(facts, replicaset, seconds if arrived_at is None else arrived_at)
@@ -167,7 +167,7 @@ class Controller:
     # The admission policy
 
     def _at_gate(self, gate: AdmissionGate, deferral: Deferral, now: int) -> tuple[Request, Replica | None]:
-        """Let the admission policy decide about a request that arrives and that some replica can run."""
+        """Call the admission policy for an arriving request that some replica can run."""
         request, seconds = deferral.request, to_seconds(now)
         _, replicaset = self._alive[request.request_id]
         gate.num_fruitless = 0
@@ -177,7 +177,7 @@ class Controller:
         return request, self._decide(gate, deferral, now)
 
     def ask_again(self, request: Request, now: int) -> Replica | None:
-        """Let the policy decide again about a deferred request; returns the replica that it is bound to."""
+        """Call the policy again for a deferred request; returns the replica to which the request is bound."""
         gate = self.gate
         assert gate is not None
         deferral = gate.deferral_of(request)
@@ -220,7 +220,7 @@ class Controller:
         return replicaset.accept(request, now)
 
     def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
-        """Fit a request to the replicaset that the policy sends it to; return the reason if that cannot run it."""
+        """Adapt a request to the replicaset chosen by the policy; return the reason if that replicaset cannot run it."""
         request, facts = deferral.request, deferral.facts
         if replicaset.name == request.replicaset:
             return None
@@ -251,7 +251,7 @@ class Controller:
         self.settle(((request, reason),), now)
 
     def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
-        """Return a request as it is submitted to a replicaset, not yet accounted for."""
+        """Return a new request for a replicaset, not yet accounted for."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
@@ -259,7 +259,7 @@ class Controller:
         return request
 
     def abort(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
-        """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""
+        """Abort or expire a request; return False if it is unknown, has ended, or will end with its present step."""
         entry = self._alive.get(request_id)
         if entry is None:
             return False
@@ -273,7 +273,7 @@ class Controller:
         return False
 
     def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
-        """Handle a lost replica: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
+        """Handle a lost replica: its requests are recomputed elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
         losses = lose_replica(replicaset, replica, failure, now)
         if replicaset.scaling is not None:
@@ -283,7 +283,7 @@ class Controller:
         return losses
 
     def restore_replica(self, replica: Replica, now: int) -> None:
-        """Let a lost replica compute again, with empty memory."""
+        """Restore a lost replica, with empty memory."""
         replicaset = self.replicasets[replica.replicaset]
         replicaset.restore(replica.replica_id)
         for observer in self._observers:
@@ -296,7 +296,7 @@ class Controller:
     ) -> Sequence[tuple[Request, Replica | None]]:
         """Set the state of a replica that a scaler starts or stops; one that goes down has an empty memory.
 
-        Return the requests that are placed anew because it drains; see `scaling.place_anew`.
+        Return the requests that are placed again because it drains; see `scaling.place_anew`.
         """
         replicaset, replica_id = self.replicasets[replica.replicaset], replica.replica_id
         if replicaset.scaling is not None:
@@ -328,7 +328,7 @@ class Controller:
             observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
-        """End the requests that wait for a replica of this replicaset, since none will be up in time."""
+        """End the requests that wait for a replica of this replicaset, because none will be up in time."""
         ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
@@ -389,7 +389,7 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """Let a program end, and notify observers; returns the calls that notify policies, by replicaset, for the driver to make."""
+        """End a program and notify observers; returns, by replicaset, the callbacks of policies for the driver to call."""
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -405,7 +405,7 @@ class Controller:
         return calls
 
     def stall(self, now: int) -> PolicyError | None:
-        """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
+        """Return the error of a policy that leaves requests waiting while no step runs; None if no request is left."""
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
             return None if self.gate is None else self._stalled_gate(self.gate)
@@ -434,7 +434,9 @@ class Controller:
         return error.at(replica.replica_id, replica.num_steps)
 
     def _stalled_gate(self, gate: AdmissionGate) -> PolicyError | None:
-        """The error of an admission policy that keeps requests when nothing will change; None when it keeps none."""
+        """Return the error of an admission policy that defers requests though nothing will change; None if it defers
+        none.
+        """
         request = gate.first_timeless()
         if request is None:
             return None
@@ -442,7 +444,7 @@ class Controller:
         return gate.violation(f"defers {remain} although nothing else will happen", request)
 
     def _is_let_in(self, request: Request) -> bool:
-        """Return True if the executing side lets a replica run the request."""
+        """Return True if the gate of the request's replica allows it to run."""
         if request.state is RequestState.DEFERRED:
             return False
         replica = self.replica_of(request)
@@ -477,7 +479,7 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy is to blame. If some are held, others wait for their blocks: then it is a running one, else a held one."""
+    """Return the request whose policy is to blame: if any are held, others wait for blocks of a running or held one."""
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]

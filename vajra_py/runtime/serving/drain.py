@@ -1,4 +1,6 @@
-"""Drain replicas by migration: running requests move away while they are computed, as far as other replicas have room."""
+"""Drain replicas by migration: running requests move away while they continue to compute, as far as other replicas have
+room.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _DRAIN = "its replica drains"
 class Drains(Generic[R]):
     """Draining replicas of one replicaset whose running requests move to other replicas.
 
-    A request for which no replica has room goes on where it is, until one has, or to its end. Requests of a replica that only
-    computes prompts leave it by hand-off anyway.
+    A request for which no replica has room continues where it is, until one has room or the request ends. Requests of a
+    replica that only computes prompts leave it by hand-off anyway.
     """
 
     def __init__(self, replicaset: Replicaset, migrations: Migrations[R], driver: DriverServices[R]) -> None:
@@ -29,21 +31,23 @@ class Drains(Generic[R]):
         self._migrations = migrations
         self._driver = driver
         self.draining: dict[int, R] = {}
-        """Replicas whose requests move away, by id; without any, `advance` has nothing to do."""
+        """Replicas whose requests move away, by id; if empty, `advance` has nothing to do."""
         self._num_admissions: dict[int, int] = {}
-        """Number of admissions of each draining replica at the last check; requests with KV on its way may still arrive."""
+        """Number of admissions of each draining replica at the last check; requests whose KV is in transit may still
+        arrive.
+        """
         self._is_due = False
         """True if a request may be able to move that could not at the last check."""
 
     def begin(self, one: R) -> None:
-        """Let the requests of a replica move away that drains from now on. Raises `PolicyError`."""
+        """Begin to move the requests of a draining replica away. Raises `PolicyError`."""
         if one.replica.parts.role is not PoolRole.PREFILL:
             self.draining[one.replica.replica_id] = one
             self.room_changed()
             self.advance()
 
     def room_changed(self) -> None:
-        """Note that some replica may have room that it had not before."""
+        """Note that some replica may have gained room."""
         self._is_due = True
 
     def advance(self) -> None:

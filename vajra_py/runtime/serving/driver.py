@@ -1,9 +1,9 @@
 """Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
-What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, requests
-that admission had deferred, expiries, aborts, policy changes, scaling; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
-clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
-decided again over a simulator that is given the same events.
+Events of one tick are handled in the order of `Phase`: completed steps, failures, pipeline stages, arrivals, requests
+that admission had deferred, expiries, aborts, policy changes, scaling; then replicas form their next steps by rank, and
+idle ones pull from shared queues. The backend has the clock: it lets the driver run up to a tick, and nothing changes
+between two ticks. A simulator that gets the events of an engine's run therefore makes the same decisions.
 """
 
 from __future__ import annotations
@@ -86,13 +86,16 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: number of steps between checks of conservation; 0: no checks.
-        expires: whether requests expire, and deferred ones come to the admission policy again, by the clock; False: only by inputs.
-        times_transfers: whether transfers of KV take the time of a model of the links, and loads of adapters that of the settings;
-            False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an `AdapterEnd`.
-        wakes: whether policies are woken at the times they set, scalers are called, and full targets of untimed transfers are tried again; False: only by inputs.
-        serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
-        isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
-            the run.
+        expires: True if the clock makes requests expire, and calls the admission policy again for deferred ones; False:
+            only inputs do.
+        times_transfers: True if transfers of KV take the time of a model of the links, and loads of adapters that of
+            the settings; False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an
+            `AdapterEnd`.
+        wakes: True if policies are woken at the times they set, scalers are called, and full targets of untimed
+            transfers are tried again; False: only by inputs.
+        serves: True if requests may arrive that no event announces, so that wake-ups continue when none is left.
+        isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
+            ending the run.
     """
 
     check_every_steps: int = 0
@@ -106,17 +109,19 @@ class DriverOptions:
 class Driver(Generic[R]):
     """Applies events to a controller's replicas. Not thread-safe.
 
-    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method for each event.
+    Only this class writes its fields and those of a `BackendReplica`; a backend calls one method for each event.
 
     Attributes:
         now: the present tick.
-        until: up to where `run_until` goes.
+        until: tick up to which `run_until` runs.
         num_steps: steps launched so far.
-        events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
-            `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
-            `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
+        events: future events. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
+            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the
+            name of a replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's
+            `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose
+            links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change,
+            `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of
+            `ARRIVAL` and `POLICY` are the backend's.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none."""
+        """Rank of the replica whose step is being completed; higher ranks that end in this tick follow. -1: none."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
@@ -175,13 +180,13 @@ class Driver(Generic[R]):
         use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
-        """Replicasets whose prompts are sent while they are computed."""
+        """Replicasets whose KV is sent while the prompt is computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
-        """True if the admission policy decides again, in this tick, about requests that were deferred until something changes."""
+        """True if the admission policy decides again, in this tick, about requests deferred until something changes."""
         if controller.gate is not None:
             controller.gate.on_room = self.ask_deferred
         if options.wakes:
@@ -192,14 +197,16 @@ class Driver(Generic[R]):
         return to_seconds(self.now)
 
     def use(self, fast_forward: FastForward[R]) -> None:
-        """Let the backend launch several steps at once; their changes are applied before anything reads them."""
+        """Use the fast-forward of a backend that launches several steps at once; their changes are applied before
+        anything reads them.
+        """
         self.fast_forward = fast_forward
         self._read_declarations()
         for name, replicaset in self.controller.replicasets.items():
             replicaset.sync = partial(fast_forward.sync_all, name)
 
     def form_through(self, form_step: FormStep) -> None:
-        """Form steps with this function from now on (to measure them, for instance), in place of `Replica.next_plan`."""
+        """Form steps with this function from now on in place of `Replica.next_plan`, for instance to measure them."""
         self.form_step = form_step
 
     # Time
@@ -213,9 +220,9 @@ class Driver(Generic[R]):
         self.until = min(self.until, self.now)
 
     def run_until(self, until: int) -> None:
-        """Handle every event that is due up to a tick, each at its own.
+        """Handle every event that is due up to a tick, each at its own tick.
 
-        Raises `PolicyError` when a policy breaks the contract, unless that is isolated.
+        Raises `PolicyError` if a policy breaks the contract and is not isolated.
         """
         self.until = until
         heap = self.events.heap
@@ -345,7 +352,9 @@ class Driver(Generic[R]):
             self.events.push(deferral.until, _ADMISSION, deferral)
 
     def ask_deferred(self) -> None:
-        """Let the admission policy decide again, in this tick, about every request that it has deferred until something changes."""
+        """Have the admission policy decide again, in this tick, about every request that it has deferred until
+        something changes.
+        """
         if not self._asks_timeless:
             self._asks_timeless = True
             self.events.push(self.now, _ADMISSION, None, 1)  # after requests whose time has come
@@ -394,7 +403,7 @@ class Driver(Generic[R]):
             self._abort_request(request, EndReason.EXPIRED, EXPIRED)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request now; one that holds blocks while a step is in flight ends when the step comes back."""
+        """Abort a request now; if it holds blocks while a step is in flight, it ends when the step completes."""
         request = self.controller.find(request_id)
         if request is not None:
             self.record(Abort(self.now, request_id))
@@ -426,7 +435,9 @@ class Driver(Generic[R]):
     # Programs
 
     def _program_paused(self, program: Program) -> None:
-        """Schedule the end of a program without a living call: in this tick, where its client has declared it, or when it has idled."""
+        """Schedule the end of a program without a living call: in this tick if its client has declared the end,
+        otherwise after the idle time.
+        """
         tick, idle_s = self.now, self.controller.programs.idle_s
         if program.due_end is None:
             if idle_s is None or not self._options.expires:
@@ -452,7 +463,7 @@ class Driver(Generic[R]):
     # Steps
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
-        """Complete a step that came back now. `at_once`: see `wake`."""
+        """Complete a step that ended now. `at_once`: see `wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
         replica = one.replica
@@ -488,14 +499,14 @@ class Driver(Generic[R]):
         self.wake(one, at_once=at_once)
 
     def take_report(self, one: R, report: KvReport) -> None:
-        """Apply a report of a connector's workers that comes now, without a step."""
+        """Apply a report of a connector's workers that arrives now without a step."""
         ended = one.replica.take_report(report, self.now)
         if ended:
             self.controller.settle(ended, self.now)
         self.wake(one)
 
     def verify(self, one: R, accepted: Mapping[Request, int]) -> None:
-        """Count the accepted drafts of a step that has ended, which were not known at its end."""
+        """Count the accepted drafts of an earlier step, which were not known when it ended."""
         ended = one.replica.verify(accepted, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -508,23 +519,24 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def count_repeats(self, num_steps: int) -> None:
-        """Count steps that a backend launched along with another one and that have ended."""
+        """Count ended steps that a backend launched together with another one."""
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:
-        """Make the step in flight the last of those launched together: it ends at `tick`, and the announced end is void."""
+        """Make the step in flight the last of those launched together; it ends at `tick`, not at the scheduled end."""
         one.epoch += 1
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """Free a replica whose called-off step has come back now."""
+        """Free a replica whose cancelled step has ended now."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
     def wake(self, one: R, *, at_once: bool = False) -> None:
-        """See `DriverServices`. `at_once`: it may form the step now if nothing else of this tick is left to wait for.
+        """See `DriverServices`. `at_once`: the replica may form the step now if no other event of this tick is left.
 
-        That is for the last act of an event: something of it may be under way of which the event queue shows nothing.
+        Pass it only as the last action of an event, since the event queue does not show the rest of an event being
+        handled.
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
@@ -684,29 +696,31 @@ class Driver(Generic[R]):
     def _look_after(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
-        """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
+        """Continue moves of requests that waited for a replica's step, or for its memory. Raises `PolicyError`."""
         movement.step_ended(one, ended, has_freed=has_freed)
         if self._draining:
             self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
-        """True if nothing but background events is left, with no request to serve and none to come."""
+        """True if only background events are left, with no request to serve and none to come."""
         return not self._options.serves and not self.controller.num_alive and self._is_left_only(_IN_THE_BACKGROUND)
 
     def _is_too_late(self, tick: int, phase: Phase) -> bool:
-        """Return True if an event does not happen because the run is over; a program may end in its last tick."""
+        """Return True if an event is dropped because the run is over; a program may still end in its last tick."""
         in_last_tick = phase is Phase.PROGRAM and tick == self.now
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
     def _only_policies_are_left(self) -> bool:
-        """Return True if the events to come advance no request unless a policy acts."""
+        """Return True if the remaining events advance no request unless a policy acts."""
         return self._is_left_only(_ASKS_POLICIES)
 
     def _is_left_only(self, phases: Sequence[Phase]) -> bool:
         return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
-        """Schedule a wake-up. One that is due now, after steps were formed, comes a tick later: a replay would put it before them."""
+        """Schedule a wake-up. If it is due now, after steps were formed, it comes a tick later, because a replay would
+        put it before them.
+        """
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 
@@ -742,7 +756,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
-        """End the requests that no replica will continue: those in the shared queue, and all if no replica decodes."""
+        """End the requests that no replica will continue: those in the shared queue, or all if no replica decodes."""
         self.controller.abandon(replicaset, why, self.now)
         if replicaset.bounds.is_split and not any(
             replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
@@ -809,7 +823,7 @@ class Driver(Generic[R]):
             self._offer(self.controller.replicasets[replicaset])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
-        """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
+        """Put another policy in force; see `policy_swap.swap_policy`. If it raises, nothing has changed."""
         self.interrupt(change.replicaset)
         movement = self._movements.get(change.replicaset)
         if movement is not None and change.layer is Layer.REPLICASET_SCHEDULER:
@@ -870,7 +884,7 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all(replicaset)
 
     def _sync_all(self) -> None:
-        """Apply every step that has ended, since the admission policy may look at all replicas and send a request to any."""
+        """Apply every ended step, because the admission policy may read all replicas and send a request to any."""
         for name in self._replicas:
             self.sync(name)
 
@@ -936,7 +950,7 @@ class Driver(Generic[R]):
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
-        """Read from the policies in force which of them may look at other replicas than the one that an event concerns."""
+        """Read from the policies in force which of them may read other replicas than the one that an event concerns."""
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
         self._looks_at_departures = frozenset(name for name, one in replicasets if one.listeners.departures)
@@ -949,7 +963,9 @@ class Driver(Generic[R]):
         """Replicasets with listening policies that are not called while a step is formed and nothing waits."""
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
-        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
+        """Replicasets synchronised before a replica forms a step: a listening policy may hold requests of other
+        replicas.
+        """
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]
@@ -961,7 +977,7 @@ class Driver(Generic[R]):
         return policies.asks_listeners_each_step
 
     def _looks_never(self, name: str) -> bool:
-        """Return True if no listening policy is called while a step is formed; of waiting requests, some may be dropped."""
+        """Return True if no listening policy is called while a step is formed; if requests wait, some may be dropped."""
         listeners = self.controller.replicasets[name].listeners
         return name in self._looks_if_waiting and not (listeners.admissions or listeners.departures)
 
@@ -975,7 +991,7 @@ def _looks_at_arrivals(replicaset: Replicaset) -> bool:
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
-    """Return True if an event is obsolete: its step was called off, or its request was scheduled before it expired."""
+    """Return True if an event is obsolete: its step was cancelled, or its request was scheduled before it expired."""
     if phase is Phase.WAKE:
         return isinstance(payload, Alarm) and payload.is_void
     if phase is Phase.SCALING:

@@ -1,6 +1,6 @@
 """Start and stop replicas by the targets of their replicasets' scalers.
 
-A change of a replica's state is an input of the run: a scaler decides it, or in a replay the record of one that did.
+A change of a replica's state is an input of the run: decided by a scaler, or in a replay read from the recording.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Elasticity(Generic[R]):
     """Replicas that start, drain and go down."""
 
     def __init__(self, movements: Mapping[str, Movement[R]], driver: DriverServices[R], *, asks: bool) -> None:
-        """Create it; `asks` is false in a replay, which makes recorded changes without calling scalers."""
+        """Store the parts; `asks` is False in a replay, which makes recorded changes without calling scalers."""
         self._movements = movements
         self._driver = driver
         self._asks = asks
         self._asked_soon: set[str] = set()
         """Replicasets whose scaler is called in this tick."""
         self.draining: set[int] = set()
-        """Ranks of replicas that go down when they have no request left."""
+        """Ranks of draining replicas, which go down when they have no request left."""
         for name, replicaset in driver.controller.replicasets.items():
             if replicaset.scaling is not None:
                 self.ask_soon(name)
@@ -51,14 +51,14 @@ class Elasticity(Generic[R]):
             self._change(what.change if isinstance(what, Start) else what)
 
     def wake(self, name: str, key: str) -> None:
-        """Wake a replicaset's scaler, and call it later in this tick. Raises `PolicyError`."""
+        """Wake a replicaset's scaler, to be called later in this tick. Raises `PolicyError`."""
         scaling = self._driver.controller.replicasets[name].scaling
         if scaling is not None and not scaling.is_broken:
             scaling.on_wake(key, self._driver.now)
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return False for a failure of a replica that runs nothing, and for a restart of one that has not failed."""
+        """Return False for a failure of a replica that is down, and for a restart of one that has not failed."""
         replicaset = self._driver.controller.replicasets[what.replicaset]
         if replicaset.scaling is None:
             return True
@@ -107,7 +107,7 @@ class Elasticity(Generic[R]):
             driver.call_off(one, is_lost=True)
 
     def _take_up(self, one: R) -> None:
-        """Let a replica that is up take requests. Raises `PolicyError`."""
+        """Open a replica that is up to requests. Raises `PolicyError`."""
         name = one.replica.replicaset
         self._driver.call_off(one)
         movement = self._movements.get(name)
@@ -116,16 +116,17 @@ class Elasticity(Generic[R]):
             self.place_shared(name)
 
     def place_shared(self, name: str) -> None:
-        """Place what waits in the shared queue where prompts wait for blocks of their target. Raises `PolicyError`.
+        """Place the requests of the shared queue if prompts must wait for blocks of their target. Raises `PolicyError`.
 
-        A replica that pulls a prompt would compute it without such blocks, and requests with and without them could wait for each other.
+        A replica that pulls a prompt would compute it without such blocks, and requests with and without them could
+        wait for each other.
         """
         replicaset = self._driver.controller.replicasets[name]
         if replicaset.hand_off is not None and replicaset.hand_off.reserves_first and len(replicaset.shared):
             self._driver.announce_all(name, place_shared(replicaset, self._driver.now))
 
     def _drain(self, one: R) -> None:
-        """Let a replica take no more requests; requests that have not begun go elsewhere. Raises `PolicyError`."""
+        """Close a replica to further requests; requests that have not begun go elsewhere. Raises `PolicyError`."""
         name = one.replica.replicaset
         movement = self._movements.get(name)
         if movement is not None:
@@ -140,7 +141,7 @@ class Elasticity(Generic[R]):
         self.goes_down(one)
 
     def goes_down(self, one: R) -> bool:
-        """Let a draining replica go down if it has no request left; return True if it does."""
+        """Take a draining replica down if it has no request left; return True if it went down."""
         if one.rank not in self.draining or not one.replica.is_empty:
             return False
         name = one.replica.replicaset
@@ -153,7 +154,7 @@ class Elasticity(Generic[R]):
         return True
 
     def end_drains(self, name: str) -> None:
-        """Let the draining replicas of a replicaset go down that have no request left."""
+        """Take those draining replicas of a replicaset down that have no request left."""
         if self.draining:
             for one in self._driver.replicas_of(name):
                 self.goes_down(one)

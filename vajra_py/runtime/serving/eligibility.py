@@ -1,7 +1,7 @@
 """Eligible replicas: those of a replicaset that can run a request, and the bounds on requests over all of them.
 
-Replicas may differ in limits, latency model and replica scheduler. Of equal ones one is asked for all; where they differ, policies of
-the replicaset are offered the eligible ones alone.
+Replicas may differ in limits, latency model and replica scheduler. If they are equal, one is checked for all; if they
+differ, policies of the replicaset see only the eligible ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Holders:
     Attributes:
         all: every one of them.
         of_prompts: those that may compute prompts.
-        of_decodes: those that may decode, so that they can go on with a request whose prompt is computed elsewhere.
-        can_serve: some compute prompts, and some decode.
+        of_decodes: those that may decode, and can therefore continue a request whose prompt is computed elsewhere.
+        can_serve: True if some compute prompts and some decode.
     """
 
     __slots__ = ("all", "can_serve", "of_decodes", "of_prompts")
@@ -48,11 +48,11 @@ _NOBODY = Holders(())
 
 
 class Serving:
-    """Holders of a request that take requests, until the state of a replica changes.
+    """Holders of a request that take requests; valid until the state of a replica changes.
 
     Attributes:
-        all: replicas that are up, and those that a scaler may let take requests.
-        can_serve: some of these compute prompts, and some decode.
+        all: replicas that are up, and those that a scaler may open to requests.
+        can_serve: True if some of these compute prompts and some decode.
         of_decodes: replicas that are up and may decode.
     """
 
@@ -75,14 +75,15 @@ class RequestBounds:
 
     Attributes:
         block_size: tokens of a KV block, the same on all: a request's block hashes are computed once.
-        max_model_len: the longest of them; an explicit `max_tokens` is cut where prompt and output would exceed it.
+        max_model_len: the largest of all replicas; an explicit `max_tokens` is reduced if prompt and output would
+            exceed it.
         max_request_tokens: most tokens, prompt and output together, that a request may have on some replica.
         largest: limits of the replica that holds the longest request.
         are_equal: all replicas have the same limits.
     """
 
     def __init__(self, replicaset: str, replicas: Sequence[Replica]) -> None:
-        """Raises `ConfigError` where replicas have different block sizes."""
+        """Compute the bounds. Raises `ConfigError` if replicas have different block sizes."""
         sizes = {one.limits.block_size for one in replicas}
         if len(sizes) > 1:
             message = f"replicas of one replicaset have blocks of one size (got {sorted(sizes)} tokens)"
@@ -105,10 +106,11 @@ class RequestBounds:
         """True if some replicas only compute prompts, or only decode."""
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Most tokens that a request may generate; below 1: no replica has room for its prompt and a token.
+        """Return the largest number of tokens that a request may generate; below 1 if no replica has room for its
+        prompt and one token.
 
-        Without a `max_tokens` of its own: what the smallest replica has room for that has room for the prompt, so that the
-        request may run on every one of these.
+        Without `max_tokens`, the limit is that of the smallest replica with room for the prompt, so that the request
+        can run on all of these.
         """
         if max_tokens is not None:
             return min(max_tokens, self.max_model_len - num_prompt_tokens)
@@ -119,7 +121,7 @@ class RequestBounds:
         return (sizes[smallest] if smallest < len(sizes) else self.max_request_tokens) - num_prompt_tokens
 
     def holders(self, request: Request) -> Holders:
-        """Replicas that can hold the request at its greatest length; the same object for the same replicas."""
+        """Return the replicas that can hold the request at its greatest length; the same object for the same replicas."""
         if request.num_prompt_tokens + request.max_tokens <= self._sure_tokens:
             return self._everybody
         if self.are_equal:
@@ -132,7 +134,7 @@ class RequestBounds:
         return found
 
     def why_nobody(self, request: Request) -> str:
-        """Return the reason that a request without holders that could serve it has none."""
+        """Return the reason why no replicas can serve a request."""
         prompt, output = request.num_prompt_tokens, request.max_tokens
         whole = f"prompt and output ({prompt} + {output} tokens)"
         where = f"blocks of {self.block_size} tokens)"
@@ -148,7 +150,7 @@ class RequestBounds:
 
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
-    """Return replicas grouped by limits, role and adapters; those of a group can hold the same requests."""
+    """Return replicas grouped by limits, role and adapters; replicas of a group can hold the same requests."""
     kinds: dict[tuple[ReplicaLimits, PoolRole, frozenset[str] | None], list[Replica]] = {}
     for one in replicas:
         names = None if one.adapters is None else one.adapters.names
@@ -171,7 +173,7 @@ def first_refusal(
 
 
 def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
-    """Return a replica scheduler's reason never to run the request on its replica; None if it has none."""
+    """Return a replica scheduler's reason for never running the request on its replica; None if it has none."""
     refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
     if refuses is None:
         return None

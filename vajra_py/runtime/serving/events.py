@@ -1,6 +1,7 @@
-"""Order of events: by (tick, phase, rank, sequence), a total order, so that equal runs are equal to the byte.
+"""Order of events: by (tick, phase, rank, sequence), a total order, so that repeated runs give the same bytes.
 
-The rank of what replicas do is their place in the run, so that their order does not depend on when an event became known.
+The rank of a replica's event is the replica's position in the run, so that the order does not depend on when an event
+became known.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ from typing import Any
 
 
 class Phase(IntEnum):
-    """Order of events of one tick: first what frees memory, then what arrives or leaves, then the forming of steps."""
+    """Order of the events of one tick: first those that free memory, then arrivals and departures, then the forming of
+    steps.
+    """
 
     STEP_END = 0
     """A step came back."""
     FAILURE = 1
-    """A replica is lost, comes back, or is waited for no longer."""
+    """A replica is lost, is restored, or is no longer waited for."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
     TRANSFER = 3
-    """KV on its way between replicas may have arrived."""
+    """A transfer of KV between replicas may have ended."""
     TIER = 4
-    """KV on its way between tiers of memory, or an adapter on its way to its slot, may have arrived."""
+    """A transfer of KV between memory tiers, or the load of an adapter, may have ended."""
     ARRIVAL = 5
     ADMISSION = 6
     """The admission policy is called again for requests that it has deferred."""
     EXPIRY = 7
     ABORT = 8
     PROGRAM = 9
-    """A program has ended, or was idle for so long."""
+    """A program has ended, or was idle for too long."""
     POLICY = 10
     """A policy takes another's place."""
     WAKE = 11
@@ -37,7 +40,7 @@ class Phase(IntEnum):
     SCALING = 12
     """A scaler is called, or a replica that it has started comes up."""
     FORM = 13
-    """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
+    """A replica forms its next step, by rank; then idle replicas pull from a shared queue."""
 
 
 class EventQueue:
@@ -47,17 +50,16 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, Phase, int, int, Any]] = []
-        """(tick, phase, rank, sequence, payload), to take one event after the other with `heapq.heappop`; always
-        this list."""
+        """Heap of (tick, phase, rank, sequence, payload) for `heapq.heappop`; always the same list object."""
         self._sequence = 0
 
     def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
-        """Schedule an event; of one tick and phase the lower rank goes first."""
+        """Schedule an event; within a tick and phase, lower ranks go first."""
         self._sequence += 1
         heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
     def bring_forward(self, now: int) -> None:
-        """Move every event that is due by `now` to `now`; within a phase, events keep their order."""
+        """Move every event due by `now` to `now`; within a phase, events keep their order."""
         due = []
         while self.heap and self.heap[0][0] <= now:
             due.append(heappop(self.heap))

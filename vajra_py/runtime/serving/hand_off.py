@@ -1,8 +1,8 @@
 """Hand-off: after their prompt is computed, requests leave their replica with their KV and continue at another one.
 
-A request is held at its source from the end of its prompt until its KV is at the target; the source's blocks are free when the target
-has them. When the target's blocks are taken, what a full target means, and whether replicas take part at any time or only between two
-of their steps is set by `HandOffConfig`. The KV travels over the links of a network.
+A request is held at its source from the end of its prompt until its KV is at the target; then the source's blocks are
+freed. `HandOffConfig` determines when the target's blocks are allocated, what happens if the target is full, and if
+replicas take part at any time or only between two of their steps. The KV is sent over the links of a network.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
+"""Reason of the end of requests whose target has no room (`when_full: drop`), and of cancelled migrations."""
 _PLACED_ANEW = "the request is placed anew"
 MAX_RETRIES = 100_000
-"""Checks of full targets, while no replica computes, after which requests are taken to wait for each other."""
+"""Number of checks of full targets, while no replica computes, after which requests are assumed to wait for each other.
+"""
 
 
 class Stage(Enum):
@@ -38,15 +39,15 @@ class Stage(Enum):
     HELD_BACK = "held back"
     """The prompt waits for blocks of the target."""
     COMPUTING = "computing"
-    """The prompt waits or is computed; blocks of the target are set aside, unless that was lost."""
+    """The prompt waits or is computed; blocks of the target are reserved, unless the target was lost."""
     PLACING = "placing"
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
     STAYING = "staying"
-    """The request continues at its source, as soon as that is between two steps."""
+    """The request continues at its source as soon as the source is between two steps."""
     RETRYING = "retrying"
-    """Its target had no room, and is looked at again after a while."""
+    """The target had no room; it is checked again after a while."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -59,12 +60,12 @@ class Stage(Enum):
 _PLACING, _RESERVING, _MOVING, _ARRIVING = Stage.PLACING, Stage.RESERVING, Stage.MOVING, Stage.ARRIVING
 _PREFILL = PoolRole.PREFILL
 _WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)
-"""Stages of a request for which its target has set no blocks aside."""
+"""Stages of a request without reserved blocks at its target."""
 
 
 @dataclass(eq=False, slots=True)
 class HandOff(Generic[R]):
-    """One request on its way from one replica to another."""
+    """Hand-off of one request from one replica to another."""
 
     request: Request
     source: R
@@ -75,15 +76,17 @@ class HandOff(Generic[R]):
     has_reserved: bool = False
     """True if blocks of the target are set aside."""
     number: int = -1
-    """Number among the hand-offs for which blocks were set aside."""
+    """Number among the hand-offs with reserved blocks."""
     is_early: bool = False
     """True while its prompt is not computed."""
     is_migration: bool = False
-    """True if it was running; its prompt was computed before."""
+    """True if the request was running, with its prompt computed before."""
     hit: int = 0
-    """Tokens of the prompt in the target's cache, if blocks were set aside before the prompt was computed."""
+    """Tokens of the prompt in the target's cache, if blocks were reserved before the prompt was computed."""
     num_sent: int | None = None
-    """Leading tokens whose KV has left, or leaves with the step in flight, while the prompt is computed; None: nothing has."""
+    """Leading tokens whose KV was sent, or is sent with the step in flight, while the prompt is computed; None: nothing
+    was sent.
+    """
     num_announced: int = 0
     """Leading tokens whose KV was to be sent when that began."""
 
@@ -118,22 +121,24 @@ class HandOffs(Generic[R]):
         self._lines: dict[int, deque[HandOff[R]]] = {}
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
-        """Targets whose lines are served when their step ends."""
+        """Busy targets whose waiting hand-offs are served when their step ends."""
         self._stayed: dict[Request, int] = {}
-        """Requests that came to a replica or had to stay, with their tokens computed then: they leave only after more are computed."""
+        """Requests that arrived at a replica or had to stay, with their number of computed tokens at that time: they
+        leave only after more are computed.
+        """
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
-        """Transfers that begin before their prompt is computed; None where there are none."""
+        """Transfers that begin before the prompt is computed; None if there are none."""
         for replica in replicaset.replicas:
             replica.builder.let_hand_off(self._why_kept)
             if self.overlap is not None:
                 replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
-        """Checks of full targets since blocks were last set aside or a replica computed."""
+        """Number of checks of full targets since blocks were last reserved or a replica computed."""
 
     # The way of a request
 
     def begin(self, request: Request, source: R) -> None:
-        """Let a request whose prompt has just been computed leave its replica."""
+        """Begin the hand-off of a request whose prompt has just been computed."""
         num_tokens = request.num_computed_tokens
         one = self._of.get(request)
         if one is None:
@@ -150,7 +155,7 @@ class HandOffs(Generic[R]):
             self._place(one)
 
     def _why_kept(self, request: Request) -> Refusal | None:
-        """Return the reason that a running request cannot be handed off; None if it can."""
+        """Return the reason why a running request cannot be handed off; None if it can."""
         if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:
             return Refusal.STAYS
         able = self._replicaset.bounds.holders(request).of_decodes
@@ -199,7 +204,9 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Let a request wait for blocks of its target: behind others, but before prompts that are not computed and hold nothing yet."""
+        """Queue a request for blocks of its target: behind others, but before prompts that are not computed and hold
+        nothing yet.
+        """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
             line = self._lines[target.replica.replica_id] = deque()
@@ -209,7 +216,7 @@ class HandOffs(Generic[R]):
             line.insert(sum(not other.is_early for other in line), one)
 
     def _queue(self, request: Request, target: R) -> None:
-        """Let a request wait at its target, whose scheduler admits it."""
+        """Queue a request at its target, whose scheduler admits it."""
         self._driver.touch(target)
         target.replica.lifecycle.expect(request, to_seconds(self._driver.now))
         self._driver.arrived(request, target)
@@ -231,7 +238,7 @@ class HandOffs(Generic[R]):
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             self._driver.touch(one.source)
-            # A step in flight gives a token to each request that decodes.
+            # A step in flight adds a token to each decode.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING
@@ -250,7 +257,9 @@ class HandOffs(Generic[R]):
         self._driver.wake(one.source)
 
     def _may_act(self, target: R) -> bool:
-        """Return True if a target may take blocks now, by its steps; otherwise it is looked at again when one ends."""
+        """Return True if the target's steps allow it to allocate blocks now; otherwise it is checked again when its
+        step ends.
+        """
         if self._at_boundary and target.replica.num_in_flight:
             self._asked_while_busy.add(target.replica.replica_id)
             return False
@@ -261,7 +270,7 @@ class HandOffs(Generic[R]):
         return True
 
     def _reserve(self, target: R) -> None:
-        """Set blocks aside for those that wait in line for a target, as far as it has room."""
+        """Reserve blocks for the hand-offs that wait for a target, as far as it has room."""
         line = self._lines.get(target.replica.replica_id)
         if not line:
             return
@@ -297,7 +306,7 @@ class HandOffs(Generic[R]):
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
     def _try(self, one: HandOff[R], target: R) -> None:
-        """Set blocks aside at a target that takes requests in any order, or retry later."""
+        """Reserve blocks at a target that takes requests in any order, or retry later."""
         if self._of.get(one.request) is not one or one.target is not target:
             return
         self._driver.catch_up(target)
@@ -323,7 +332,7 @@ class HandOffs(Generic[R]):
         return min(one.num_tokens + self._ahead_tokens, _most_tokens(one.request))
 
     def _reserved(self, one: HandOff[R], hit: int) -> None:
-        """Go on with a request for which blocks of its target are set aside."""
+        """Continue the hand-off of a request with reserved blocks at its target."""
         hit = min(hit, one.num_tokens)
         if one.is_early:
             one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
@@ -381,7 +390,7 @@ class HandOffs(Generic[R]):
             self._release(request, source, held)
 
     def _release(self, request: Request, source: R, held: Held) -> None:
-        """Free the source's blocks, unless the request has come back meanwhile."""
+        """Free the source's blocks, unless the request has returned meanwhile."""
         if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
@@ -400,16 +409,19 @@ class HandOffs(Generic[R]):
             self._reserve(one)
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
-        """Continue hand-offs that wait for blocks of a replica, since some may be free. `has_looked`: `step_ended` was just called."""
+        """Continue hand-offs that wait for blocks of a replica, because some may be free. `has_looked`: `step_ended`
+        was just called.
+        """
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
         if self._unplaced or self._replicaset.newly_held_back:
             self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
-        """Serve the line of a replica that has found nothing to run although requests wait there; return True if that took a request.
+        """Serve the hand-offs that wait for a replica which found nothing to run although requests wait there; return
+        True if blocks were reserved for one.
 
-        Otherwise, with one reservation at a time, requests that were preempted and requests that are to come would wait for each other.
+        Otherwise, with one reservation at a time, preempted requests and arriving requests would wait for each other.
         """
         line = self._lines.get(one.replica.replica_id)
         if not line or not self._one_at_a_time or not one.replica.running_set.num_waiting:
@@ -421,9 +433,10 @@ class HandOffs(Generic[R]):
     def _free_from_each_other(self) -> bool:
         """Resolve a deadlock of requests that wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
 
-        A request whose prompt is computed stays at its source, if that decodes. Otherwise it holds blocks of a replica that computes
-        prompts, and prompts that wait there may hold those of its target: the last of them gives them up. That can be
-        where some prompts are computed without blocks of their target, which replicas have pulled for instance.
+        A request whose prompt is computed stays at its source if that decodes. Otherwise it holds blocks of a prefill
+        replica, and prompts that wait there may hold blocks of its target: the last of these prompts releases its
+        blocks. This can happen if some prompts are computed without reserved blocks, for instance because replicas have
+        pulled them.
         """
         if not self._of or self._transfers.is_busy or self._may_go_on():
             return False
@@ -444,7 +457,7 @@ class HandOffs(Generic[R]):
         return False
 
     def _may_go_on(self) -> bool:
-        """Return True if a replica runs something, may do so in this tick, or has KV for it."""
+        """Return True if a replica executes a step or may do so in this tick, or if KV is in transit to it."""
         for each in self._replicas:
             replica, running_set = each.replica, each.replica.running_set
             if each.form_pending or replica.num_in_flight:
@@ -456,7 +469,9 @@ class HandOffs(Generic[R]):
         return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
-        """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
+        """Send the last KV of a migrating request that was stopped; blocks of the target are reserved for all of its
+        KV.
+        """
         source, target = ends
         self.recall_prompt(request)
         one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
@@ -465,10 +480,10 @@ class HandOffs(Generic[R]):
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         self._start(one, num_copied)
 
-    # Ends before the time
+    # Early ends
 
     def end_if_leaving(self, request: Request, reason: EndReason, detail: str) -> bool:
-        """End a request that is on its way, or whose prompt waits for blocks of its target; return False for any other."""
+        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other."""
         one = self._of.get(request)
         if one is None or (one.is_early and request not in self._replicaset.held_back):
             return False
@@ -477,7 +492,7 @@ class HandOffs(Generic[R]):
         return True
 
     def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
-        """End a request on its way; blocks that both ends hold for it are free."""
+        """End a moving request, and free the blocks that both replicas hold for it."""
         target = one.target
         self._forget(one, REQUEST_ENDED)
         self._stayed.pop(one.request, None)
@@ -512,13 +527,13 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def recall_from(self, draining: R) -> None:
-        """Drop the plans for prompts that have not begun on a replica that takes no more requests."""
+        """Drop the planned hand-offs of prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
-        """Drop the plan for one prompt that is not computed, and free the blocks set aside for it."""
+        """Drop the planned hand-off of one prompt that is not computed, and free the blocks reserved for it."""
         one = self._of.get(request)
         if one is None or not one.is_early:
             return
@@ -530,7 +545,7 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def recall(self) -> None:
-        """Drop the plans for prompts that have not been computed; their targets will be chosen again."""
+        """Drop the planned hand-offs of prompts that have not been computed; their targets will be chosen again."""
         for one in list(self._of.values()):
             if one.is_early:
                 self._forget(one, _PLACED_ANEW)
@@ -560,7 +575,7 @@ class HandOffs(Generic[R]):
     def lose(self, lost: R) -> None:
         """Cancel all hand-offs from and to a lost replica.
 
-        Call before its memory is cleared, and `place_again` afterwards for requests that were on their way to it.
+        Call this before its memory is cleared, and `place_again` afterwards for requests that were moving to it.
         """
         here = lost.replica.replica_id
         self._stayed = {one: count for one, count in self._stayed.items() if one.replica_id != here}
@@ -580,22 +595,24 @@ class HandOffs(Generic[R]):
         return one is not None and one.is_early and one.num_sent is not None
 
     def is_to_go_to(self, request: Request, replica_id: int) -> bool:
-        """Return True if blocks of this replica are set aside for a request whose prompt is not computed."""
+        """Return True if blocks of this replica are reserved for a request whose prompt is not computed."""
         one = self._of.get(request)
         return one is not None and one.target is not None and one.target.replica.replica_id == replica_id
 
     def involves(self, one: R) -> bool:
-        """Return True if a request leaves a replica or comes to it."""
+        """Return True if a request is moving from or to a replica."""
         return any(one is each.source or one is each.target for each in self._of.values())
 
     def divert(self, draining: R) -> None:
-        """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
+        """Find other targets for the requests that wait for blocks of a replica that takes no more requests, or for
+        admission there.
+        """
         for one in list(self._of.values()):
             if one.target is draining and one.stage in (Stage.RESERVING, Stage.RETRYING, Stage.QUEUED):
                 self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
-        for replica_id in list(self._lines):  # blocks that were set aside for others may be free
+        for replica_id in list(self._lines):  # blocks reserved for others may be free
             self._reserve(self._replicas[replica_id])
 
     def place_again(self) -> None:

@@ -44,10 +44,10 @@ class LiveLoad:
         self.max_loras = 0 if replica.adapters is None else replica.adapters.max_loras
         self.age_s = 0.0
         self.feed: ContentFeed | None = None
-        """Source of prefix hits that lags behind; None: the replica's cache itself."""
+        """Source of prefix hits with a lag; None: the replica's cache itself."""
 
     def set_state(self, state: ReplicaState) -> None:
-        """Let the replica be at this stage of its life."""
+        """Set the replica's state."""
         self.state = state
         self.is_up = state is ReplicaState.UP
 
@@ -86,7 +86,9 @@ class LiveLoad:
         return self.replica.memory.lookup_prefix(hashes, request.num_known_tokens)
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Leading prompt tokens by the nearest of this replica's memory tiers that holds them now; empty without tiers."""
+        """Return the leading prompt tokens by the nearest memory tier of this replica that holds them now; empty
+        without tiers.
+        """
         hashes = getattr(request, "hashes", None)
         return {} if hashes is None else self.replica.memory.tier_hits(hashes, request.num_known_tokens)
 
@@ -146,7 +148,7 @@ class LiveLoads(list[LiveLoad]):
         self._fixed.clear()
 
     def column(self, name: str) -> Any:
-        """A figure of all replicas, in their order: a list, or an array where it does not change."""
+        """Return a figure of all replicas, in their order: a list, or an array if it does not change."""
         read = _COLUMNS.get(name)
         if read is not None and self._are_plain:
             return read(self._replicas)
@@ -174,7 +176,7 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are not of that time."""
+    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are current."""
 
     live: LiveLoad
     replica_id: int
@@ -204,9 +206,10 @@ class SnapshotLoad:
         return cls(live, live.replica_id, live.pool, live.role, *sizes)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
-        """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
+        """Re-read the figures if they are older than the interval; returns the snapshot with its age set."""
         live = self.live
-        # Read live: requests sent to a replica that is down come back at once.
+        # Not from the snapshot: a router notices immediately that a replica is down, since requests sent there come
+        # back.
         self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
@@ -226,7 +229,7 @@ class SnapshotLoad:
         return self.live.prefix_hit_tokens(request)
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Leading prompt tokens by the nearest of this replica's memory tiers that holds them now."""
+        """Return the leading prompt tokens by the nearest memory tier of this replica that holds them now."""
         return self.live.tier_hit_tokens(request)
 
 
@@ -246,7 +249,7 @@ class ReplicaViews:
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """Groups by the identity of the tuples that were asked for, since hashing a tuple goes through all replicas."""
+        """Groups by the identity of the requested tuples, since hashing a tuple takes time for every replica."""
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""

@@ -1,7 +1,8 @@
-"""Moves of requests between replicas: of waiting ones at once, of running ones live, in stages.
+"""Moves of requests between replicas: waiting ones move immediately, running ones by live migration in stages.
 
-A running request goes on computing while full blocks of its KV are copied; only the last stage, when few are left, stops it. Until
-it has arrived its source holds everything, so that a migration that is called off leaves the source as it was.
+A running request continues to compute while full blocks of its KV are copied; only the last stage, when few are left,
+stops it. The source keeps everything until the request has arrived, so a cancelled migration leaves the source as it
+was.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Migration(Generic[R]):
     admitted_index: int
     """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
     num_copied: int = 0
-    """Leading tokens whose KV is at the target, or on its way."""
+    """Leading tokens whose KV is at the target, or being sent there."""
     num_copies: int = 0
     has_reserved: bool = False
 
@@ -68,7 +69,7 @@ class Migrations(Generic[R]):
         self._num_at: Counter[int] = Counter()
         """Migrations from and to each replica."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Called when a replica takes part in one migration less."""
+        """Called when a replica has ended its part in a migration."""
 
     # Moves
 
@@ -138,7 +139,7 @@ class Migrations(Generic[R]):
         return self._num_at[replica_id] < self._rules.max_per_replica
 
     def begin(self, request: Request, target_id: int, reason: str) -> None:
-        """Begin to copy a running request to another replica, if both may take part in one more migration."""
+        """Begin to copy a running request to another replica, if both can take part in one more migration."""
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if not source.replica.migrates:
             return
@@ -166,7 +167,7 @@ class Migrations(Generic[R]):
         size = one.source.replica.memory.block_size
         num_full = one.request.num_computed_tokens // size * size
         if one.source.replica.num_in_flight:
-            num_full = max(0, num_full - size)  # a step that writes the last block may not have come back
+            num_full = max(0, num_full - size)  # a step that writes the last block may be in flight
         one.num_copies += 1
         num_left = (num_full - one.num_copied) // size
         if one.num_copies >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:

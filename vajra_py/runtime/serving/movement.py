@@ -19,7 +19,9 @@ from vajra_py.runtime.support.clock import to_seconds
 
 
 class Movement(Generic[R]):
-    """Requests on their way between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers are called."""
+    """Requests that move between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers
+    are called.
+    """
 
     def __init__(
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
@@ -39,7 +41,7 @@ class Movement(Generic[R]):
     # Events
 
     def transfers_due(self) -> None:
-        """Let KV arrive whose transfer has ended by now."""
+        """Handle the arrival of KV whose transfer has ended by now."""
         self._transfers.due()
         if self._drains.draining:
             self._drains.advance()
@@ -49,13 +51,13 @@ class Movement(Generic[R]):
         return self._transfers.is_under_way(number)
 
     def transfer_ended(self, number: int) -> None:
-        """Let KV arrive whose transfer is not timed and has ended."""
+        """Handle the arrival of KV whose transfer is not timed and has ended."""
         self._transfers.ended(number)
         self._drains.advance()
 
     @property
     def has_retry(self) -> bool:
-        """True if it is time to look at a full target again."""
+        """True if it is time to check a full target again."""
         return self._transfers.has_retry
 
     def retry(self) -> None:
@@ -63,9 +65,10 @@ class Movement(Generic[R]):
         self._transfers.retry()
 
     def step_ended(self, one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True) -> None:
-        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free.
+        """Continue the moves from and to a replica that is between two steps. `has_freed`: some of its blocks may be
+        free.
 
-        What was set aside for requests that have ended by themselves is given back first.
+        Blocks reserved for requests that have completed meanwhile are freed first.
         """
         if ended:
             self.requests_ended(ended)
@@ -83,7 +86,7 @@ class Movement(Generic[R]):
             self._drains.advance()
 
     def leave(self, source: R) -> None:
-        """Let the requests leave that a replica's scheduler has just handed off."""
+        """Begin the hand-offs that a replica's scheduler has just requested."""
         for request in source.replica.builder.take_handed_off():
             self._leave(request, source)
 
@@ -98,7 +101,7 @@ class Movement(Generic[R]):
             self.hand_offs.gone(request)
 
     def end(self, request: Request, reason: EndReason, detail: str) -> bool:
-        """End a request that is on its way, or whose prompt waits for blocks of its target; return False for any other."""
+        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other."""
         return self.hand_offs.end_if_leaving(request, reason, detail)
 
     # The replicaset scheduler
@@ -117,7 +120,7 @@ class Movement(Generic[R]):
     # Replicas come and go
 
     def drain(self, one: R, *, by_migration: bool) -> None:
-        """Send nothing more to a replica that drains from now on; `by_migration`: its running requests move away."""
+        """Stop moves to a draining replica; `by_migration`: its running requests move away."""
         self._migrations.drains(one)
         self.hand_offs.divert(one)
         if by_migration:
@@ -135,7 +138,7 @@ class Movement(Generic[R]):
         self._drains.advance()
 
     def involves(self, one: R) -> bool:
-        """Return True if a replica takes part in a move, or is to do so after its step."""
+        """Return True if a replica takes part in a move, or will after its step."""
         return self._transfers.has_waiting(one) or self.hand_offs.involves(one)
 
     def clear(self) -> None:

@@ -1,8 +1,9 @@
-"""Transfers of KV while its prompt is computed: of each layer, or of each chunk, to blocks that were set aside before.
+"""Transfers of KV while its prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
 
-What a step computes of a prompt becomes available in equal parts over the step, one for each layer (or all of it when the step ends), and
-goes over the links behind it. What the source need not compute, from its prefix cache or from the host, is available when the prompt
-begins. So when the prompt is computed only that is left which the links could not take meanwhile, and at least the last part.
+The KV that a step computes of a prompt becomes available in equal parts over the step, one for each layer (or all of it
+when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or from
+the host) is available when the prompt begins. When the prompt is done, only the KV is left to send that the links could
+not carry meanwhile, at least the last part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Overlap(Generic[R]):
-    """Transfers of one replicaset that begin before their prompt is computed."""
+    """Transfers of one replicaset that begin before the prompt is computed."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Overlap(Generic[R]):
         hand_offs: Mapping[Request, HandOff[R]],
         moved: Callable[[HandOff[R]], None],
     ) -> None:
-        """`hand_offs`: all that are under way; `moved` is called when the KV of one is at its target."""
+        """`hand_offs`: all hand-offs under way; `moved` is called when the KV of one is at its target."""
         self._transfers = transfers
         self._hand_offs = hand_offs
         self._moved = moved
@@ -39,7 +40,7 @@ class Overlap(Generic[R]):
         self._moves_missing = rules.settings.moves == "missing"
 
     def step_formed(self, plan: StepPlan, ticks: int) -> None:
-        """Send the KV that a step computes of prompts that are handed off; the step begins now and lasts `ticks`."""
+        """Send the KV that a step computes for prompts to be handed off; the step begins now and lasts `ticks`."""
         for request, num_tokens, num_before, _ in plan.chunks:
             one = self._hand_offs.get(request)
             if one is None or not (one.is_early and one.has_reserved):
@@ -56,7 +57,7 @@ class Overlap(Generic[R]):
                 one.num_sent = end
 
     def _open(self, one: HandOff[R]) -> bool:
-        """Begin to send a prompt; return False if it is sent when it is computed."""
+        """Begin to send a prompt; return False if it is to be sent only when it is computed."""
         target = one.target
         first = one.hit if self._moves_missing else 0
         if target is None or one.num_tokens < self._min_tokens or one.num_tokens <= first:
@@ -68,7 +69,7 @@ class Overlap(Generic[R]):
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:
-        """Let a transfer end once all computed KV has arrived, which may be less than the prompt."""
+        """Close a transfer, so that it ends once all computed KV has arrived, which may be less than the prompt."""
         first = one.hit if self._moves_missing else 0
         is_whole = one.num_tokens == one.num_announced
         self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))

@@ -1,8 +1,8 @@
 """Policies of a replicaset, and the building of replacements.
 
-One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes, predictions, random
-streams by name. Replica schedulers are built first, each with the limits and the latency model of its replica; prefill times follow from
-their chunks, and the other two layers are built with these.
+Each replicaset keeps its factory of policies while it serves, so that a later policy gets the same sizes, predictions
+and named random streams as the first ones. Replica schedulers are built first, each with the limits and the latency
+model of its replica; prefill times follow from their chunks, and the other two layers are built with these.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
 MakePolicy = Callable[[Layer, PolicyChoice, int], Any]
-"""Builds one policy (of the last layer for one replica) and checks its methods; raises what `vajra_py.plugins.build_policy` raises."""
+"""Function that builds one policy (a replica scheduler for one replica) and checks its methods; raises like
+`vajra_py.plugins.build_policy`.
+"""
 Predict = Callable[[Sequence[PolicyChoice], Sequence[ReplicaScheduler]], Sequence[PrefillTable]]
-"""Prefill times with these replica schedulers (choice and object for each replica), one table for each kind of replica."""
+"""Function that returns prefill times with these replica schedulers (choice and object for each replica), one table for
+each kind of replica.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class LayerPolicies:
 
     @property
     def common_choice(self) -> PolicyChoice:
-        """Return the choice that all were built from. Raises `ConfigError` where replicas have different schedulers."""
+        """Return the choice from which all were built. Raises `ConfigError` if replicas have different schedulers."""
         if not self.are_alike:
             raise ConfigError(Problem("scheduling.replica_scheduler", f"replicas have different ones ({self.name})"))
         return self.choices[0]
@@ -86,11 +90,11 @@ class Policies:
         self._predict = predict
         self.prefill_time = prefill_time
         self.shared = SharedState()
-        """State that these policies share; policies that are made later get the same one."""
+        """State shared by these policies, and by policies that are built later."""
         self.beside: Sequence[tuple[Any, str]] = ()
-        """Policies that belong to no layer but listen to requests too, with their names."""
+        """Policies that belong to no layer but also listen to requests, with their names."""
         self.retention: Sequence[Retention | None] = (None,) * self._num_replicas
-        """Retention policy of each replica; None where there is none."""
+        """Retention policy of each replica; None if it has none."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()
@@ -140,7 +144,7 @@ class Policies:
         return self._layers[layer]
 
     def common_choices(self) -> dict[Layer, PolicyChoice]:
-        """The choice of each layer. Raises `ConfigError` where replicas have different schedulers."""
+        """Return the choice of each layer. Raises `ConfigError` if replicas have different schedulers."""
         return {layer: self._layers[layer].common_choice for layer in Layer}
 
     @property
@@ -155,7 +159,9 @@ class Policies:
 
     @property
     def decode_scheduler(self) -> ReplicasetScheduler | None:
-        """Second instance of a plain replicaset scheduler, for requests whose prompt is computed; None: it needs none."""
+        """Second instance of a plain replicaset scheduler, for requests whose prompt is computed; None if none is
+        needed.
+        """
         made = self._layers[Layer.REPLICASET_SCHEDULER].made
         return cast(ReplicasetScheduler, made[1]) if len(made) > 1 else None
 
@@ -182,7 +188,7 @@ class Policies:
         return make_queue(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
 
     def slack(self) -> SlackReader | None:
-        """Slack by the prioritizer; None when it predicts none."""
+        """Slack by the prioritizer; None if it predicts none."""
         return slack_reader(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
 
     # Listeners
@@ -200,15 +206,15 @@ class Policies:
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
-        # Each replica has a scheduler of its own; one that listens to steps only sees its replica's requests.
+        # Each replica has its own scheduler; one that listens only to steps sees only its replica's requests.
         knows_one = listeners_among(own).listen_only_to_steps and not listeners_among(shared).across_replicas
         return replace(found, across_replicas=not knows_one)
 
     @property
     def asks_listeners_each_step(self) -> bool:
-        """True if a listening policy may be called for every step, whether anything waits or not.
+        """True if a listening policy may be called for every step even if nothing waits.
 
-        A prioritizer is not where the key of each request follows from the request and the time.
+        A prioritizer does not count if each request's key follows from the request and the time.
         """
         asked = [Layer.REPLICA_SCHEDULER]
         prioritizer: Any = self.prioritizer
@@ -230,7 +236,9 @@ class Policies:
         return listeners_among([*shared, own, *self.beside, *retained])
 
     def pins(self, replica_id: int) -> Callable[[RequestView, float], float] | None:
-        """Pins of requests that end on a replica by its retention policy; None where it pins nothing."""
+        """Return the function for pins of requests that end on a replica, by its retention policy; None if it pins
+        nothing.
+        """
         retained = self.retention[replica_id]
         if retained is None or not isinstance(retained.policy, PinsContent):
             return None
@@ -248,12 +256,12 @@ class Policies:
 
 
 def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:
-    """Slack by this prioritizer; None when it predicts none."""
+    """Return the slack by this prioritizer; None if it predicts none."""
     return SlackReader(prioritizer, name) if isinstance(prioritizer, PredictsSlack) else None
 
 
 def check_slack(prioritizer: RequestPrioritizer, name: str, schedulers: Iterable[tuple[str, ReplicaScheduler]]) -> None:
-    """Raise `ConfigError` where a replica scheduler needs slack and the prioritizer predicts none."""
+    """Raise `ConfigError` if a replica scheduler needs slack and the prioritizer predicts none."""
     if isinstance(prioritizer, PredictsSlack):
         return
     for scheduler_name, scheduler in schedulers:

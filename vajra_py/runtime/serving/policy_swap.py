@@ -5,7 +5,7 @@
 - A replica scheduler: every replica gets a new one. Predicted prefill times depend on its chunks, so queues are
 rebuilt.
 
-What can be wrong is found before anything is changed, or undone.
+Errors are detected before anything is changed, or the change is undone.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Swapped:
 def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Request], now: int) -> Swapped:
     """Put a policy in force. `alive`: the replicaset's requests that have not ended, by submission.
 
-    A replicaset that is out of service for what a policy did starts again with new policies in all its layers; it must be
-    empty. Raises what building the policy raises, `ConfigError` when it would never run a request that is being served,
-    `PolicyError` when it breaks the contract at once; then everything is as it was.
+    A replicaset that is out of service because of a policy's violation starts again with new policies in all its
+    layers; it must be empty. Raises the errors of building the policy, `ConfigError` if it would never run a request
+    that is being served, and `PolicyError` if it breaks the contract immediately; then nothing has changed.
     """
     policies = replicaset.policies
     if policies is None:

@@ -1,4 +1,6 @@
-"""Pools of a replicaset: live figures for admission policies and scalers, and those that no request can reach."""
+"""Pools of a replicaset: live figures for admission policies and scalers, and detection of pools that no request can
+reach.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class PoolLoad:
         return sum(queue.num_tokens for queue in self._queues())
 
     def _queues(self) -> list[RequestQueue]:
-        """Queues of its replicas, and the shared one unless they only decode."""
+        """Queues of its replicas, and the shared queue unless they only decode."""
         own = [self._replicaset.replicas[one].queue for one in self._ids]
         return own if self.role == PoolRole.DECODE.value else [*own, self._replicaset.shared]
 
@@ -60,7 +62,7 @@ def pool_loads(replicaset: Replicaset) -> Sequence[PoolLoad]:
 
 
 def check_reach(config: SystemConfig, controller: Controller) -> None:
-    """Raise `ConfigError` for pools to which no request can ever come by these settings."""
+    """Raise `ConfigError` for pools that no request can reach with these settings."""
     problems = []
     for name, replicaset in controller.replicasets.items():
         section = f"replicasets.{name}.scheduling" if config.replicasets else "scheduling"
@@ -75,10 +77,10 @@ def check_reach(config: SystemConfig, controller: Controller) -> None:
 
 
 def _unreached(replicaset: Replicaset) -> Sequence[str]:
-    """Return the pools that the scheduler leaves out for good.
+    """Return the pools that the scheduler never uses.
 
-    Where requests are handed off and the scheduler is not called for all pools, the mechanism chooses a replica that decodes if it
-    chooses none; where replicas drain, running requests may go to any.
+    If requests are handed off and the scheduler is not called for all pools, the mechanism chooses a decode replica
+    when the scheduler chooses none; if replicas drain, running requests may go to any pool.
     """
     scheduler = replicaset.scheduler
     if not isinstance(scheduler, LeavesOutPools) or replicaset.scaling is not None:

@@ -1,7 +1,7 @@
 """Predicted prefill times of a replicaset, from the chunks of the replica schedulers in force.
 
-Built in two phases: replica schedulers first, then `follow` with a table for each kind of replica; prioritizer and replicaset scheduler
-are built after that. When other replica schedulers take over, the same service follows them.
+Built in two phases: replica schedulers first, then `follow` with a table for each kind of replica; prioritizer and
+replicaset scheduler are built after that. If replica schedulers are swapped, the same service follows the new ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vajra_py.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """Prefill times on one kind of replica, and the longest request that it has room for."""
+    """Prefill times on one kind of replica, and the longest request for which it has room."""
 
     max_request_tokens: int
     times: PrefillTime

@@ -1,7 +1,7 @@
 """Requeue or end requests whose replica was lost or whose policy broke the contract.
 
-Of a lost replica: they are computed again elsewhere, their tokens so far kept, or they end. Of a replicaset whose policy
-broke the contract: they end, each with the reason, and no policy is called until another one is put in its place.
+Requests of a lost replica are recomputed elsewhere, keeping their tokens so far, or end. Requests of a replicaset whose
+policy broke the contract end, each with the reason, and no policy is called until that one is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Losses:
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Requests that are computed again, each with the replica to which it is bound now (None: any)."""
+    """Requests to be recomputed, each with the replica to which it is bound now (None: any)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
@@ -82,7 +82,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     for request in [
         *leaving,
         *replica.running_set.arrived,
-    ]:  # requests whose KV was here or on its way from or to another replica
+    ]:  # requests whose KV was here, or moving from or to another replica
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
@@ -109,7 +109,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
 
 
 def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
-    """End the requests that wait for a replica, since none is up or will be in time."""
+    """End the requests that wait for a replica, because none is up or will be in time."""
     seconds, ended = to_seconds(now), Ended()
     for request in [cast(Request, one) for one in replicaset.shared.ordered(seconds)]:
         replicaset.shared.remove(request)

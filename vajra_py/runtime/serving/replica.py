@@ -58,7 +58,9 @@ MAX_EMPTY_STEPS = 1000
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
-"""(replicaset, layer, policy, method) to the function that is called instead of that method, to time it for instance."""
+"""Function of (replicaset, layer, policy, method) that returns the function to call instead of that method, for
+instance to time it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,13 @@ class ReplicaParts:
     executor: Executor
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
-    """Slack by the prioritizer; None when it predicts none."""
+    """Slack by the prioritizer; None if it predicts none."""
     pins: PinSeconds | None = None
-    """Pins of ended requests by the retention policy; None when it pins none."""
+    """Pins of ended requests by the retention policy; None if it pins none."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     adapters: Adapters | None = None
-    """LoRA adapters; None: there are none, and requests that name one are rejected."""
+    """LoRA adapters; None if there are none, in which case requests that name one are rejected."""
 
 
 class Replica:
@@ -134,7 +136,7 @@ class Replica:
     )
 
     migrates = True
-    """False where running requests cannot move to another replica with their KV, since it is out of reach."""
+    """False if running requests cannot move to another replica, because their KV cannot be read."""
 
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts = parts
@@ -142,7 +144,7 @@ class Replica:
         self.replica_id = parts.replica_id
         self.limits = parts.limits
         self.max_request_tokens = max_request_tokens(parts.limits, parts.memory)
-        """Most tokens, prompt and output together, that one request may have here."""
+        """Largest number of tokens, prompt and output together, of one request on this replica."""
         self.memory = parts.memory
         self.queue = parts.queue
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
@@ -163,11 +165,12 @@ class Replica:
         self._awaits_reports = False
         """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of steps that have ended and not come back, if the next step is formed before that."""
+        """Tokens of steps that have ended but not been reported, if the next step is formed before the report."""
         self._joins_at_once = False
-        """True if requests that come with their KV decode in the pool from their first step on; otherwise from the second."""
+        """True if requests that arrive with their KV decode in the pool from their first step on, else from the second.
+        """
         self.forms_steps = True
-        """False while the executing side takes no steps."""
+        """False while the backend accepts no steps."""
         self.around: Around | None = None
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
@@ -177,7 +180,7 @@ class Replica:
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._over: set[Request] = set()
-        """Requests that reached their length and are in a step formed before this was known; its results for them are dropped."""
+        """Requests that reached their length but are in a step formed before that; its results for them are dropped."""
         self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
@@ -185,12 +188,14 @@ class Replica:
         self.newly_held: list[Request] = []
         """Requests that have become `held`; see `take_newly_held`."""
         self.expects_kv = False
-        """True if requests wait in line to come here, one after each step."""
+        """True if requests queue to move here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests admitted under an earlier policy, by admission; the present one may be unable to run them."""
+        """Running requests admitted under an earlier policy, by admission; the present policy may be unable to run
+        them.
+        """
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -199,7 +204,9 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Error of a policy that was notified of a run of steps; raised once the step in flight has ended, since other events are being handled."""
+        """Error of a policy notified of a run of steps; raised only when the step in flight ends, not amid other
+        events.
+        """
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -226,14 +233,16 @@ class Replica:
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     def join_at_once(self) -> None:
-        """Count the first decode of a request that came with its KV in the pool, for an executor that takes nothing from plans but their features."""
+        """Count the first decode of a request that arrived with its KV in the pool, for an executor that uses only the
+        features of plans.
+        """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
-        """Let requests load KV from outside the replica, and save it there, from now on.
+        """Load KV of requests through a connector, and save it there, from now on.
 
-        Raises `ConfigError` where the memory has KV parallelism.
+        Raises `ConfigError` if the memory has KV parallelism.
         """
         if self.memory.num_groups > 1:
             message = f"a connector loads to one group of blocks ({self.memory.num_groups} groups)"
@@ -267,12 +276,12 @@ class Replica:
         return held
 
     def release_held(self, request: Request) -> None:
-        """Give back the blocks of a request whose KV is elsewhere, or that has ended."""
+        """Free the blocks of a request whose KV is elsewhere, or that has ended."""
         self._output_limits.pop(request, None)
         self.lifecycle.release_held(request)
 
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
-        """Make a held request continue here after all; return it with the reason if its first token was its last."""
+        """Continue a held request here after all; return it with the reason of its end if its first token was its last."""
         self.lifecycle.resume_held(request)
         result = StepResult()
         if not request.num_remaining_tokens:
@@ -292,7 +301,7 @@ class Replica:
         return []
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """Abort a request of this replica; False when its step has to come back first."""
+        """Abort a request of this replica; return False if its step must complete first."""
         if request.state is not _RUNNING:
             self._output_limits.pop(request, None)
             self.lifecycle.end_waiting(request, reason, now, detail)
@@ -328,11 +337,11 @@ class Replica:
 
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
-        """Requests that end with the step that they are in, and the reasons."""
+        """Requests that end with their present step, and the reasons."""
         return self._to_abort
 
     def clear(self) -> None:
-        """Reset the replica, with no request and no KV block; its requests are accounted for elsewhere."""
+        """Reset the replica to hold no request and no KV block; its requests are accounted for elsewhere."""
         self.num_in_flight = 0
         self._output_limits.clear()
         self._to_abort.clear()
@@ -357,11 +366,11 @@ class Replica:
         )
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether limits and an empty memory have room for the longest that the request may become."""
+        """Return whether limits and an empty memory have room for the request at its greatest length."""
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is _PREFILL:  # it leaves before it grows; known tokens include output
+        if self.parts.role is _PREFILL:  # the request leaves before it grows; known tokens include output
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -370,7 +379,7 @@ class Replica:
         return not request.adapter or (self.adapters is not None and self.adapters.serves(request.adapter))
 
     def has_room_for(self, request: Request) -> bool:
-        """Return whether there are a free batch slot and free blocks for a request's known tokens."""
+        """Return whether there is a free batch slot, and free blocks for a request's known tokens."""
         is_free = self.running_set.num_running < self.limits.max_batch_size
         return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
 
@@ -400,7 +409,7 @@ class Replica:
     # Forming steps
 
     def next_plan(self, now: int) -> StepPlan | None:
-        """Form the next step that runs something; None when nothing can run until something changes."""
+        """Form the next non-empty step; return None if nothing can run until something changes."""
         builder, running_set = self.builder, self.running_set
         running_set.barred.clear()
         if not running_set.num_running and not running_set.may_admit:
@@ -429,7 +438,7 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Form the next step if this one only held slots of ended requests."""
+        """Form the next step if this one was empty only because ended requests held slots."""
         self._see_ends()
         return self.form_step(now)
 
@@ -439,7 +448,9 @@ class Replica:
         self.lifecycle.release_ended()
 
     def _release_pin(self, now: int) -> bool:
-        """End a pin, since the policy can run no request and is not idle on purpose; False if no pin keeps a block from being free."""
+        """End a pin, because the policy can run no request and is not idle on purpose; return False if no pin holds a
+        block that would be free otherwise.
+        """
         if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
@@ -450,7 +461,9 @@ class Replica:
         return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading())
 
     def _give_way(self, now: int) -> bool:
-        """Preempt the latest request that another policy admitted, since this one does nothing; False if there is none."""
+        """Preempt the latest request admitted by another policy, since this one does nothing; return False if there is
+        none.
+        """
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
             if request.state is _RUNNING and request.replica_id == self.replica_id:
@@ -459,7 +472,7 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """Let the least urgent of the requests that came with their KV give it up, when the policy can run none."""
+        """Free the KV of the least urgent request that arrived with its KV, because the policy can run none."""
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)
@@ -470,11 +483,11 @@ class Replica:
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
-            last.stays_at = self.replica_id  # replicas could otherwise send it to each other for ever
+            last.stays_at = self.replica_id  # replicas could otherwise send it to each other forever
         return True
 
     def form_step(self, now: int) -> StepPlan | None:
-        """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
+        """Call the policy once; return None if it did nothing, and a plan without entries if it only preempted."""
         builder, view = self.builder, self._view
         view.now = seconds = now / TICKS_PER_SECOND
         builder.start(seconds)
@@ -516,10 +529,12 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Add requests that came with their KV and decode at once to the pool before this first step has come back."""
+        """Add requests that arrived with their KV and decode immediately to the pool, before their first step has
+        completed.
+        """
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
-            return  # some decodes are not in the step, or it is reported separately from those that follow
+            return  # some decodes are not in the step, or the step is reported separately from the following ones
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -562,7 +577,9 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step, or if a request is to move here after
+        this step.
+        """
         # What was handed off may have to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
@@ -573,7 +590,9 @@ class Replica:
             self._num_waiting_in_run = self.running_set.num_waiting
 
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> None:
-        """Complete `plan` and repetitions of it at these ticks up to now; it becomes that of the repetition in flight after them."""
+        """Complete `plan` and its repetitions at these ticks up to now; it then stands for the next repetition, which
+        is in flight.
+        """
         if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
             self.complete_repeats(plan, ended_at[:1], now)
             ended_at = ended_at[1:]
@@ -610,7 +629,7 @@ class Replica:
     # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Let unfinished prompts enter the pipeline again after its first stage: chunks of a prompt are pipelined."""
+        """Make unfinished prompts available again after the first pipeline stage, to pipeline chunks of one prompt."""
         for chunk in plan.chunks:
             request = chunk.request
             if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
@@ -652,7 +671,8 @@ class Replica:
         if result.stopped or result.failed:
             known = done if lost is None else [*done, *lost.running]
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in known]
-        # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
+        # Requests aborted while the step was computed left before those that end with the step, so they free their
+        # blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if work is not None:
@@ -688,9 +708,10 @@ class Replica:
         return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
 
     def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
-        """Count the accepted drafts of a step that has ended, which were not known at its end; returns the requests that end at once.
+        """Count the accepted drafts of an earlier step, which were not known when it ended; returns the requests that
+        end now.
 
-        Who has reached its length and is part of the step that was formed meanwhile ends with that.
+        A request that has reached its length and is part of a step formed meanwhile ends with that step.
         """
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
@@ -721,7 +742,9 @@ class Replica:
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
-        """Return the requests whose loads failed by this report, which comes with a step that is about to end, or without one."""
+        """Return the requests whose loads failed according to this report, which comes with a step that is about to
+        end, or without one.
+        """
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
         entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
@@ -731,9 +754,9 @@ class Replica:
     def _apply_report(
         self, report: KvReport, lost: FailedLoads | None, plan: StepPlan | None, now: float
     ) -> list[tuple[Request, EndReason]]:
-        """Let requests whose loads failed compute again or end, then note what was received and sent.
+        """Recompute or end the requests whose loads failed, then record the completed loads and saves.
 
-        Where steps are formed ahead, who runs ends in any case, as a step that was formed since is void as well.
+        If steps are formed ahead, running requests end in any case, because a step formed since is void as well.
         """
         connected = self._connected
         if connected is None:
@@ -776,7 +799,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is _FAILED:
-                self.memory.withdraw_blocks(request, 0)  # a request that found its blocks would fail as well
+                self.memory.withdraw_blocks(request, 0)  # a request that hit its blocks would fail as well
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))
@@ -788,7 +811,7 @@ class Replica:
                 request.hashes.append(token)
 
     def _cache_computed(self, plan: StepPlan) -> None:
-        """Enter the blocks that this step completed into the prefix cache; its own last token is not computed yet."""
+        """Enter the blocks filled by this step into the prefix cache; a request's newest token is not computed yet."""
         if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
             return
         touched = [chunk.request for chunk in plan.chunks]
@@ -850,7 +873,9 @@ class Replica:
             self.running_set.pool.join(request, num_left)
 
     def _apply_drafts(self, plan: StepPlan, result: StepResult, now: int, void: Collection[Request]) -> list[Request]:
-        """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
+        """Count the tokens of decodes with drafts, and free the blocks of rejected drafts; returns the requests that
+        end.
+        """
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
         accepted, publishes, size = result.accepted, not self._publishes_late, self.memory.block_size
@@ -889,15 +914,19 @@ class Replica:
         return done
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
-        """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
+        """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its
+        target samples it again.
+        """
         return self.hands_off and self._leaves(chunk.request, chunk.kind) and not self.gives_first_token
 
     def _leaves(self, request: Request, kind: str) -> bool:
-        """Return True if a request leaves when the chunk that ends its prompt is computed; one that has come with its KV stays."""
+        """Return True if a request leaves once the last chunk of its prompt is computed; a request that arrived with
+        its KV stays.
+        """
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
+        """Remove a request whose prompt is computed from the running set, unless its first token is its last."""
         if self.gives_first_token:
             num_outputs = request.add_output(now)
             if num_outputs == 1:

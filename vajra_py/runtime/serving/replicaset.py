@@ -115,43 +115,43 @@ class Replicaset:
         self.kv_event_lag_s = 0.0
         """Seconds after which policies are notified of an event of a cache."""
         self.feed: ContentFeed | None = None
-        """Events of the caches; None: they are not needed."""
+        """Events about the caches; None if they are not needed."""
         self._live = LiveLoads()
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
         """True if its replica schedulers are called before a request is accepted."""
         self._differs = False
-        """True if a request that one replica can run may be too large for another."""
+        """True if a request that fits one replica may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
-        """Replicas that can run a request, where they differ and schedulers may refuse one."""
+        """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
         self._failed_at: dict[Request, set[int]] = {}
         """Replicas that failed a request that is to be computed elsewhere; see `avoid`."""
         self._serving: dict[Holders, Serving] = {}
-        """Replicas that take requests, by the holders of a request, until the state of a replica changes."""
+        """Replicas that take requests, by the holders of a request; valid until the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
-        """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
+        """Function that applies every ended step (see `load_of`); set by the driver if its backend fast-forwards."""
         self.lost: set[int] = set()
         """Replicas that are lost."""
         self.away: set[int] = set()
-        """Replicas that a scaler keeps from taking requests: they start, drain, or are down."""
+        """Replicas closed to requests by a scaler: they start, drain, or are down."""
         self.scaling: ReplicasetScaling | None = None
         """Scaler with its present targets; None without a scaler."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Policies in force; None: the replicaset was put together by hand, and its policies stay."""
+        """Policies in force; None if the replicaset was assembled manually, and its policies cannot be swapped."""
         self.hand_off: HandOffRules | None = None
-        """Rules by which requests leave with their KV; None: they do not."""
+        """Rules by which requests leave with their KV; None if they do not."""
         self.tiers: TierMovesRules | None = None
-        """Links and rules of the memory tiers below its replicas' devices; None: there are none."""
+        """Links and rules of the memory tiers below its replicas' devices; None if there are none."""
         self.swaps: Sequence[SwapRules | None] = ()
         """Rules by replica for swaps while steps run (None: swaps are between steps); empty if no replica has any."""
         self.held_back: dict[Request, None] = {}
         """Requests bound to a prefill replica that wait for blocks at their decode replica, in order."""
         self.newly_held_back: list[Request] = []
-        """Requests held back for which no target was looked for yet."""
+        """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
-        """The policy error for which this replicaset takes no requests; empty: none."""
+        """Policy error because of which this replicaset takes no requests; empty if there is none."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replicas(
@@ -159,9 +159,10 @@ class Replicaset:
         makes: Iterable[Callable[[SharedAccess], Replica]],
         make_load: Callable[[Replica], LiveLoad] = LiveLoad,
     ) -> None:
-        """Build replicas, each with its access to the shared queue, and add them; `make_load` makes the load that policies see.
+        """Build replicas, each with its access to the shared queue, and add them; `make_load` creates the load views
+        for policies.
 
-        Raises `ConfigError` where they have different block sizes.
+        Raises `ConfigError` if they have different block sizes.
         """
         for make in makes:
             access = SharedQueueAccess(self)
@@ -177,7 +178,7 @@ class Replicaset:
         self._views = ReplicaViews(self._live, self._views.interval_s)
 
     def bind_content(self) -> None:
-        """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
+        """Connect listening policies, and with a lag the loads, to the events of the caches."""
         if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.listen_to_content):
             self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
             for load in self._live:
@@ -186,7 +187,7 @@ class Replicaset:
             self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
-        """Replace the shared queue, where requests have no hits yet."""
+        """Replace the shared queue, in which requests have no prefix hits."""
         self.shared = queue
         queue.use_hits(NoHits())
         for replica_id in range(len(self._shared_accesses)):
@@ -241,7 +242,7 @@ class Replicaset:
         return isinstance(self.scheduler, MovesRequests)
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
-        """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
+        """Return the replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
         if not self._differs:
             return self.replicas
         holders = self.bounds.holders(request)
@@ -259,7 +260,7 @@ class Replicaset:
         return refusal_of(parts.policy, parts.policy_name, self.load_of(replica.replica_id), request, now)
 
     def call_through(self, around: Around) -> None:
-        """Call policies through the wrappers that `around` makes of their methods, those of later policies too."""
+        """Call policies, including later ones, through the wrappers that `around` makes of their methods."""
         self.around = around
         self.bind_policy(self.scheduler, self.scheduler_name)
         for replica in self.replicas:
@@ -274,7 +275,7 @@ class Replicaset:
             replica.watch(observers)
 
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
-        """Set a replica's state; the scheduler sees it at its next look."""
+        """Set a replica's state; the scheduler sees it at its next call."""
         self._live[replica_id].set_state(state)
         self._serving.clear()
 
@@ -293,7 +294,7 @@ class Replicaset:
         return self._live[replica_id].state
 
     def computes(self, replica_id: int) -> bool:
-        """Return whether a replica forms steps: it is up, or drains its remaining requests."""
+        """Return whether a replica forms steps, that is, is up or drains its remaining requests."""
         return self._live[replica_id].state in (ReplicaState.UP, ReplicaState.DRAINING)
 
     def is_up(self, replica_id: int) -> bool:
@@ -301,7 +302,7 @@ class Replicaset:
         return self._live[replica_id].is_up
 
     def _may_serve(self, replica_id: int) -> bool:
-        """Return True if a replica takes requests, or a scaler may let it."""
+        """Return True if a replica takes requests, or a scaler may open it to requests."""
         return self._live[replica_id].is_up or replica_id in self.away
 
     def _serving_of(self, holders: Holders) -> Serving:
@@ -311,7 +312,7 @@ class Replicaset:
         return found
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """Lose a replica with everything that it held; returns the requests that ended with it."""
+        """Mark a replica as lost with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
@@ -336,7 +337,7 @@ class Replicaset:
         return queued if self._all_lost else [one for one in queued if not self._may_run(one, now)]
 
     def _may_run(self, request: Request, now: float) -> bool:
-        """Return True if a replica that is not lost can run the request: one that is up, or may come up."""
+        """Return True if a replica that is up, or may come up, can run the request."""
         return any(self._may_serve(one.replica_id) for one in self.eligible(request, now))
 
     def can_go_on(self, request: Request, now: float) -> bool:
@@ -378,11 +379,11 @@ class Replicaset:
     # Admission
 
     def refusal(self, request: Request, now: float) -> str | None:
-        """Return the reason that this request cannot be taken, now or ever; None if it can."""
+        """Return the reason why this request cannot be accepted, now or ever; None if it can."""
         return self.why_never(request, now) or self.why_full(request)
 
     def why_never(self, request: Request, now: float) -> str | None:
-        """Return the reason that no replica will run this request, or none is there; None if one can."""
+        """Return the reason why no replica will run this request; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -410,7 +411,7 @@ class Replicaset:
         return first_refusal(self._serving_of(holders).all, self.load_of, request, now)
 
     def why_full(self, request: Request) -> str | None:
-        """Return the reason that the queues have no room for this request; None if they have."""
+        """Return the reason why the queues have no room for this request; None if they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
@@ -420,15 +421,16 @@ class Replicaset:
         return None
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
-        """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
+        """Return a replica's load for a policy that may refuse a request; ended steps are applied when a figure is
+        read.
 
-        Such a policy is called at every arrival and seldom reads one: to synchronise before each call takes a tenth longer (the
-        Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
+        Such a policy is called at every arrival and rarely reads a figure: applying steps before each call would take a
+        tenth longer (the Azure conversation trace under `vllm_v1`). Every other policy declares whether it reads loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
     def live_loads(self) -> Sequence[ReplicaLoadView]:
-        """Return its replicas with live figures, by id; every step that has ended is applied."""
+        """Return its replicas with live figures, by id, after applying every ended step."""
         self.sync()
         return cast(Sequence[ReplicaLoadView], self._live)
 
@@ -444,13 +446,13 @@ class Replicaset:
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
+        """Queue an accepted request; returns the replica to which it is bound, None if any may pull it."""
         request.move_to(RequestState.WAITING)
         request.caches = self
         return self.place(request, now)
 
     def prefix_hits(self, request: Request) -> int:
-        """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
+        """Return the leading tokens of a request in the prefix cache of its replica."""
         if request.hashes is None:
             return 0
         return self._memory_of(request).lookup_prefix(request.hashes, request.num_known_tokens)
@@ -463,7 +465,7 @@ class Replicaset:
 
     def _memory_of(self, request: Request) -> KvMemory:
         replica = self.replicas[request.replica_id]
-        if replica.num_in_flight:  # steps of it that have ended may not be applied yet
+        if replica.num_in_flight:  # ended steps of the replica may not be applied yet
             self.sync()
         return replica.memory
 
@@ -471,7 +473,7 @@ class Replicaset:
         """Queue a request that is in no queue; returns like `accept`."""
         seconds = to_seconds(now)
         candidates = self.eligible(request, seconds)
-        # Without one that is up, it waits in the shared queue for one.
+        # If none is up, the request waits in the shared queue for one.
         may_assign = self._are_any_up(candidates) if self._differs else self.num_up > 0
         replica_id = None
         if may_assign:
@@ -501,7 +503,9 @@ class Replicaset:
     def _assign(
         self, request: Request, candidates: Sequence[Replica], allowed: Sequence[Replica], now: float
     ) -> int | None:
-        """Return the scheduler's choice among candidates, some of the allowed ones; among all these if it insists on another."""
+        """Return the scheduler's choice among the candidates, a subset of the allowed replicas; if it insists on
+        another one, its choice among all allowed ones.
+        """
         loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
         if chosen is None:
@@ -515,7 +519,7 @@ class Replicaset:
     def place_after_prompt(self, request: Request, now: float) -> int | None:
         """Return the replica to continue a request after its prompt; None if it stays, or if there is none now.
 
-        A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
+        With late binding the mechanism chooses: among the replicas with room, the one with the most free blocks.
         """
         candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
@@ -544,7 +548,7 @@ class Replicaset:
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
         """Choose one of these replicas, which are up, to continue a running request; None if it stays.
 
-        A scheduler that binds late leaves the choice to the mechanism: the replica with the most free blocks.
+        With late binding the mechanism chooses: the replica with the most free blocks.
         """
         if not candidates:
             return None
@@ -569,7 +573,7 @@ class Replicaset:
     def _checked(
         self, chosen: object, candidates: Sequence[Replica], request: Request, method: Callable[..., Any]
     ) -> int:
-        """Return a scheduler's answer, whatever its type of integer. Raises `PolicyError` unless it is one of the candidates that are up."""
+        """Return a scheduler's choice as an `int`. Raises `PolicyError` unless it is one of the candidates that are up."""
         up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
         if not isinstance(chosen, Integral) or int(chosen) not in up:
             which = "that are up" if candidates is self.replicas else "that are up and can run it"
@@ -598,7 +602,7 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
+        """Iterate over the requests of the shared queue that the scheduler allows this replica to take."""
         replica_id = view.replica_id
         if self.feed is not None:
             self.feed.deliver(now)
@@ -619,15 +623,17 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def avoid(self, request: Request, replica_id: int) -> None:
-        """Place a request elsewhere from now on, as if the replica that failed it were down, while others are up.
+        """Avoid a replica that failed a request when placing the request from now on, as long as other replicas are up.
 
-        Where the scheduler chooses none of these, it chooses among all. From the shared queue, a replica that failed a request may
-        take it unless another one of its pool is up that did not.
+        If the scheduler chooses none of these, it chooses among all. The failed replica may pull the request from the
+        shared queue only if no other replica of its pool is up that did not fail it.
         """
         self._failed_at.setdefault(request, set()).add(replica_id)
 
     def _unfailed(self, request: Request, candidates: Sequence[Replica], unable: PoolRole) -> Sequence[Replica]:
-        """Return the candidates that have not failed the request, if one is up whose role is not `unable`; else all of them."""
+        """Return the candidates that have not failed the request, if one of them is up and its role is not `unable`;
+        else all candidates.
+        """
         failed = self._failed_at.get(request)
         if failed is None:
             return candidates
@@ -677,7 +683,7 @@ class Replicaset:
         self._failed_at.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """Abort or expire a request, wherever it is; False when its step has to come back first."""
+        """Abort or expire a request, wherever it is; return False if its step must complete first."""
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)
@@ -691,7 +697,7 @@ _HAND_OFF_NOTES = ("on_held", "on_transfer", "on_transfer_end", "on_arrived", "o
 
 
 def _notes_hand_offs(observer: Observer) -> bool:
-    """Return True if an observer does something when a request is handed off."""
+    """Return True if an observer implements a callback for hand-offs."""
     return any(getattr(type(observer), name) is not getattr(Observer, name) for name in _HAND_OFF_NOTES)
 
 

@@ -1,8 +1,9 @@
 """Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
-Replicas are built up to the largest number that a pool may have; those in excess are down. A replica that starts takes requests after
-`startup_s`. A replica that stops drains: its waiting requests that have not begun are placed anew, the others are finished or move to other
-replicas, and then it goes down with an empty memory. A lost replica is not started until it is restored; another takes its place where the pool may have more.
+Replicas are built up to the largest number that a pool may have; excess ones are down. A starting replica takes
+requests after `startup_s`. A stopping replica drains: its waiting requests that have not begun are placed again, the
+others are finished or move to other replicas, and then it goes down with an empty memory. A lost replica is not started
+until it is restored; another one replaces it if the pool may have more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ElasticPool:
     name: str
     replica_ids: range
     num_initial: int
-    """Replicas that are up at the start, the first ones."""
+    """Number of replicas that are up at the start, the first ones."""
     min_replicas: int
     max_replicas: int
     startup_s: float = 0.0
@@ -51,7 +52,7 @@ class Start:
 
     change: ReplicaChange
     is_void: bool = False
-    """True if it was cancelled, or the replica lost."""
+    """True if it was cancelled, or the replica was lost."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,11 +60,11 @@ class ReplicasetScaling:
     """Scaler of one replicaset, with its last targets.
 
     Attributes:
-        random: for starts that take unequally long.
-        wanted: replicas, starting or up, by pool.
+        random: random stream for varying start-up times.
+        wanted: target number of replicas, starting or up, by pool.
         starts: replicas that are starting, the earliest first.
-        has_begun: observers were notified of the present replicas.
-        is_broken: the scaler broke the contract, and is not called any more.
+        has_begun: True if observers were notified of the present replicas.
+        is_broken: True if the scaler broke the contract, and is no longer called.
     """
 
     scaler: Scaler
@@ -83,7 +84,7 @@ class ReplicasetScaling:
         self.wanted = {pool.name: pool.num_initial for pool in self.pools}
 
     def attach(self, replicaset: Replicaset) -> None:
-        """Scale this replicaset, whose replicas are all there; those beyond the number at the start are down."""
+        """Attach the scaler to this replicaset, all of whose replicas exist; those beyond the initial number are down."""
         self._replicaset = replicaset
         replicaset.scaling = self
         self._views = pool_loads(replicaset)
@@ -186,7 +187,7 @@ class ReplicasetScaling:
     # Start-up
 
     def begin_start(self, replica_id: int, now: int) -> Start:
-        """Note that a replica starts; return the event at which it is up."""
+        """Record that a replica starts; return the event at which it will be up."""
         pool = self._pool_of(replica_id)
         startup_s = pool.startup_s
         if pool.startup_spread_s > 0:
@@ -204,8 +205,8 @@ class ReplicasetScaling:
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
     """Place the waiting requests of a draining replica like arrivals, except those that have begun and continue there.
 
-    Requests that had begun before they were preempted stay like those that run, unless these move away. Return the requests with the
-    replica that each is bound to now (None: the shared queue). Raises `PolicyError`.
+    Preempted requests stay like running ones, unless running ones move away. Return the requests with the replica to
+    which each is bound now (None: the shared queue). Raises `PolicyError`.
     """
     scaling = replicaset.scaling
     all_leave = scaling is not None and scaling.drains_by_migration(replica.replica_id)

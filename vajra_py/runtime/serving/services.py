@@ -39,13 +39,13 @@ class DriverServices(Protocol[R]):
         """Return the replicas of a replicaset, by id."""
 
     def wake(self, one: R) -> None:
-        """Let a replica form a step after everything else of this tick, unless it is busy."""
+        """Make a replica form a step after all other events of this tick, unless it is busy."""
 
     def wake_idle(self, replicaset: str) -> None:
-        """Let the idle replicas of a replicaset form steps, and offer them its shared queue."""
+        """Make the idle replicas of a replicaset form steps, and offer them its shared queue."""
 
     def call_off(self, one: R, *, is_lost: bool = False) -> None:
-        """Call off the steps that a replica executes; a lost one takes no other."""
+        """Cancel the steps that a replica executes; `is_lost`: it takes no others."""
 
     # Steps that a backend launched together
 
@@ -56,7 +56,9 @@ class DriverServices(Protocol[R]):
         """Apply the steps of a replica that have ended, before blocks of its memory are taken; then call `blocks_taken`."""
 
     def blocks_taken(self, one: R) -> None:
-        """Shorten a replica's run of steps to those that are sure to have blocks, since some were taken from outside after `catch_up`."""
+        """Shorten a replica's run of steps to those that certainly have blocks, because some were taken from outside
+        after `catch_up`.
+        """
 
     def interrupt(self, replicaset: str) -> None:
         """Do as `touch` for every replica of a replicaset."""
@@ -73,10 +75,10 @@ class DriverServices(Protocol[R]):
         """Report requests that were placed again, and wake the replicas that may run them."""
 
     def arrived(self, request: Request, one: R) -> None:
-        """Notify the backend of a request that waits on a replica with its KV, or is to get it there."""
+        """Notify the backend of a request that waits on a replica with its KV, or for its KV."""
 
     def transfer(self, transfer: Transfer[R]) -> None:
-        """Notify the backend of KV that goes from one replica to blocks that are set aside on another."""
+        """Notify the backend of a transfer of KV from one replica to blocks reserved on another."""
 
     def cancel_transfer(self, transfer: Transfer[R]) -> None:
         """Notify the backend of KV that is not needed any more."""

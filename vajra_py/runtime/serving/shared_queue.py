@@ -1,4 +1,4 @@
-"""Shared queue of a replicaset as its replicas and its scheduler see it."""
+"""Views of a replicaset's shared queue for its replicas and its scheduler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PullsRequests(Protocol):
         """The shared queue."""
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Return the requests that its scheduler lets a replica take, in order."""
+        """Return the requests that the scheduler allows a replica to take, in order."""
 
 
 class SharedQueueAccess:
-    """One replica's access to the shared queue: the requests that the replicaset scheduler lets it pull."""
+    """One replica's access to the shared queue: the requests that the replicaset scheduler allows it to pull."""
 
     __slots__ = ("_replicaset", "queue", "view")
 
@@ -37,12 +37,12 @@ class SharedQueueAccess:
         return request in self.queue
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """Iterate over the requests that this replica may take now, in the order that the scheduler gives."""
+        """Iterate over the requests that this replica may take now, in the scheduler's order."""
         assert self.view is not None
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Let keys that may change at any event be read again."""
+        """Have keys that may change at any event re-read."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
@@ -67,7 +67,7 @@ class SharedView:
 
 
 class EligibleView:
-    """`QueueView` over those requests of the shared queue that one replica can run, where replicas differ."""
+    """`QueueView` over the requests of the shared queue that one replica can run, if replicas differ."""
 
     __slots__ = ("_is_eligible", "_now", "_queue")
 

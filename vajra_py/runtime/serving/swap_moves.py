@@ -1,7 +1,7 @@
 """Copies of swapped requests between device and host memory of one replica, while its steps run.
 
-A request that is swapped out waits until its copy has left before it may come back. One that comes back holds its device blocks from
-when the scheduler admits it, waits for the copy, and is then a request that has its KV, like one whose prefix came from a lower tier.
+A swapped-out request may return only after its copy to the host is complete. A returning request holds its device
+blocks from its admission on, waits for the copy, and is then like a request whose prefix was loaded from a lower tier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _DEVICE, _HOST = 0, 1
 
 
 def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Sequence[SwapRules | None]:
-    """Return the rules of each replica's swaps (None: between its steps); empty where all are. Raises `ConfigError`."""
+    """Return the rules of each replica's swaps (None: swaps are between its steps); empty if that holds for all. Raises
+    `ConfigError`.
+    """
     rules = [_rules_of(*each) for each in settings]
     return () if all(one is None for one in rules) else rules
 
@@ -128,7 +130,7 @@ class SwapMoves(Generic[R]):
         self._schedule()
 
     def _clear(self) -> None:
-        """Call everything off: the replica has lost its memory."""
+        """Cancel all copies, since the replica has lost its memory."""
         for request in self._under_way:
             if request not in self._ended:
                 self._network.cancel(request, self._driver.now)

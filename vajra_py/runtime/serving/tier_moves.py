@@ -1,12 +1,13 @@
 """Transfers of content between the memory tiers of a replicaset's replicas, while steps run.
 
-A waiting request whose prefix lies in a lower tier goes two ways. Blocks of tiers beyond the first are prefetched into the first one,
-from the request's arrival or from the first look at it; blocks of the first tier are loaded to the device when the request is
-admitted: it gets its device blocks, waits for the transfer, and runs on from there. What leaves a tier, or is written through, is
-copied down. Each tier has a link of its own for each replica, a way down and a way up, and a shared tier may have a limit for all.
+The prefix of a waiting request may be moved in two stages. Blocks of tiers beyond the first are prefetched into the
+first one, from the request's arrival or from the first time that it is considered. Blocks of the first tier are loaded
+to the device when the request is admitted: it gets its device blocks, waits for the transfer, and continues from there.
+Content that leaves a tier, or is written through, is copied down. Each tier has its own link for each replica, one way
+down and one way up, and a shared tier may have a limit for all.
 
-Where a backend copies instead of a model of the links, copies end when it reports them. It reads content that the step just formed
-overwrites before that step runs, and other content of the device once it has been computed.
+If a backend copies, instead of a model of the links, copies end when the backend reports them. Content that the newly
+formed step overwrites is read before that step runs, other content of the device once it is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 @dataclass(eq=False, slots=True)
 class _Transfer(Generic[R]):
-    """Blocks on their way over the link of one tier."""
+    """Transfer of blocks over the link of one tier."""
 
     one: R
     level: int
@@ -46,9 +47,9 @@ class _Transfer(Generic[R]):
     lost: Callable[[], None]
     """Called instead when the replica has lost its memory."""
     pairs: Sequence[tuple[int, int]] = ()
-    """(device block, place in the tier) of each block, where a backend copies."""
+    """(device block, slot in the tier) of each block, if a backend copies."""
     copy: TierCopy[R] | None = None
-    """The backend's number of the copy; None: the links are modelled."""
+    """The backend's number of the copy; None if the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +76,7 @@ class _Load(Generic[R]):
     one: R
     content: TierLoad
     num_tokens: int
-    """Tokens whose KV the request's blocks hold when it has ended."""
+    """Tokens whose KV the request's blocks hold after the load."""
     by_tier: Mapping[str, int]
     """Loaded tokens by the tier where they were found."""
     began_at: int
@@ -88,7 +89,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """`is_timed`: the links are modelled; otherwise the backend copies, between the device and one tier of each replica."""
+        """`is_timed`: True if the links are modelled; False if the backend copies, between each device and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -105,7 +106,7 @@ class TierMoves(Generic[R]):
         self._scheduled_at: int | None = None
         self._prefetches: dict[Request, _Prefetch[R]] = {}
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
-        """Loads under way, with their transfer (-1: it has not begun)."""
+        """Loads under way, with the number of their transfer (-1: not begun)."""
         self._computes: set[Request] = set()
         """Requests that dropped loaded content; they recompute it, so that they cannot deadlock on each other's blocks."""
         for one in driver.replicas_of(replicaset.name):
@@ -158,7 +159,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def due(self) -> None:
-        """Make content available that has arrived by now, and end prefetches whose time is over."""
+        """Make content available that has arrived by now, and end prefetches whose time limit has passed."""
         now = self._driver.now
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
@@ -189,7 +190,7 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Name the device block of each copy; those whose content has gone meanwhile are called off."""
+        """Return the copies with their device blocks; copies whose content was evicted meanwhile are cancelled."""
         memory = cast(PagedKvMemory, one.replica.memory)  # no other has tiers
         found = []
         for block in computed:
@@ -228,7 +229,7 @@ class TierMoves(Generic[R]):
     # Prefetches
 
     def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
-        """Begin to prefetch a request's prefix from tiers beyond the first; None if these hold too little of it."""
+        """Begin to prefetch a request's prefix from tiers beyond the first; return None if these hold too little of it."""
         memory, hashes = one.replica.memory, request.hashes
         tiers = memory.tiers
         if tiers is None or hashes is None or not reads_cache(hashes) or request in self._prefetches:
@@ -280,14 +281,14 @@ class TierMoves(Generic[R]):
         self._flush(prefetch.one)
 
     def _resume(self, prefetch: _Prefetch[R]) -> None:
-        """Let a request that waited for its prefetch be looked at again."""
+        """Make a request that waited for its prefetch available for admission again."""
         prefetch.cut_at = None
         if prefetch.is_awaited:
             self._driver.touch(prefetch.one)
             self._driver.wake(prefetch.one)
 
     def _waits(self, request: Request, one: R) -> bool:
-        """Return True if a request that is looked at waits for its prefetch."""
+        """Return True if a request considered for admission waits for its prefetch."""
         rules = self._rules
         prefetch = self._prefetches.get(request)
         if prefetch is None and len(self._networks) > 1 and request not in self._computes:
@@ -387,7 +388,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def lose(self, one: R) -> None:
-        """Cancel everything on its way to or from a replica that has lost all content."""
+        """Cancel all transfers from and to a replica that has lost all content."""
         for number in [number for number, transfer in self._sent.items() if transfer.one is one]:
             self._call_off(number).lost()
         for request in [request for request, prefetch in self._prefetches.items() if prefetch.one is one]:
@@ -454,7 +455,7 @@ class TierMoves(Generic[R]):
 
 
 class _TierConnector(Generic[R]):
-    """The tiers of one replica as a connector, whose loads leave prompts under way their blocks."""
+    """The tiers of one replica as a connector, whose loads leave enough blocks for prompts in progress."""
 
     def __init__(self, moves: TierMoves[R], one: R, tiers: KvTiers) -> None:
         self._moves = moves

@@ -1,4 +1,6 @@
-"""KV on its way between the replicas of a replicaset, and actions that wait until a replica is between two of its steps."""
+"""Transfers of KV between the replicas of a replicaset, and actions that wait until a replica is between two of its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ _TRANSFER = Phase.TRANSFER  # an enum lookup costs more than a function call
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 PREEMPTED = "the request was preempted"
-"""Reasons for which transfers are called off, as shown to observers."""
+"""Reasons for which transfers are cancelled, as shown to observers."""
 
 
 class Moving(Protocol):
-    """A hand-off or migration under way, which is the key of its transfer."""
+    """Hand-off or migration under way; the key of its transfer."""
 
     request: Request
 
@@ -39,12 +41,16 @@ M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend reports it."""
+    """Transfers of one replicaset, over modelled links, or not timed, in which case they end when the backend reports
+    it.
+    """
 
     def __init__(
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
-        """`is_timed`: the links are modelled. `asks`: otherwise, full targets are looked at again by the clock; False: by inputs."""
+        """`is_timed`: True if the links are modelled. `asks`: if they are not, True if full targets are checked again
+        by the clock, False if by inputs.
+        """
         self._replicaset = replicaset
         self._bytes_per_token = rules.bytes_per_token
         self._driver = driver
@@ -56,7 +62,7 @@ class Transfers(Generic[R]):
         self._keys: dict[int, Hashable] = {}
         """Keys of the transfers under way that are not timed, by number."""
         self._ended: dict[Hashable, None] = {}
-        """Transfers that have ended now and were not called back yet."""
+        """Transfers that have ended now and whose callback is still to be called."""
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         """Scheduled actions as (tick, number, action)."""
         self._num_timers = 0
@@ -76,8 +82,9 @@ class Transfers(Generic[R]):
     ) -> None:
         """Send KV from the first replica to the second; `done` is called with the key when it has arrived.
 
-        `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent. `is_computed`: if False,
-        which takes links that are modelled, `release` reports what can be sent, and `close` that this is all.
+        `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: number of tokens whose KV is sent.
+        `is_computed`: if False (only with modelled links), `release` announces KV that can be sent, and `close` the end
+        of it.
         """
         sender, receiver = ends
         source, target = sender.replica.replica_id, receiver.replica.replica_id
@@ -100,7 +107,7 @@ class Transfers(Generic[R]):
         else:
             network.open(key, source, target, now)
 
-    # KV that is sent while it is computed: the links are modelled
+    # KV that is sent while it is computed (only with modelled links)
 
     def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
         """Send KV of an open transfer in equal parts, as they are computed, the last of them `ticks` from now."""
@@ -110,7 +117,9 @@ class Transfers(Generic[R]):
         self._schedule(self._network)
 
     def close(self, key: Hashable, num_moved: int | None = None) -> None:
-        """Let an open transfer end when all that was released has arrived. `num_moved`: its tokens, if not as many as were announced."""
+        """Close an open transfer: it ends when all released KV has arrived. `num_moved`: its number of tokens, if
+        different from the announced one.
+        """
         assert self._network is not None
         if num_moved is not None:
             one, _ = self._sent[key]
@@ -161,7 +170,7 @@ class Transfers(Generic[R]):
         return bool(self._sent)
 
     def due(self) -> None:
-        """Call back for the timed transfers that have ended by now."""
+        """Call the callbacks of timed transfers that have ended by now."""
         network, now = self._network, self._driver.now
         assert network is not None
         scheduled_at = self._scheduled_at
@@ -169,7 +178,7 @@ class Transfers(Generic[R]):
             if scheduled_at <= now:
                 self._scheduled_at = None
             elif not self._timers:
-                return  # they have ended at an earlier event
+                return  # the transfers have ended at an earlier event
         ended = network.ended(now)
         for key in ended:
             self._ended[key] = None
@@ -211,7 +220,7 @@ class Transfers(Generic[R]):
     # Between two steps
 
     def between_steps(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica has no step in flight: now, or after its step, the lowest number first."""
+        """Call `action` when the replica has no step in flight: now, or after its step, in order of number."""
         if one.replica.num_in_flight:
             insort(self.waiting.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
         else:

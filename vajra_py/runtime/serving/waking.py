@@ -1,4 +1,4 @@
-"""Wake policies at the times that they set, or in a replay at the recorded times."""
+"""Wake policies at the times that they set, or at the recorded times in a replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
 MAX_FRUITLESS_WAKES = 100_000
-"""Wake-ups in a row with nothing else happening after which the policy is held to be stuck."""
+"""Number of consecutive wake-ups, with no other event in between, after which the policy counts as stuck."""
 
 
 class PolicyWaker(Generic[R]):
@@ -31,13 +31,15 @@ class PolicyWaker(Generic[R]):
         driver: DriverServices[R],
         is_all_that_is_left: Callable[[], bool] | None,
     ) -> None:
-        """`is_all_that_is_left`: True while nothing but events of policies is to come; None: requests may come at any time."""
+        """`is_all_that_is_left`: function that returns True if only events of policies are left; None if requests may
+        arrive at any time.
+        """
         self._movements = movements
         self._elasticity = elasticity
         self._driver = driver
         self._is_all_that_is_left = is_all_that_is_left
         self._idlers: dict[int, Sleeper] = {}
-        """Replicas whose scheduler left them idle on purpose at some time, by rank."""
+        """Replicas that their scheduler has left idle on purpose, by rank."""
         self._num_fruitless = 0
 
     def leave_idle(self, one: R, time_s: float) -> None:
@@ -73,7 +75,7 @@ class PolicyWaker(Generic[R]):
         self._wake(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
-        """Return False if another policy has taken the place of the one that set the wake-up."""
+        """Return False if another policy has replaced the one that set the wake-up."""
         if entry.key is None or entry.slot == SCALER.key:
             return True
         is_fixed = (
@@ -90,7 +92,7 @@ class PolicyWaker(Generic[R]):
         return policies.layer(Layer(entry.slot)).made[entry.index]
 
     def _check_fruitless(self, sleeper: Sleeper) -> None:
-        """Raise `PolicyError` when wake-ups are all that happens, with requests that wait, and nothing comes of them."""
+        """Raise `PolicyError` if requests wait and only wake-ups occur, without effect."""
         if self._is_all_that_is_left is None:
             return
         controller = self._driver.controller
@@ -128,7 +130,7 @@ class PolicyWaker(Generic[R]):
         driver.wake_idle(name)
 
     def _wake_admission(self, entry: WakeUp) -> None:
-        """Wake the admission policy, and call it for requests that it has deferred until then."""
+        """Wake the admission policy, and call it for the requests that it has deferred until something changes."""
         driver, gate = self._driver, self._driver.controller.gate
         if gate is None or gate.error is not None:
             return

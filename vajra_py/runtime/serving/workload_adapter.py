@@ -24,9 +24,9 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
 def hashes_of(
     spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True, recent: RecentPrompts | None = None
 ) -> BlockHashes:
-    """Return hashes of token ids where the workload gives them, else of content segments, else private ones.
+    """Return hashes of token ids if the workload has them, else of content segments, else private ones.
 
-    Without `reads_cache` token ids are kept for others and not looked up. `recent`: earlier prompts of the same run.
+    Without `reads_cache`, token ids are cached for others and not looked up. `recent`: earlier prompts of the same run.
     """
     if spec.adapter:
         salt = adapter_salt(salt, spec.adapter)

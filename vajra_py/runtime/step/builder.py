@@ -1,6 +1,7 @@
 """Batch builder: the only writer of a step's plan; grants what is legal and refuses the rest with a reason.
 
-A step that runs every decode of the pool is one bulk entry: what it costs here is the blocks that decodes need now.
+A step that runs every decode of the pool is one bulk entry; its cost here depends only on the blocks that decodes need
+now.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 
 
 _new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Makes a chunk of a tuple of its fields, in less than half the time of its constructor."""
+"""Function that makes a chunk from a tuple of its fields, in less than half the time of the constructor."""
 _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
@@ -40,7 +41,9 @@ class FindsInTiers(Protocol):
     """Prefix lookup in the tiers of one replica's memory, for its waiting requests."""
 
     def num_to_load(self, request: Request, num_on_device: int) -> int | None:
-        """Tokens to load after those that the device holds, whole blocks; None: the request waits for a prefetch."""
+        """Return the number of tokens, in whole blocks, to load after those that the device holds; None if the request
+        waits for a prefetch.
+        """
 
     def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
         """Begin to load `num_tokens` to the blocks that the request is about to be allocated."""
@@ -53,7 +56,7 @@ class SwapsBesideSteps(Protocol):
         """Return True if a request is still being copied to the host."""
 
     def leave(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to the host, which has blocks for it."""
+        """Begin to copy a request to the host, where it has blocks."""
 
     def come_back(self, request: Request, num_blocks: int) -> None:
         """Begin to copy a request to the device, where it has blocks."""
@@ -105,25 +108,25 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time until which the policy leaves the replica idle on purpose, seconds."""
         self.loads: list[tuple[Request, int]] = []
-        """Requests that were admitted and whose KV is to come from elsewhere, with the tokens that are cached here."""
+        """Admitted requests whose KV is to be loaded from elsewhere, with their number of tokens cached here."""
         self.handed_off: list[Request] = []
-        """Requests that a policy lets leave with their KV and that are not on their way yet."""
+        """Requests handed off by the policy whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Reason that a running request cannot leave; None: requests do not move here."""
+        """Function that returns the reason why a running request cannot leave; None if requests cannot move."""
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
-        """KV of a connector for waiting requests; None: there is none."""
+        """KV of a connector for waiting requests; None without a connector."""
         self._tiers: FindsInTiers | None = None
-        """Lookup in lower tiers of memory for waiting requests; None: there are none."""
+        """Lookup in lower memory tiers for waiting requests; None without tiers."""
         self._swaps: SwapsBesideSteps | None = None
-        """Copies of swapped requests while steps run; None if they are made before the step."""
+        """Copies of swapped requests while steps run; None if copies are made before the step."""
         self._returned: set[Request] = set()
-        """Requests of this step that came back from the host: they run, lest requests swap each other out for ever."""
+        """Requests that this step swapped in: they must run, so that requests do not swap each other out forever."""
         self.refusals: dict[Request, Refusal] = {}
-        """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
+        """Reason of the last refusal of each request by `add` in this step; reported if the step stays empty."""
         self._order: list[Request] | None = None
-        """Requests that `add_decodes` or `add_running` has yet to visit; None when neither stopped half-way."""
+        """Requests that `add_decodes` or `add_running` has yet to visit; None if neither has stopped midway."""
         self._order_of_decodes = False
         self._order_position = 0
         self._to_cache: list[Request] = []
@@ -131,22 +134,28 @@ class Builder(PlanDraft):
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
-        """Decodes that need a block, where decodes are taken one by one, and True if blocks that they fill are cached at once."""
+        """Decodes that need a block, if decodes are added one by one; and True if blocks that they fill are cached
+        immediately.
+        """
         self._recycles = running_set.memory.recycles
         """True if decodes leave blocks behind."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Most tokens of a decode and its drafts: one token follows the drafts, and memory has to hold the request alone."""
+        """Largest number of tokens of a decode with its drafts: one token follows the drafts, and the memory must hold
+        the request alone.
+        """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Most tokens by which a decode with drafts advances between two of its steps; farther into a block, all earlier ones are cached."""
+        """Largest number of tokens by which a decode with drafts advances between two of its steps; beyond that
+        position in a block, all earlier blocks are cached.
+        """
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
         """Numbers of drafts that the policy set for this step."""
 
     def use_drafts(self, executor: Executor) -> None:
-        """Let decodes have the drafts of the executing side, by the rules of the options."""
+        """Add the executor's drafts to decodes from now on, by the rules of the options."""
         self._executor = executor
 
     def bind_policy(self, name: str) -> None:
@@ -164,7 +173,7 @@ class Builder(PlanDraft):
         return dropped
 
     def let_hand_off(self, keeps: Callable[[Request], Refusal | None]) -> None:
-        """Let policies hand requests off, unless `keeps` has a reason against it."""
+        """Allow policies to hand requests off, unless `keeps` returns a reason against it."""
         self._keeps = keeps
 
     def use_tiers(self, tiers: FindsInTiers) -> None:
@@ -172,7 +181,7 @@ class Builder(PlanDraft):
         self._tiers = tiers
 
     def use_connector(self, connected: ConnectedKv) -> None:
-        """Let waiting requests use KV from outside the replica."""
+        """Load KV for waiting requests through a connector from now on."""
         self._connected = connected
         self._cached_tokens = connected.cached_tokens
 
@@ -186,7 +195,7 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests that were admitted and whose KV is to come from elsewhere, since this was last called."""
+        """Return the requests admitted since the last call whose KV is to be loaded from elsewhere."""
         loads, self.loads = self.loads, []
         return loads
 
@@ -210,7 +219,7 @@ class Builder(PlanDraft):
             self._returned.clear()
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """Return the plan; None when the policy did nothing at all."""
+        """Return the plan; None if the policy did nothing at all."""
         plan = self.plan(step_index, formed_at)
         if self._looked_at:
             self._forget_looked_at()
@@ -260,7 +269,7 @@ class Builder(PlanDraft):
         return None
 
     def _add_decode(self, request: Request, reserve_tokens: int | None) -> Refusal | None:
-        """Add the one token of a pool member, as `add`, for policies that take members one by one."""
+        """Add the one token of a pool member like `add`, for policies that add members one by one."""
         selected = self.selected
         if request in selected:
             return self._refuse(request, Refusal.ALREADY_SCHEDULED)
@@ -287,10 +296,11 @@ class Builder(PlanDraft):
     def _add_drafted(
         self, order: Sequence[Request], position: int = 0, reserve_tokens: int | None = None
     ) -> tuple[int, Refusal | None]:
-        """Add the decodes from a position of the order on with their drafts, up to one that does not fit, or is none.
+        """Add the decodes from a position of the order on, with their drafts, up to the first request that does not fit
+        or is not a decode.
 
-        Returns its position and the reason. A single loop, since it dominates the cost of a step with drafts.
-        One that has its greatest length if the drafts of its last step are accepted is passed over until that is known.
+        Returns its position and the reason. A single loop, since it dominates the cost of a step with drafts. A decode
+        that would reach its greatest length if its last drafts are accepted is skipped until their outcome is known.
         """
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
@@ -320,7 +330,9 @@ class Builder(PlanDraft):
             kept = num_held(request)
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
-                    asked[request] = num_drafts  # it is tried again with as many, whatever a victim gives back
+                    asked[request] = (
+                        num_drafts  # it is tried again with as many drafts, regardless of the blocks that a victim frees
+                    )
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
@@ -354,7 +366,7 @@ class Builder(PlanDraft):
         return executor.num_drafts(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
-        """Return the number of tokens for which a request needs blocks if it computes up to `num_tokens` of them."""
+        """Return the number of tokens for which a request needs blocks to compute its first `num_tokens` tokens."""
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
@@ -457,7 +469,9 @@ class Builder(PlanDraft):
         return None
 
     def _to_hold(self, end: int, known: int, reserve_tokens: int | None) -> int:
-        """Return the number of tokens for which a request gets blocks if it is admitted and computes up to `end`."""
+        """Return the number of tokens for which a request gets blocks if it is admitted to compute its tokens up to
+        `end`.
+        """
         if reserve_tokens is None:
             reserve_tokens = known if self._options.reserve_prompt else end
         return max(reserve_tokens, self._with_lookahead(end))
@@ -472,7 +486,7 @@ class Builder(PlanDraft):
         return refusal
 
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
-        """Load the prefix of a request that a lower tier holds; None: the request need not wait."""
+        """Load the prefix of a request from a lower tier; return None if the request need not wait."""
         num_tokens = tiers.num_to_load(request, done)
         if num_tokens is None:
             self._lifecycle.bind(request, self.now)
@@ -485,7 +499,7 @@ class Builder(PlanDraft):
             return Refusal.KV_BLOCKS
         tiers.load(
             request, done, num_tokens
-        )  # before blocks are taken: an exclusive tier then has room for evicted ones
+        )  # before blocks are allocated: an exclusive tier then has room for evicted ones
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, self.now)
@@ -557,7 +571,7 @@ class Builder(PlanDraft):
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
         running_set, memory = self._running_set, self._memory
         if self._recycles and (running_set.partial or running_set.skipped):
-            return False  # what each leaves behind is free for the next
+            return False  # blocks left behind by one decode are free for the next
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:
@@ -585,7 +599,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                # By admission even after a bulk entry of decodes: of equal blocks, lookups find the one entered first.
+                # In order of admission even after a bulk entry of decodes: among equal blocks, lookups find the one
+                # cached first.
                 if self._to_cache:
                     self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)
@@ -599,7 +614,7 @@ class Builder(PlanDraft):
     # Decodes
 
     def _add_pool(self) -> None:
-        """Take the whole pool as one entry, if it fits and no skipped decode comes before a member."""
+        """Add the whole pool as one entry, if it fits and no skipped decode was admitted before a member."""
         running_set = self._running_set
         pool = running_set.pool
         count = len(pool.members)
@@ -618,7 +633,9 @@ class Builder(PlanDraft):
             self._features = None
 
     def _grow_pool(self) -> bool:
-        """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
+        """Allocate the next block for every pool member that needs one; return False and change nothing if there are
+        too few.
+        """
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         if self._recycles:
@@ -641,18 +658,22 @@ class Builder(PlanDraft):
         return True
 
     def _grow_in_order(self) -> bool:
-        """Give the pool members blocks and free those that they leave behind; False when one lacks a block: members before it keep theirs."""
+        """Allocate blocks for the pool members and free those that they leave behind; return False if one lacks a block
+        (members before it keep theirs).
+        """
         return all(self._grow_decode(request, None) for request in sorted(self._changing(), key=by_admission))
 
     def _changing(self) -> set[Request]:
-        """Return the pool members that take, fill or leave a block with their next token, of a memory that recycles."""
+        """Return the pool members that take, fill or leave a block with their next token, if the memory recycles."""
         pool, memory = self._running_set.pool, self._memory
         due = {request for place in memory.due_places for request in pool.at_place(place)}
         due.update(cast(Request, one) for one in memory.lagging if one in pool)
         return due
 
     def _cache_decodes(self, before: int | None = None) -> None:
-        """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
+        """Cache the blocks that decodes of the pool fill, in order of admission (only of those admitted before
+        `before`, if given).
+        """
         waiting, memory = self._to_cache, self._memory
         while waiting and (before is None or waiting[-1].admitted_index < before):
             request = waiting.pop()
@@ -661,7 +682,9 @@ class Builder(PlanDraft):
             memory.cache_blocks(request, request.num_computed_tokens + 1)
 
     def _grow_decode(self, request: Request, reserve_tokens: int | None) -> bool:
-        """Give the request room for one more token, or for more if given; False (nothing changed) when too few blocks are free."""
+        """Allocate room for one more token of the request, or for more if given; return False and change nothing if too
+        few blocks are free.
+        """
         needed = request.num_computed_tokens + 1
         to_hold = needed if reserve_tokens is None or reserve_tokens < needed else reserve_tokens
         self._materialize(request)
@@ -674,14 +697,14 @@ class Builder(PlanDraft):
         return True
 
     def _materialize(self, request: Request) -> None:
-        """Put the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
+        """Move the blocks reserved for the request, including those of this step's bulk entry, into its table."""
         if self._memory.has_reserved and request in self._members:
             self._memory.materialize(request, request.num_computed_tokens + self.bulk)
 
     # Preempting and dropping
 
     def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
-        """Take the request's device memory away; see `BatchBuilder.preempt`."""
+        """Free the request's device memory; see `BatchBuilder.preempt`."""
         own = self._own(request)
         if own.state is not _RUNNING:
             raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
@@ -706,7 +729,7 @@ class Builder(PlanDraft):
         return None
 
     def hand_off(self, request: RequestView) -> Refusal | None:
-        """Let a running request leave with its KV; see `BatchBuilder.hand_off`."""
+        """Hand off a running request with its KV; see `BatchBuilder.hand_off`."""
         own = self._own(request)
         if own.state is not _RUNNING:
             raise IllegalPlan(own, f"cannot hand off what is {own.state.value}. Running requests can be handed off")
@@ -767,7 +790,9 @@ class Builder(PlanDraft):
         return own.num_computed_tokens if own.state in _WITH_KV else self._cached_tokens(own)
 
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
-        """Free blocks that would be taken if the request held its first `num_tokens` tokens; see `BatchBuilder.blocks_needed`."""
+        """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens; see
+        `BatchBuilder.blocks_needed`.
+        """
         own = self._own(request)
         if own.state is _SWAPPED:
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))

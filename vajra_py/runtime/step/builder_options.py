@@ -21,22 +21,28 @@ class DraftRules:
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
-    """Drafts of a decode in a step, where the policy gives no number."""
+    """Drafts of a decode in a step, unless the policy sets a number."""
     max_tokens: int
     """Largest number of drafts that a policy may set."""
     lookahead_tokens: int = 0
     """Tokens behind the drafts for which blocks are taken too."""
     keeps_blocks: bool = False
-    """True if blocks of rejected drafts stay with their request, which uses them next; False: they go back at once."""
+    """True if blocks of rejected drafts stay with their request, which uses them next; False: they are freed
+    immediately.
+    """
     past_max_tokens: bool = False
     """True if drafts are made for tokens beyond the request's `max_tokens`, within the model's length."""
     publishes_late: bool = False
-    """True if accepted drafts enter the prefix cache with their request's next step alone, where blocks enter it when steps are formed."""
+    """True if accepted drafts enter the prefix cache only with their request's next step, if blocks are cached when
+    steps are formed.
+    """
     pads_admitted: bool = False
-    """True if a request that is admitted with one token left computes places of drafts, which are rejected, so that steps of decodes are uniform."""
+    """True if a request admitted with one token left is padded with draft positions, which are rejected, so that decode
+    steps are uniform.
+    """
     step_s: float = 0.0
     token_s: float = 0.0
-    """Seconds that drafting adds to a step with drafts, and to it for each draft."""
+    """Seconds that drafting adds to each step with drafts, and for each draft in it."""
 
     def time_s(self, features: BatchFeatures) -> float:
         """Return the seconds that drafting adds to a step."""
@@ -52,11 +58,14 @@ class BuilderOptions:
     watermark_blocks: int
     cache_at_schedule: bool
     keep_notes: bool = False
-    """True if notes of policies are read; set by the replica when it is observed."""
+    """True if notes of policies are kept; set by the replica when it is observed."""
     reserves_growth: bool = False
-    """True if decodes that grow together reserve blocks as a number first, where block tables are not read at each step."""
+    """True if decodes that grow together first reserve a number of blocks; for backends that do not read block tables
+    at each step.
+    """
     holds_ended_slots: bool = False
-    """True if a request that ends keeps slot and blocks for one more step, scheduled before the end was known."""
+    """True if an ended request keeps slot and blocks for one more step, which was scheduled before the end was known.
+    """
     busy_group_tokens: int = 500
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have none."""

@@ -1,6 +1,6 @@
-"""Decode fast-forward: finds how many steps repeat the present one, and applies them at once.
+"""Decode fast-forward: determines the number of steps that repeat the present one, and applies them at once.
 
-A replica scheduler claims it by `SchedulerTraits.repeats_decodes`; without the claim every step is formed by itself.
+A replica scheduler allows it through `SchedulerTraits.repeats_decodes`; otherwise every step is formed individually.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Repeats:
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """Read the traits of the policy in force; `listens`: some policy is notified of each step by itself."""
+        """Read the traits of the policy in force; `listens`: True if some policy is notified of each individual step."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         memory = running_set.memory
@@ -34,9 +34,11 @@ class Repeats:
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
 
     def num_alike(self, plan: StepPlan) -> int:
-        """Return how many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
+        """Return the number of further steps that will certainly be decided like this one, if nothing reaches the
+        replica meanwhile.
 
-        Up to the one in which a request ends, or before the one in which a decode would lack a block.
+        The count includes the step in which a request ends, and excludes the first one in which a decode would lack a
+        block.
         """
         pool, running_set = plan.pool, self._running_set
         if pool is None or plan.num_apart or not self._is_steady(plan):
@@ -68,7 +70,7 @@ class Repeats:
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Return whether the next step probably consists of this one's decodes and of the prompts that it completes."""
+        """Return whether the next step probably consists of this step's decodes and the prompts that it completes."""
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
             return False
         ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)
@@ -86,7 +88,7 @@ class Repeats:
 
 
 def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:
-    """Return the record of a step and of its repetitions, which came back at these ticks and left `num_waiting` waiting."""
+    """Return the record of a step and its repetitions, which ended at these ticks with `num_waiting` requests waiting."""
     pool = plan.pool
     assert pool is not None
     free = plan.free_blocks

@@ -37,7 +37,7 @@ def features_of(
 
 
 class GroupFeatures:
-    """Features of batches by KV-parallel group, of which there may be one; a step lasts as long as its slowest group."""
+    """Features of batches by KV-parallel group (possibly a single one); a step lasts as long as its slowest group."""
 
     __slots__ = ("_latency", "_memory", "_one_group")
 
@@ -76,7 +76,7 @@ class GroupFeatures:
             return [by_group[0].with_chunk(num_tokens, context_tokens)]
         groups = self._memory.active_groups(request, context_tokens)
         contexts: Sequence[int] = self._memory.group_context(request, context_tokens)
-        if not groups:  # not placed yet: it would go where least prefill work is pending
+        if not groups:  # not placed yet: it would go to the group with the least pending prefill work
             pending = self._memory.pending_prefill_work
             groups, contexts = (min(range(len(pending)), key=pending.__getitem__),), (context_tokens,)
         result = list(by_group)
@@ -86,7 +86,7 @@ class GroupFeatures:
         return result
 
     def slowest(self, by_group: list[BatchFeatures]) -> BatchFeatures:
-        """Return the features of the group that takes longest."""
+        """Return the features of the slowest group."""
         if self._one_group:
             return by_group[0]
         if isinstance(self._latency, NoPredictions):
@@ -95,7 +95,7 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """Return a group's work without the time by a latency model: tokens, then the context that they read."""
+    """Return a group's work for comparison without a latency model: tokens, then the context that they read."""
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 

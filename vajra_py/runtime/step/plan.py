@@ -19,11 +19,11 @@ class PlannedDrafts(NamedTuple):
     num_tokens: int
     """0: none were proposed, or none fit."""
     num_kept_blocks: int
-    """Blocks that the request holds after the step, whatever is accepted; further ones may go back."""
+    """Blocks that the request holds after the step in any case; further ones may be freed."""
     is_padding: bool = False
-    """True if the request is admitted with its last known token, and the places of drafts hold none."""
+    """True if the request is admitted with its last known token, and the draft positions are only padding."""
     num_unverified: int = 0
-    """Drafts of its step before that may come before the chunk: it is not known yet which of them are accepted."""
+    """Drafts of its previous step that may precede the chunk: it is not known yet which of them are accepted."""
 
 
 class PlannedChunk(NamedTuple):
@@ -33,17 +33,17 @@ class PlannedChunk(NamedTuple):
     num_tokens: int
     num_computed_before: int
     kind: str
-    """"running", "admitted", "resumed" or "moved" (it came with its KV)."""
+    """"running", "admitted", "resumed" or "moved" (it arrived with its KV)."""
 
 
 @dataclass(eq=False, slots=True)
 class StepPlan:
-    """Work of one step. Made by the batch builder alone; read by executors and observers.
+    """Work of one step. Created only by the batch builder; read by executors and observers.
 
-    It is not changed while its step is under way. A plan of decodes becomes that of its repetition afterwards.
+    It is not changed while its step is in flight; afterwards, a plan of decodes may be reused for its repetition.
 
-    Neither frozen nor a tuple: one is made for every step, which takes a frozen dataclass several times as long, and it is
-    read dozens of times, which takes a tuple's fields several times as long as slots.
+    Neither frozen nor a tuple: one is created for every step, which would take several times as long with a frozen
+    dataclass, and it is read dozens of times, which would take several times as long with a tuple's fields.
     """
 
     step_index: int
@@ -55,7 +55,7 @@ class StepPlan:
     chunks: tuple[PlannedChunk, ...]
     """Prefill chunks, and decodes that are not part of the pool's step."""
     pool: DecodePool | None
-    """Pool all of whose members decode in this step; None when there are none."""
+    """Pool all of whose members decode in this step; None if there are none."""
     num_pool_decodes: int
     free_blocks: int = 0
     num_waiting: int = 0
@@ -74,9 +74,11 @@ class StepPlan:
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
     drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
-    """Drafts of each decode, where decodes have drafts; they are among the chunks then, and `pool` is None."""
+    """Drafts of each decode, if decodes have drafts; decodes are then among the chunks, and `pool` is None."""
     num_apart: int = 0
-    """Number of `chunks` that the pool does not count; the others are of requests that came with their KV and have joined it."""
+    """Number of `chunks` that the pool does not count; the others belong to requests that arrived with their KV and
+    have joined the pool.
+    """
 
     @property
     def num_requests(self) -> int:
@@ -89,11 +91,11 @@ class StepPlan:
         return order[: self.num_pool_decodes] if self.num_apart < len(self.chunks) else order
 
     def entries(self) -> Iterator[PlannedChunk]:
-        """Every entry in batch order. Valid from the plan's making until its result is applied."""
+        """Every entry in batch order. Valid from the plan's creation until its result is applied."""
         return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
 
     def computes(self, request: Request) -> bool:
-        """Return True if a running request is part of the step; also when that has ended, until the next one is formed."""
+        """Return True if a running request is part of the step; valid until the next step is formed."""
         in_pool = self.pool is not None and request in self.pool
         return in_pool or any(chunk.request is request for chunk in self.chunks)
 
@@ -116,7 +118,9 @@ class StepPlan:
 def in_batch_order(
     chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
 ) -> Iterator[PlannedChunk]:
-    """Return the chunks with the decodes behind the first `position` of them; or all running by admission, then the admitted."""
+    """Return the chunks with the decodes inserted after the first `position` chunks; or all running entries by
+    admission, then the admitted ones.
+    """
     if running_in_order:
         running = [chunk for chunk in chunks if chunk.kind == "running"]
         yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
@@ -131,13 +135,13 @@ def in_batch_order(
 class StepResult:
     """Result of a step.
 
-    `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
-    identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
-    whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
-    `failed` names requests whose own part of the step gave no token, and why: they end, and nothing else does.
-    `accepted` holds the number of drafts that were accepted and became output, where there were any.
-    With `is_ahead` the next step is formed before that is known, or what the tokens are: each entry that caught up gives the
-    one token that it gives in any case, and the rest comes by `Replica.verify`.
+    `tokens` holds (request, token id) for every entry that sampled one, in batch order; None if tokens have no ids
+    (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests whose token
+    ended them (end of sequence or a stop string), for executors that cannot know lengths in advance. `failed` names
+    requests whose part of the step failed, with reasons; only they end. `accepted` holds the number of drafts that were
+    accepted and became output, where there were any. With `is_ahead`, the next step is formed before tokens and
+    accepted drafts are known: each entry that caught up yields the one token that it yields in any case, and the rest
+    is reported through `Replica.verify`.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
@@ -145,7 +149,7 @@ class StepResult:
     failed: Mapping[Request, str] = field(default_factory=dict)
     accepted: Mapping[Request, int] = field(default_factory=dict)
     report: KvReport | None = None
-    """Report of a connector's workers; None: there is no connector, or nothing to report."""
+    """Report of a connector's workers; None without a connector or a report."""
     is_ahead: bool = False
 
 
@@ -153,13 +157,14 @@ class Executor(Protocol):
     """Runs plans for one replica; the only part that differs between simulator and engine."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
+        """Number of output tokens after which the request stops, if it is known (simulation, replay)."""
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return how many drafts there are for a decode's next tokens; called where `replica.draft` allows any."""
+        """Return the number of drafts proposed for a decode's next tokens; called if `replica.draft` allows any."""
 
     def withheld_token(self, request: Request) -> StepResult:
-        """Return the token that the last step of a request's prompt sampled and that its result left out, since the request stays.
+        """Return the token that the last step of a request's prompt sampled and that its result left out; needed if the
+        request stays after all.
 
         Another replica was to sample it again; see `Replica.withholds_token`.
         """

@@ -1,4 +1,4 @@
-"""The plan of a step while it is written: its entries, the rest of its limits, and the finished plan."""
+"""The plan of a step under construction: its entries, the remaining limits, and the finished plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNLIMITED = 2**62
 
 
 class PlanDraft:
-    """Work that the builder has granted so far in one replica's step; used again for every step.
+    """Work that the builder has granted so far in one replica's step; reused for every step.
 
     Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
     """
@@ -84,15 +84,16 @@ class PlanDraft:
         self.slots_held = 0
         """Slots of requests that ended with the step before, which an asynchronous scheduler has not seen end."""
         self.swap_bytes_due = 0
-        """Bytes moved by attempts at a step that then ran nothing; they count in the next step."""
+        """Bytes moved by attempts at a step that then stayed empty; they count in the next step."""
         self.num_preempted_before = 0
         """Requests that were preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.drafts: dict[Request, PlannedDrafts] = {}
-        """Drafts of the decodes in the batch, where decodes have drafts; they are among `chunks`."""
+        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
-        # Contents and rest of the batch: attributes rather than properties, since policies read them for every chunk.
+        # Contents and remaining limits of the batch: attributes rather than properties, since policies read them for
+        # every chunk.
         self.slots_left = 0
         """Number of further requests that the batch may hold."""
         self.tokens_left = 0
@@ -101,15 +102,15 @@ class PlanDraft:
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
         self.num_moved = 0
-        """Chunks of requests that came with their KV and begin to run by this plan."""
+        """Number of chunks of requests that arrived with their KV and begin to run with this plan."""
         self.hands_off = False
-        """True if a request leaves with its KV by this plan."""
+        """True if a request is handed off with this plan."""
         self.notes: dict[str, dict[str, float | int | str]] = {}
         self._group_tokens: dict[int, int] = {}
         self._empty(0.0)
 
     def keep_notes(self, *, on: bool) -> None:
-        """Turn the keeping of policies' notes on or off."""
+        """Set whether policies' notes are kept."""
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
@@ -227,7 +228,7 @@ class PlanDraft:
         return features
 
     def _has_selected_the_pool(self) -> bool:
-        """Return True if the decodes that were taken one by one are all members of the pool."""
+        """Return True if the decodes added one by one are all members of the pool."""
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
@@ -303,7 +304,7 @@ class PlanDraft:
     # The finished plan
 
     def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """Return the plan, None when nothing was done; its tokens count as computed from now on."""
+        """Return the plan, None if nothing was done; its tokens count as computed from now on."""
         runs_something = self.slots_left < self._slots_at_start
         if not runs_something and not self.preempted and not self.hands_off:
             return None
@@ -349,9 +350,9 @@ class PlanDraft:
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
-        """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps` repetitions.
-
-        Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
+        """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps`
+        repetitions,
+        and allocate their blocks. The caller must know that the policy would have decided the same.
         """
         if plan.chunks:
             plan.num_pool_decodes += len(plan.chunks)
@@ -376,7 +377,7 @@ class PlanDraft:
             running_set.unskip(request)
 
     def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
-        """Give every entry its own counters until it comes back, since several steps are in flight."""
+        """Give every entry its own counters until the step completes, since several steps are in flight."""
         running_set = self._running_set
         decodes = []
         if num_pool_decodes:

@@ -13,9 +13,9 @@ _ALLOCATIONS_OF_A_START = 1_000_000
 
 
 def put_off_collections() -> None:
-    """Leave out garbage collection while a command starts: nearly all that it imports and reads lives to its end.
+    """Disable garbage collection while a command starts: nearly all objects that it creates live to its end.
 
-    The first loop that freezes what exists goes back to the settings before.
+    The first loop that freezes existing objects restores the earlier settings.
     """
     first, *others = gc.get_threshold()
     if 0 < first < _ALLOCATIONS_OF_A_START:
@@ -23,7 +23,7 @@ def put_off_collections() -> None:
 
 
 def skip_collection_at_exit() -> None:
-    """Leave out the collection of everything at the end of the process, a fifth of the time of a short command."""
+    """Skip the full collection at the end of the process, which takes a fifth of the time of a short command."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
 
@@ -32,7 +32,8 @@ def skip_collection_at_exit() -> None:
 def existing_objects_frozen() -> Iterator[None]:
     """Collect cyclic garbage only among objects made inside.
 
-    Going through all objects of the tensor libraries takes a quarter of a second, in which no step begins and no token is delivered.
+    A collection through all objects of the tensor libraries takes a quarter of a second, during which no step begins
+    and no token is delivered.
     """
     freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
     if freezes:
@@ -52,13 +53,12 @@ def existing_objects_frozen() -> Iterator[None]:
 def infrequent_collections() -> Iterator[None]:
     """Do as `existing_objects_frozen`, and collect more rarely; the collector's settings are restored at the end.
 
-    The simulator's event loop makes no cycles of its own; those that policies and observers make are still found.
+    The simulator's event loop makes no cycles of its own; those of policies and observers are still collected.
     """
     with existing_objects_frozen():
         thresholds = gc.get_threshold()
-        is_changed = (
-            0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
-        )  # 0: never. Another run beside this one may have done it
+        # A threshold of 0 means that the collector is off; a concurrent run may have raised it already.
+        is_changed = 0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
         if is_changed:
             gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
         try:

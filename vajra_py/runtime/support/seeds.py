@@ -13,7 +13,7 @@ STEP_TIMES = "step times"
 class SeedTree:
     """A seed and the streams derived from it by name.
 
-    The stream of a name depends on the seed and the path alone, not on which other streams were asked for before.
+    The stream of a name depends only on the seed and the path, not on the streams requested before.
     """
 
     def __init__(self, seed: int, path: tuple[str, ...] = ()) -> None:

@@ -227,7 +227,7 @@ class EngineSession:
     async def swap_policy(self, change: PolicyChange) -> Swapped:
         """Swap a policy between two steps.
 
-        Raises `Unavailable`, or the reason why it is not possible; the old policy then stays.
+        Raises `Unavailable`, or the error that prevents the swap; the old policy then stays.
         """
         try:
             return await self.client.swap(change)
