@@ -21,7 +21,13 @@ from vllm.config.lora import LoRAConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
@@ -489,13 +495,38 @@ class Play(Core):
     """Counts of drafts in each step's statistics."""
     is_endless: bool = False
     """True if requests preempted each other without end, as they may with vLLM's priorities."""
+    unwritten_after: int | None = None
+    """Number of steps after which vLLM's prefix cache first had a victim's block that was never written; None: never."""
 
     def execute(self, output: Any) -> Any:
         for one in output.scheduled_new_reqs:
             assert one.lora_request == lora_of(self.scripts[one.req_id].adapter)
         adapters = {self.scripts[name].adapter for name in output.num_scheduled_tokens} - {None}
         assert len(adapters) <= self.session.max_loras
-        return super().execute(output)
+        result = super().execute(output)
+        if self.unwritten_after is None and any(map(self._leaves_unwritten, output.preempted_req_ids or ())):
+            self.unwritten_after = len(self.steps)
+        return result
+
+    def _leaves_unwritten(self, victim: str) -> bool:
+        """Return whether vLLM's prefix cache has a block of a victim under its hash that does not hold the victim's KV."""
+        manager, request, size = (
+            getattr(self.scheduler, "kv_cache_manager", None),
+            self.requests[victim],
+            self.session.block_size,
+        )
+        if manager is None or not self.session.options["caches"]:
+            return False
+        places = {block_hash: place * size for place, block_hash in enumerate(request.block_hashes)}
+        slots, expected = self.worker.slots, self.worker.expected[victim]
+        hashed = [one for one in manager.block_pool.blocks if one.block_hash is not None]
+        return any(
+            not slots.holds(
+                one.block_id, get_group_id(one.block_hash), expected, places[get_block_hash(one.block_hash)]
+            )
+            for one in hashed
+            if get_block_hash(one.block_hash) in places
+        )
 
     def token(self, name: str, position: int) -> int:
         return token_of(self.scripts[name], position)
@@ -709,6 +740,16 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
     return ends_difference(session, own, ours)
 
 
+def difference_to_written(session: Session, own: Play, ours: Play) -> str | None:
+    """Return `difference`, of what comes before vLLM's cache has a block that was not written: see `docs/evidence/vllm.md`."""
+    found = difference(session, own, ours)
+    if found is None or own.unwritten_after is None or (session.is_async and not session.is_exact):
+        return found
+    count = sum(bool(one.scheduled) for one in own.steps[: own.unwritten_after])
+    found = _steps_difference(_that_run(own)[:count], _that_run(ours)[:count])
+    return found or ends_difference(session, own, ours)
+
+
 def _steps_difference(theirs: list[Any], mine: list[Any], *, is_endless: bool = False) -> str | None:
     for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
         parts = ("scheduled", "computed", "preempted", "free", "drafts")
@@ -797,6 +838,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
             return f"{who}: {type(error).__name__}: {error}{line}", counts
     own, ours = plays
     counts["endless"] += own.is_endless
+    counts["vllm_leaves_unwritten"] += own.unwritten_after is not None
     counts["steps"] += len(ours.steps)
     counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
     counts["cached"] += sum(cached > 0 for _, cached in ours.stats.values())
@@ -815,5 +857,5 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
             return f"vLLM {'never ends' if own.is_endless else 'ends'}, here it is otherwise", counts
         if session.is_async:
             return None, counts
-        return difference(session, own, ours), counts
-    return difference(session, own, ours) or end_check(session, ours), counts
+        return difference_to_written(session, own, ours), counts
+    return difference_to_written(session, own, ours) or end_check(session, ours), counts

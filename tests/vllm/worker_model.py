@@ -68,6 +68,11 @@ class KvSlots:
             for offset in range(self.size):
                 self._held.pop((block, offset), None)
 
+    def holds(self, block: int, group: int, expected: ExpectedTokens, start: int) -> bool:
+        """Return whether a block holds KV of a request's tokens from `start` on."""
+        held = [self._held.get((block, offset)) for offset in range(self.size)]
+        return held == [(expected.digest(start + offset), group) for offset in range(self.size)]
+
     def _first_read(self, group: int, start: int) -> int:
         window = self.windows[group]
         return 0 if window is None else max(0, start - window + 1)
