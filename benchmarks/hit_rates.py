@@ -26,8 +26,8 @@ from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyContext, Replic
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, Retention, SegmentBlockHashes
 from vajra_py.workload import Workload
-from vajra_py.workload.read_agentic import read_agentic
-from vajra_py.workload.read_mooncake import read_mooncake
+from vajra_py.workload.readers.agentic import read_agentic
+from vajra_py.workload.readers.mooncake import read_mooncake
 
 POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "slru", "arc")
 """Policies that need no facts of requests."""

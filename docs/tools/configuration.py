@@ -23,7 +23,7 @@ from vajra_py.contract import Layer, PolicyConfig
 from vajra_py.contract.facts import FACTS
 from vajra_py.contract.routing import RoutingPartChoice
 from vajra_py.plugins import load_registry, parameters_of
-from vajra_py.workload.config import WorkloadOptions
+from vajra_py.workload.options import WorkloadOptions
 from vajra_py.workload.sessions import Sessions
 from vajra_py.workload.synthetic import Lengths
 
@@ -135,7 +135,7 @@ def order(model: type[BaseModel], models: Sequence[type[BaseModel]]) -> tuple[in
     title = title_of(model)
     family = title.partition(":")[0]
     if model.__module__.startswith("vajra_py.workload") and family not in kinds:
-        family = "Workload" if model.__module__.endswith("config") else "Lengths"
+        family = "Workload" if model.__module__.endswith("options") else "Lengths"
     if model.__name__ == "Piece":
         family = "Arrivals"
     if model.__name__ == "SamplingConfig":
@@ -171,9 +171,16 @@ def title_of(model: type[BaseModel]) -> str:
         return TITLES[model.__name__]
     kind = model.model_fields.get("type")
     names = typing.get_args(kind.annotation) if kind is not None else ()
-    if names and model.__module__ in FAMILIES:
-        return f"{FAMILIES[model.__module__]}: `{names[0]}`"
+    if names and home(model) in FAMILIES:
+        return f"{FAMILIES[home(model)]}: `{names[0]}`"
     return model.__name__.removesuffix("Config")
+
+
+def home(model: Any) -> str:
+    """The module by which a model's family is named: one for all kinds of workload, which have modules of their own."""
+    if isinstance(model, type) and issubclass(model, WorkloadOptions):
+        return "vajra_py.workload.config"
+    return str(getattr(model, "__module__", ""))
 
 
 def anchor(title: str) -> str:
@@ -280,10 +287,10 @@ def type_text(annotation: Any) -> str:
 def family_text(members: Sequence[Any]) -> str:
     """What a union of all models of one kind is called: a link to the first of them; empty for other unions."""
     models = [one for one in members if one is not type(None)]
-    modules = {getattr(one, "__module__", "") for one in models}
+    modules = {home(one) for one in models}
     if len(models) < MANY or not modules <= {*KINDS, "vajra_py.workload.synthetic"}:
         return ""
-    kind = next(KINDS[one.__module__] for one in models if one.__module__ in KINDS)
+    kind = next(KINDS[home(one)] for one in models if home(one) in KINDS)
     first = f"[{kind}](#{anchor(title_of(models[0]))})"
     return f"{first} or null" if len(models) < len(members) else first
 

@@ -15,8 +15,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import vajra_py.workload
 from vajra_py.errors import WorkloadError
 from vajra_py.workload import Workload, WorkloadConfig, build_workload, named_streams, profile_names
-from vajra_py.workload.config import CsvField, ProfileName
-from vajra_py.workload.read_csv import CSV_FIELDS
+from vajra_py.workload.kinds.csv_file import CsvField
+from vajra_py.workload.kinds.profile import ProfileName
+from vajra_py.workload.readers.csv import CSV_FIELDS
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(WorkloadConfig)
 SYNTHETIC = {

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -423,9 +423,10 @@ def workload_annotation() -> Any:
 
 
 def workload_class(type_name: Any) -> type[BaseModel] | None:
-    """Return the class of the workloads of this `type`; None if there is none."""
-    classes = get_args(get_args(workload_annotation())[0])
-    return next((one for one in classes if type_name in get_args(one.model_fields["type"].annotation)), None)
+    """Return the class of the workloads of this `type`, imported by itself; None for workloads of several types, and where there is none."""
+    from vajra_py.workload.kinds import kind_of_workload
+
+    return kind_of_workload(type_name)
 
 
 @lru_cache(maxsize=32)

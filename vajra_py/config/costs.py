@@ -12,7 +12,7 @@ _Text = Annotated[str, Field(strict=True, min_length=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class DeviceCostsConfig(_Section):

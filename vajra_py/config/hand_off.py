@@ -37,7 +37,7 @@ PRESETS: Mapping[HandOffPreset, Mapping[str, str | float]] = {
 class HandOffConfig(BaseModel):
     """Rules of a hand-off: when memory of the target is allocated, and what happens if it is full."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     preset: HandOffPreset | None = Field(
         None,
@@ -126,7 +126,7 @@ class HandOffConfig(BaseModel):
 class MigrationConfig(BaseModel):
     """Rules of live migration: running requests move to another replica while they decode. Defaults as in Llumnix."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     max_stages: Annotated[int, Field(strict=True, gt=0)] = Field(
         3, description="Number of copies of a request's KV; the request stops for the last one."

@@ -14,7 +14,7 @@ _Bandwidth = Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
 class LinksConfig(BaseModel):
     """Bandwidth and latency of the links between replicas, and how transfers share them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     bandwidth_gb_s: _Bandwidth | None = Field(
         None,

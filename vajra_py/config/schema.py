@@ -231,7 +231,7 @@ class SimulatorConfig(Section):
 class BackendConfig(BaseModel):
     """Backend that runs the experiment: exactly one, by name."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     simulator: SimulatorConfig | None = Field(None, description="The discrete-event simulator.")
 

@@ -33,7 +33,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 class Section(BaseModel):
     """Base of all sections: frozen, no extra keys, no NaN, validated defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Choice(BaseModel):
@@ -78,7 +78,7 @@ class PolicyChoice(Section, Choice):
 class TypedChoice(Choice):
     """Installed object by name, with its parameters: `{type: name, …}`, or just the name."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     type: Text = Field(description="Name of the installed plug-in.")
 

@@ -6,70 +6,148 @@ simulation or a benchmark. Import from here: the submodules are private.
 
 from __future__ import annotations
 
-from vajra_py.workload.arrivals import (
-    ArrivalProcess,
-    AtOnce,
-    CoxGamma,
-    FixedInterval,
-    Gamma,
-    OnOff,
-    Piece,
-    PiecewiseConstant,
-    Poisson,
-    QuantileGaps,
-    Weibull,
-    arrival_times,
-)
-from vajra_py.workload.build import build_workload
-from vajra_py.workload.config import (
-    AgenticConfig,
-    AzureConfig,
-    BurstGptConfig,
-    CsvConfig,
-    JsonlConfig,
-    LengthsConfig,
-    MergeConfig,
-    MooncakeConfig,
-    PriorityShare,
-    ProfileConfig,
-    ProgramFileConfig,
-    ProgramsConfig,
-    SessionsConfig,
-    SloClassConfig,
-    SyntheticConfig,
-    TenantShares,
-    WorkloadConfig,
-    WorkloadOptions,
-)
-from vajra_py.workload.distributions import (
-    Constant,
-    Distribution,
-    Geometric,
-    Lognormal,
-    LognormalMixture,
-    LognormalPart,
-    QuantileTable,
-    Uniform,
-)
-from vajra_py.workload.profiles import ProfileInfo, profile, profile_info, profile_names
-from vajra_py.workload.programs import Chain, Dag, ForkJoin, ProgramCalls, Tree, programs_workload
-from vajra_py.workload.read_agentic import read_agentic
-from vajra_py.workload.read_csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
-from vajra_py.workload.read_jsonl import read_jsonl, write_jsonl
-from vajra_py.workload.read_mooncake import MooncakeOptions, read_mooncake
-from vajra_py.workload.read_programs import read_programs
-from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId
-from vajra_py.workload.sessions import Sessions, SystemPrompts, sessions_workload
-from vajra_py.workload.statistics import LengthStatistics, WorkloadStatistics
-from vajra_py.workload.synthetic import (
-    ClosedLoop,
-    Lengths,
-    RngFor,
-    closed_loop_workload,
-    named_streams,
-    synthetic_workload,
-)
-from vajra_py.workload.workload import SloClass, Workload
+from typing import TYPE_CHECKING
+
+from vajra_py.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from vajra_py.workload.arrivals import (
+        ArrivalProcess,
+        AtOnce,
+        CoxGamma,
+        FixedInterval,
+        Gamma,
+        OnOff,
+        Piece,
+        PiecewiseConstant,
+        Poisson,
+        QuantileGaps,
+        Weibull,
+        arrival_times,
+    )
+    from vajra_py.workload.build import build_workload
+    from vajra_py.workload.config import MergeConfig, WorkloadConfig
+    from vajra_py.workload.distributions import (
+        Constant,
+        Distribution,
+        Geometric,
+        Lognormal,
+        LognormalMixture,
+        LognormalPart,
+        QuantileTable,
+        Uniform,
+    )
+    from vajra_py.workload.kinds.agentic import AgenticConfig
+    from vajra_py.workload.kinds.azure import AzureConfig
+    from vajra_py.workload.kinds.burstgpt import BurstGptConfig
+    from vajra_py.workload.kinds.csv_file import CsvConfig
+    from vajra_py.workload.kinds.jsonl import JsonlConfig
+    from vajra_py.workload.kinds.lengths import LengthsConfig
+    from vajra_py.workload.kinds.mooncake import MooncakeConfig
+    from vajra_py.workload.kinds.profile import ProfileConfig
+    from vajra_py.workload.kinds.program_file import ProgramFileConfig
+    from vajra_py.workload.kinds.programs import ProgramsConfig
+    from vajra_py.workload.kinds.sessions import SessionsConfig
+    from vajra_py.workload.kinds.synthetic import SyntheticConfig
+    from vajra_py.workload.options import PriorityShare, SloClassConfig, TenantShares, WorkloadOptions
+    from vajra_py.workload.profiles import ProfileInfo, profile, profile_info, profile_names
+    from vajra_py.workload.programs import Chain, Dag, ForkJoin, ProgramCalls, Tree, programs_workload
+    from vajra_py.workload.readers.agentic import read_agentic
+    from vajra_py.workload.readers.csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
+    from vajra_py.workload.readers.jsonl import read_jsonl, write_jsonl
+    from vajra_py.workload.readers.mooncake import MooncakeOptions, read_mooncake
+    from vajra_py.workload.readers.programs import read_programs
+    from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId
+    from vajra_py.workload.sessions import Sessions, SystemPrompts, sessions_workload
+    from vajra_py.workload.statistics import LengthStatistics, WorkloadStatistics
+    from vajra_py.workload.synthetic import (
+        ClosedLoop,
+        Lengths,
+        RngFor,
+        closed_loop_workload,
+        named_streams,
+        synthetic_workload,
+    )
+    from vajra_py.workload.workload import SloClass, Workload
+
+_HOMES = {
+    "AgenticConfig": "kinds.agentic",
+    "ArrivalProcess": "arrivals",
+    "AtOnce": "arrivals",
+    "AzureConfig": "kinds.azure",
+    "BurstGptConfig": "kinds.burstgpt",
+    "Chain": "programs",
+    "ClosedLoop": "synthetic",
+    "Constant": "distributions",
+    "CoxGamma": "arrivals",
+    "CsvConfig": "kinds.csv_file",
+    "CsvLayout": "readers.csv",
+    "Dag": "programs",
+    "Distribution": "distributions",
+    "FixedInterval": "arrivals",
+    "ForkJoin": "programs",
+    "Gamma": "arrivals",
+    "Geometric": "distributions",
+    "JsonlConfig": "kinds.jsonl",
+    "LengthStatistics": "statistics",
+    "Lengths": "synthetic",
+    "LengthsConfig": "kinds.lengths",
+    "Lognormal": "distributions",
+    "LognormalMixture": "distributions",
+    "LognormalPart": "distributions",
+    "MergeConfig": "config",
+    "MooncakeConfig": "kinds.mooncake",
+    "MooncakeOptions": "readers.mooncake",
+    "OnOff": "arrivals",
+    "Piece": "arrivals",
+    "PiecewiseConstant": "arrivals",
+    "Poisson": "arrivals",
+    "PriorityShare": "options",
+    "ProfileConfig": "kinds.profile",
+    "ProfileInfo": "profiles",
+    "ProgramCalls": "programs",
+    "ProgramFileConfig": "kinds.program_file",
+    "ProgramsConfig": "kinds.programs",
+    "PromptContent": "request",
+    "QuantileGaps": "arrivals",
+    "QuantileTable": "distributions",
+    "RequestSpec": "request",
+    "RngFor": "synthetic",
+    "SegmentId": "request",
+    "Sessions": "sessions",
+    "SessionsConfig": "kinds.sessions",
+    "SloClass": "workload",
+    "SloClassConfig": "options",
+    "SyntheticConfig": "kinds.synthetic",
+    "SystemPrompts": "sessions",
+    "TenantShares": "options",
+    "Tree": "programs",
+    "Uniform": "distributions",
+    "Weibull": "arrivals",
+    "Workload": "workload",
+    "WorkloadConfig": "config",
+    "WorkloadOptions": "options",
+    "WorkloadStatistics": "statistics",
+    "arrival_times": "arrivals",
+    "build_workload": "build",
+    "closed_loop_workload": "synthetic",
+    "named_streams": "synthetic",
+    "profile": "profiles",
+    "profile_info": "profiles",
+    "profile_names": "profiles",
+    "programs_workload": "programs",
+    "read_agentic": "readers.agentic",
+    "read_azure": "readers.csv",
+    "read_burstgpt": "readers.csv",
+    "read_csv": "readers.csv",
+    "read_jsonl": "readers.jsonl",
+    "read_lengths": "readers.csv",
+    "read_mooncake": "readers.mooncake",
+    "read_programs": "readers.programs",
+    "sessions_workload": "sessions",
+    "synthetic_workload": "synthetic",
+    "write_jsonl": "readers.jsonl",
+}
 
 __all__ = [
     "AgenticConfig",
@@ -149,3 +227,10 @@ __all__ = [
     "synthetic_workload",
     "write_jsonl",
 ]
+
+
+__getattr__ = lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

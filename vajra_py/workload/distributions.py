@@ -27,6 +27,7 @@ __all__ = [
     "normal_cdf",
     "sample",
     "to_tokens",
+    "zipf_shares",
 ]
 
 MIXTURE_GRID = 4096
@@ -219,6 +220,13 @@ def to_tokens(distribution: Distribution, z: F64, least: int = 1) -> I64:
         values = low + np.floor(normal_cdf(z) * (high - low + 1))
         return _whole(np.minimum(values, high), least)
     return _whole(np.rint(distribution.quantiles(z)), least)
+
+
+def zipf_shares(count: int, exponent: float) -> F64:
+    """Return `count` shares that add up to 1; the k-th (from 1) is proportional to 1 / k^exponent."""
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    shares: F64 = weights / weights.sum()
+    return shares
 
 
 def _whole(values: F64, least: int) -> I64:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vajra_py.workload.build import build_workload, source_of
-from vajra_py.workload.config import SAMPLING_OPTIONS, WorkloadConfig, WorkloadOptions
+from vajra_py.workload.build import build_workload
+from vajra_py.workload.file_options import SAMPLING_OPTIONS
 from vajra_py.workload.fingerprint import fingerprint
+from vajra_py.workload.options import WorkloadOptions
 from vajra_py.workload.synthetic import RngFor
 from vajra_py.workload.workload import Workload
 
@@ -27,7 +28,7 @@ class Draws:
         self._key = ""
         self._source: Workload | None = None
 
-    def fingerprints(self, config: WorkloadConfig, seeds: Sequence[RngFor]) -> list[str]:
+    def fingerprints(self, config: WorkloadOptions, seeds: Sequence[RngFor]) -> list[str]:
         """Return the fingerprint of the workload for each seed, which is given by its random streams.
 
         Raises `WorkloadError` like `build_workload`.
@@ -41,12 +42,12 @@ class Draws:
                 return found * len(seeds)
         return found
 
-    def _known(self, config: WorkloadConfig, noted: _Noted) -> Workload:
+    def _known(self, config: WorkloadOptions, noted: _Noted) -> Workload:
         """Return the requests before common options are applied; cached if they do not depend on the seed."""
         key = config.model_dump_json(exclude={*WorkloadOptions.model_fields, *SAMPLING_OPTIONS})
         if self._source is not None and key == self._key:
             return self._source
-        source = source_of(config, noted, self._base_dir)
+        source = config.source(noted, self._base_dir)
         if not noted.has_drawn:
             self._key, self._source = key, source
         return source

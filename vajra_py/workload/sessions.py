@@ -17,11 +17,19 @@ from vajra_py.workload.arrays import F64, I64, BoolArray, StringColumn
 from vajra_py.workload.arrivals import ArrivalProcess, arrival_times
 from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentColumn, ContentStore, SegmentSpace
-from vajra_py.workload.distributions import Constant, Distribution, NonNegative, correlated_normals, sample, to_tokens
+from vajra_py.workload.distributions import (
+    Constant,
+    Distribution,
+    NonNegative,
+    correlated_normals,
+    sample,
+    to_tokens,
+    zipf_shares,
+)
 from vajra_py.workload.synthetic import RngFor
 from vajra_py.workload.workload import Workload
 
-__all__ = ["Sessions", "SystemPrompts", "sessions_workload", "system_prompts", "zipf_shares"]
+__all__ = ["Sessions", "SystemPrompts", "sessions_workload", "system_prompts"]
 
 
 class SystemPrompts(BaseModel):
@@ -99,13 +107,6 @@ class _Turns:
             self.output[keep],
             self.think_s[keep],
         )
-
-
-def zipf_shares(count: int, exponent: float) -> F64:
-    """Return `count` shares that add up to 1; the k-th (from 1) is proportional to 1 / k^exponent."""
-    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
-    shares: F64 = weights / weights.sum()
-    return shares
 
 
 def sessions_workload(

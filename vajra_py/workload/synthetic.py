@@ -23,6 +23,7 @@ __all__ = [
     "RngFor",
     "closed_loop_workload",
     "named_streams",
+    "starts_of",
     "stream_facts",
     "synthetic_workload",
 ]
@@ -73,6 +74,15 @@ def named_streams(seed: int) -> RngFor:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode()))))
 
     return rng_for
+
+
+def starts_of(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:
+    """Return a function that draws the first n arrival times of a process."""
+
+    def times(number: int) -> F64:
+        return arrival_times(process, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=number)
+
+    return times
 
 
 def stream_facts(rngs: Mapping[str, np.random.Generator]) -> dict[str, Any]:

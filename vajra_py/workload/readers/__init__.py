@@ -1,0 +1,1 @@
+"""Readers of workload files, one module for each format."""
