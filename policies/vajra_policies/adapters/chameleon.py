@@ -113,11 +113,11 @@ class Chameleon(FixedChunk):
         return idle[min(range(len(idle)), key=score)]
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Return the request's tokens to the quotas; it waits in its queue again."""
+        """Give the request's tokens back to the quotas; it waits in its queue again."""
         self.queues.give_back(request)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Return the request's tokens to the quotas."""
+        """Give the request's tokens back to the quotas."""
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
