@@ -136,9 +136,8 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            queues.give_back(
-                request
-            )  # tokens of an admission elsewhere: its replica was lost, or its KV was moved here
+            # The request may have been admitted elsewhere, before its replica was lost or its KV was moved here.
+            queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):
             self._refresh(now)

@@ -865,7 +865,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Make a request with computed prompt a decode for `num_tokens` more tokens."""
+        """Make a request whose prompt is computed a decode with `num_left` tokens to generate."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:
