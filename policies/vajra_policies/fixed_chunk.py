@@ -45,7 +45,7 @@ class FixedChunk:
         self._mode = preemption_mode(config, context)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency up to `chunk_size` tokens."""
+        """Add decodes, then prompts by urgency, up to `chunk_size` tokens."""
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:

@@ -55,7 +55,7 @@ class Preemptive(FixedChunk):
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return
-        running = sorted(replica.running(), key=replica.urgency)  # those that are not in the batch yet
+        running = sorted(replica.running(), key=replica.urgency)  # requests that are not in the batch yet
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())

@@ -37,7 +37,9 @@ class ScheduledChunk:
     num_computed_before: int
     """Tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
     kind: str
-    """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it came with its KV)."""
+    """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it arrived with its
+    KV).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Observer:
         """A request was submitted; one that cannot be accepted ends at once (`on_ended`)."""
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
-        """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
+        """The admission policy degraded, refused or deferred a request, or accepted one that it had deferred.
 
         There is no call for a request that is accepted unchanged on arrival.
         """
@@ -222,10 +224,10 @@ class Observer:
         """A step was formed; only with `wants_steps`."""
 
     def on_step_end(self, step: StepEnd) -> None:
-        """A step came back."""
+        """A step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Several steps of the same decodes came back; by default `on_step_end` is called for each."""
+        """Several steps of the same decodes have completed; by default `on_step_end` is called for each."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)

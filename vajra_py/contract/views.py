@@ -43,7 +43,7 @@ class PoolRole(Enum):
     PREFILL = "prefill"
     """Requests leave with their KV once their prompt is computed."""
     DECODE = "decode"
-    """Requests come with the KV of their prompt."""
+    """Requests arrive with the KV of their prompt."""
 
 
 class ReplicaState(Enum):

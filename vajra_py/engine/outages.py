@@ -31,7 +31,7 @@ class Outages:
         return self._controller.replicasets[replicaset].can_serve_with([*self._up(replicaset), *restarting])
 
     def begin(self, replicaset: str, now: int) -> None:
-        """Let requests of a replicaset wait if the replicas that are left cannot serve them."""
+        """Make requests of a replicaset wait if the remaining replicas cannot serve them."""
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)
             self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))

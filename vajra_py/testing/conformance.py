@@ -7,7 +7,7 @@ A package's own tests need one function:
         check_policy(spec)
 
 The policy is built as in a run, and tested in small simulated situations with plain policies in the other layers. Every
-promise beyond its Protocol (movement of keys, repeated steps, independence of load, no idling) is compared with its
+claim beyond its Protocol (movement of keys, repeated steps, independence of load, no idling) is compared with its
 behaviour.
 """
 

@@ -146,7 +146,7 @@ class StepEntry:
     num_computed_before: int
     """Tokens in KV memory before the step, including the cached prefix."""
     kind: str
-    """Kind of entry: "running", "admitted", "resumed", or "moved" if the request came with its KV."""
+    """Kind of entry: "running", "admitted", "resumed", or "moved" if the request arrived with its KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ class LateEnds:
         """Create it empty; `is_written` returns whether a step in flight computes tokens of the request of a name."""
         self.is_written = is_written
         self._answers: dict[str, bool] = {}
-        """For requests that ended for the connector but not yet in the mechanism: whether it keeps their blocks."""
+        """Answers for requests that ended for the connector but not yet in the mechanism: True if the connector keeps
+        their blocks.
+        """
         self._kept: dict[Request, bool] = {}
-        """For ended requests of the mechanism that keep their blocks: whether the connector needs them, as known so far."""
+        """Answers so far for ended requests of the mechanism that keep their blocks: True if the connector needs them."""
         self._unreported: dict[str, Request] = {}
         """Requests of `_kept` of whose end the connector has not been notified."""
 

@@ -138,7 +138,7 @@ class ManagedKv(WithoutKvExtras):
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
         managers = self._coordinator.single_type_managers
         self._has_states = [holds_states(one.kv_cache_spec) for one in managers]
-        """For each table, whether it holds states, whose number does not grow with the request."""
+        """For each table, True if it holds states, whose number does not grow with the request."""
         growing = [
             one for one, has_states in zip(managers, self._has_states, strict=True) if not has_states
         ] or managers

@@ -116,11 +116,11 @@ class Chameleon(FixedChunk):
         return idle[min(range(len(idle)), key=score)]
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Return the request's tokens to the quotas; it waits in its queue again."""
+        """Give the request's tokens back to the quotas; it waits in its queue again."""
         self.queues.give_back(request)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Return the request's tokens to the quotas."""
+        """Give the request's tokens back to the quotas."""
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -139,9 +139,8 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            queues.give_back(
-                request
-            )  # tokens of an admission elsewhere: its replica was lost, or its KV was moved here
+            # The request may have been admitted elsewhere, before its replica was lost or its KV was moved here.
+            queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):
             self._refresh(now)

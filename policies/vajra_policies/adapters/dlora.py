@@ -115,7 +115,7 @@ class Dlora(Preemptive):
         self._speed = config.merged_step_s / config.unmerged_step_s
         self._max_batch = context.limits.max_batch_size
         self._ahead: list[str] = []
-        """Adapters that go first by their credit."""
+        """Adapters that go first because of their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Run the requests of the chosen adapters, by urgency; all requests if none of the chosen ones can run."""
@@ -168,7 +168,7 @@ class Dlora(Preemptive):
             self.merged = None
 
     def _by_credit(self, line: Sequence[RequestView]) -> list[RequestView]:
-        """Requests of the adapters with enough credit, the most first."""
+        """Return the requests of adapters with enough credit, the adapter with the most first."""
         for request in line:
             self.credits[request.adapter] += 0.0  # adds the adapter if it is new
         ranked = sorted(self.credits, key=lambda name: -self.credits[name])

@@ -66,7 +66,7 @@ class DloraMigration(BindsOnArrival):
         self._max_batch = context.limits.max_batch_size
         self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._place: dict[RequestView, ReplicaId] = {}
-        """Requests by the order in which they came."""
+        """Replica of each request, in order of arrival."""
         self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
         """Number of requests of each replica by adapter; entries of 0 are removed."""
         self._began_at: dict[RequestView, float] = {}
@@ -102,7 +102,7 @@ class DloraMigration(BindsOnArrival):
         return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while there are requests."""
+        """Set the next wake-up after the interval, while there are requests."""
         self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -115,7 +115,7 @@ class DloraMigration(BindsOnArrival):
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn times, and forget the requests."""
+        """Record the requests' times, and forget the requests."""
         for request in requests:
             if request in self._place:
                 self._count(self._place.pop(request), request, -1)

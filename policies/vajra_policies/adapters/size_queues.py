@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vajra_py.contract import RequestView
 
 _ROUNDS = 100
-"""Most rounds of k-means, which usually ends after a handful."""
+"""Largest number of rounds of k-means, which usually needs only a handful."""
 _FIRST, _WINDOW = 16, 1000
 """Requests that are known when queues are first made, and most that are remembered."""
 
@@ -80,7 +80,7 @@ class SizeQueues:
         self.quotas: list[int] = [num_tokens]
         """Tokens that each queue may have admitted, the smallest sizes first."""
         self.used: list[int] = [0]
-        """Tokens of each queue that are given away."""
+        """Tokens of each queue's quota in use."""
         self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
         """Time of admission of each admitted request, and its charges as (queue, tokens)."""
         self._num_seen, self._refresh_count, self._refresh_at = 0, _FIRST, float("inf")
@@ -89,7 +89,7 @@ class SizeQueues:
         return request in self._facts
 
     def learn(self, request: RequestView, facts: SizeFacts) -> None:
-        """Enter a request that is new."""
+        """Record a new request."""
         self._facts[request] = facts
         self._recent.append(facts)
         self._num_seen += 1
@@ -132,7 +132,7 @@ class SizeQueues:
             self.used[queue] += num_tokens
 
     def give_back(self, request: RequestView) -> float | None:
-        """Return the request's tokens to the queues that were charged; returns the time of its admission, None if it
+        """Give the request's tokens back to the queues that were charged; returns the time of its admission, None if it
         was not admitted.
         """
         charged = self._charges.pop(request, None)
@@ -143,7 +143,7 @@ class SizeQueues:
         return charged[0]
 
     def forget(self, request: RequestView, now: float) -> None:
-        """Return the tokens of a request that ended to the queues, and record its duration."""
+        """Give the tokens of an ended request back to the queues, and record its duration."""
         began_at = self.give_back(request)
         facts = self._facts.pop(request, None)
         if facts is not None and began_at is not None:

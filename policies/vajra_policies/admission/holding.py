@@ -87,7 +87,7 @@ class Holding:
         return line
 
     def _closed(self, line: Line, request: RequestView, now: float, reason: str) -> AdmissionDecision:
-        """The decision on a request that may not enter now."""
+        """Return the decision on a request that is not accepted now."""
         if self._when_closed == "refuse":
             return Refuse(reason)
         self._num_held -= len(line)
@@ -99,7 +99,7 @@ class Holding:
         return Defer(reason=reason)
 
     def _open(self, line: Line, request: RequestView) -> AdmissionDecision:
-        """The decision on a request that may enter."""
+        """Return the decision on a request that is accepted."""
         self._leave(line, request)
         return ACCEPT
 
@@ -115,7 +115,7 @@ class Holding:
             self._wake.at(self._rechecks_at)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Look at the line: a queue has become shorter."""
+        """Have the held requests decided again, since a queue has become shorter."""
         if self._num_held:
             self._wake.at(now, "admission")
 

@@ -76,7 +76,7 @@ class Mooncake:
         """Request of the last decision, and the predicted end of its prefill."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Predict, and compare."""
+        """Accept the request if its predicted latencies meet its SLOs."""
         replicas = [one for one in replicaset_of(request, replicasets).replicas if one.is_up]
         ttft_s = self._predicted_ttft_s(request, [one for one in replicas if one.role in _PREFILLS])
         decoding = [one for one in replicas if one.role in _DECODES]
@@ -87,14 +87,14 @@ class Mooncake:
         return self._judged(request, ttft_s, tbt_s)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count a request that was let in."""
+        """Count accepted requests."""
         for request in requests:
             if self._decided is not None and self._decided[0] is request:
                 self._prompts[request] = self._decided[1]
         self._decided = None
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note where it runs."""
+        """Record the replica on which the request runs."""
         if request in self._prompts:
             self._running_on[request] = replica_id
 
@@ -167,7 +167,7 @@ class Mooncake:
         )
 
     def _decoding_at(self, at: float) -> Iterable[RequestView]:
-        """Requests that are predicted to decode at a time."""
+        """Yield the requests predicted to decode at a time."""
         decode_s = self._config.decode_s
         return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
 

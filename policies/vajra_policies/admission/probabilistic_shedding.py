@@ -43,7 +43,7 @@ class ProbabilisticShedding:
         self._stream = stream
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Draw, unless it is protected."""
+        """Refuse by a random draw, unless the request is protected."""
         config = self._config
         if request.priority <= config.protected_priority:
             return ACCEPT

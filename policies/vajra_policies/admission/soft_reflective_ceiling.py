@@ -10,7 +10,7 @@ from vajra_policies.admission.saturation import SaturationConfig, saturation_for
 from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, ReplicasetView, RequestView
 
 _ROUND_OFF = 1e-9
-"""Keeps the period finite next to a saturation of 1."""
+"""Small difference that keeps the period finite near a saturation of 1."""
 
 
 class SoftReflectiveConfig(SaturationConfig, HoldingConfig):

@@ -65,7 +65,7 @@ class MixedPrefillGovernor(PromptBudget):
         self._num_partial = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, and prompts if it is their turn."""
+        """Add decodes, and prompts if it is their turn."""
         self._num_partial = replica.num_partial_prefills
         super().schedule(replica, batch, now)
         if batch.num_tokens:

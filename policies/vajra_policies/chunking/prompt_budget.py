@@ -16,12 +16,12 @@ class PromptBudget(FixedChunk):
         """Number of tokens in the batch before its first prompt; None while decodes are added."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency within the budget."""
+        """Add decodes, then prompts by urgency within the budget."""
         self._most_tokens, self._num_decodes = self._budget(replica, now), None
         fill(replica, batch, self._next_chunk, self._mode)
 
     def _budget(self, replica: LocalReplicaView, now: float) -> int:
-        """Tokens that prompts may have in the step that is formed."""
+        """Tokens that prompts may have in the step being formed."""
         return self._chunk_size
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -97,7 +97,7 @@ class Accounts:
         charged = self._waiting.pop(request, None)
         stops = charged is not None and self._leave(tenant)
         admitted = self._admitted.setdefault(tenant, {})
-        if charged is None:  # it came with its KV
+        if charged is None:  # the request arrived with its KV
             charged = admitted[request]
         admitted[request] = charged
         if not charged.was_admitted:

@@ -29,7 +29,7 @@ class D2lpm(BindsOnArrival):
     A tenant thus stays where its prefix is cached, and spreads to other replicas as it uses up its quantum. `dlpm` on
     the replicas is the other half.
 
-    Differs from the source: outputs are charged at a request's end, not per token. Apart from the idea, written from
+    Left out: charging outputs per token; here they are charged at a request's end. Apart from the idea, written from
     memory of the paper.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), D2LPM.

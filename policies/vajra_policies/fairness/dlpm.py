@@ -37,8 +37,8 @@ class Dlpm:
     A large Q gives the order of `lpm`; a small one lets tenants take turns, as `vtc` does. Tenants that wait throughout
     differ by a few quanta at most, whatever they have cached.
 
-    Differs from the source: idle tenants are not forgotten. A request of a tenant without deficit is admitted in the
-    same step if those before it lack memory; the paper's loop skips it. The paper states no default for Q; the one of
+    Left out: forgetting idle tenants. A request of a tenant without deficit is admitted in the same step if those
+    before it lack memory; the paper's loop skips it. The paper states no default for Q; the one of
     `deficit_round_robin` is used.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), DLPM; details from a port to SGLang.
@@ -69,7 +69,7 @@ class Dlpm:
         return 0.0 if self._has_deficit(group) else 1.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Tenants begin to wait."""
+        """Record the tenants that begin to wait."""
         for request in requests:
             if self._accounts.arrive(request):
                 self._left[request.tenant] = None

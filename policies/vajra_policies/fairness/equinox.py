@@ -76,7 +76,7 @@ class Equinox:
         return self._counters.get(group, 0.0)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Lift tenants that come back."""
+        """Lift the counters of tenants that begin to wait."""
         for request in requests:
             tenant = request.tenant
             if tenant not in self._alive:

@@ -136,7 +136,7 @@ class _LeastCounter:
         self._listed: set[str] = set()
 
     def add(self, tenant: str) -> None:
-        """A tenant now belongs to the set."""
+        """Add a tenant to the set."""
         if tenant not in self._listed:
             self._listed.add(tenant)
             heappush(self._heap, (self._counter(tenant), tenant))

@@ -25,9 +25,8 @@ class LongestPrefixMatch:
     A prefix in use is thus used again before it is overwritten. The wait of a request without a hit is unbounded. A
     request in a shared queue has no hits yet.
 
-    Differs from SGLang, which for one step puts all but the first of the waiting requests with a common uncached prefix
-    behind the others. Here a step's blocks can be hit as soon as the step is formed, so the others hit in the same
-    step.
+    Left out: SGLang's delay, by one step, of all but the first of the waiting requests with a common uncached prefix.
+    Here a step's blocks can be hit as soon as the step is formed, so the others hit in the same step.
 
     Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (arXiv:2312.07104); SGLang's
     `schedule_policy.py` for the limit.
@@ -62,7 +61,7 @@ class LongestPrefixMatch:
         self._waiting.update((request, None) for request in requests if not request.is_resident)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Take the request out of the waiting ones."""
+        """Stop counting the request as waiting."""
         self._waiting.pop(request, None)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

@@ -119,7 +119,7 @@ class Plas:
         return call
 
     def _attained_s(self, program: ProgramView) -> float:
-        """Service that counts for a program by now, seconds."""
+        """Return the service in seconds that counts for a program now."""
         return program.run_s
 
     def _service_s(self, request: RequestView, now: float) -> float:

@@ -43,7 +43,7 @@ class FluidShares:
         return tag
 
     def serve(self, work: float) -> None:
-        """The server does so much work."""
+        """Advance the virtual time by this work of the server."""
         tags = self._tags
         while tags:
             needed = (tags[0] - self.virtual_time) * len(tags)
@@ -90,7 +90,7 @@ class Justitia:
         return tag
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """New agents join."""
+        """Add new agents."""
         for request in requests:
             self.key(request, now)
 

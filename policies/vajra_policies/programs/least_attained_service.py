@@ -90,7 +90,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Take the request out of the waiting ones of its program."""
+        """Remove the request from the waiting ones of its program."""
         self._leave(request)
         self._change(now)
 
@@ -100,7 +100,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count the service of those that were served."""
+        """Add the served tokens to the services of their programs."""
         config = self._config
         for request in requests:
             self._leave(request)

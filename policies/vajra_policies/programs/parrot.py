@@ -17,7 +17,7 @@ from vajra_py.contract import (
 
 
 class ParrotConfig(PolicyConfig):
-    """`parrot` has no parameters."""
+    """Parameters of `parrot`, which has none."""
 
 
 class Parrot:

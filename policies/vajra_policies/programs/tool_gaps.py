@@ -33,7 +33,7 @@ class ToolGaps:
     def __init__(self, config: ToolGapConfig) -> None:
         self._config = config
         self._last: dict[ProgramView, tuple[str, float]] = {}
-        """Tool that each program runs, and since when."""
+        """Tool that each program runs, and its start time."""
         self._sums: dict[str, tuple[float, int]] = {}
         """Sum and number of the times of each tool, the most recently used one last."""
 

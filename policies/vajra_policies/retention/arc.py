@@ -52,7 +52,7 @@ class AdaptiveReplacement:
         return ONCE if len(self.once) >= int(self.target) else AGAIN
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """New content enters the first list."""
+        """Add new content to the first list."""
         self.learn([block.block_hash for block in blocks])
         self.enter(blocks)
 
@@ -72,7 +72,7 @@ class AdaptiveReplacement:
             gone.popitem(last=False)
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Content is gone that no list gave up."""
+        """Forget content that was removed without eviction."""
         self.once.pop(block, None)
         self.again.pop(block, None)
 

@@ -30,7 +30,7 @@ class ContinuumPins(LeastRecentlyUsed):
         return self._gaps.ttl_s(request)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn how long tools took."""
+        """Record the times of the programs' tools."""
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

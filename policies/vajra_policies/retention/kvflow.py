@@ -48,7 +48,7 @@ class Kvflow:
     """
 
     key_motion = KeyMotion.ARBITRARY
-    """Turns pass with calls of all programs."""
+    """The steps to execution change with calls of all programs."""
 
     def __init__(self, config: KvflowConfig) -> None:
         self._hold = config.hold_steps
@@ -60,7 +60,7 @@ class Kvflow:
         self._alive: dict[ProgramView, dict[RequestView, None]] = {}
         """Calls that wait or run, of each program that has not ended."""
         self._last: dict[ProgramView, str] = {}
-        """Stage of the call that came last."""
+        """Stage of the latest call of each program."""
         self._steps: dict[ProgramView, Mapping[str, int]] = {}
         """Steps to execution of stages, of programs of which nothing has changed since."""
         self._agents: dict[CachedBlock, dict[tuple[ProgramView, str], None]] = {}
@@ -110,7 +110,7 @@ class Kvflow:
             self._steps.pop(program, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Their turn is over."""
+        """Record that the turns of these requests' stages are over."""
         for request in requests:
             program = request.program
             if program is not None and program in self._alive:

@@ -69,7 +69,7 @@ class Ascendra(BindsOnArrival):
         return best
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Move requests that would be late where they wait to HP replicas."""
+        """Move requests to HP replicas if they would be late on their present ones."""
         _, high = self._split(replicas)
         pending = {one.replica_id: one.num_pending_tokens for one in replicas}
         targets = [one.replica_id for one in high]
@@ -86,7 +86,7 @@ class Ascendra(BindsOnArrival):
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while a request waits."""
+        """Set the next wake-up after the interval, while a request waits."""
         self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

@@ -19,11 +19,11 @@ class BlockHolders:
         self._holders: dict[Hashable, int] = {}
 
     def add(self, block: Hashable, replica_id: int) -> None:
-        """A replica holds the block."""
+        """Record that a replica holds the block."""
         self._holders[block] = self._holders.get(block, 0) | (1 << replica_id)
 
     def remove(self, block: Hashable, replica_id: int) -> None:
-        """A replica holds it no longer."""
+        """Record that a replica no longer holds the block."""
         left = self._holders.get(block, 0) & ~(1 << replica_id)
         if left:
             self._holders[block] = left

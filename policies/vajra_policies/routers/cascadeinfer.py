@@ -87,11 +87,11 @@ class Cascadeinfer(BindsOnArrival):
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while there are requests."""
+        """Set the next wake-up after the interval, while there are requests."""
         self._looks.woken(now, goes_on=bool(self._at))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that the request runs there."""
+        """Note that the request runs on this replica."""
         self._at[request] = replica_id
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:

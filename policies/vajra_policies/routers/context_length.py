@@ -24,7 +24,7 @@ _NO_RANGE = 0.5
 
 
 class LengthRange(PolicyConfig):
-    """Prompt lengths that some replicas are for."""
+    """Range of prompt lengths for which some replicas are reserved."""
 
     min_tokens: int = Field(0, ge=0, description="Shortest prompt.")
     max_tokens: int = Field(ge=0, description="Longest prompt.")

@@ -1,4 +1,4 @@
-"""Deciders: whether a prompt is computed on another replica than its decodes.
+"""Deciders: rules for computing a prompt on another replica than its decodes.
 
 Source: llm-d-router, `scheduling/profilehandler/disagg`; BLIS `--pd-decider`; Dynamo's conditional disaggregation.
 """
@@ -81,7 +81,7 @@ class IslBounding:
         self._matches = matches
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """Both comparisons are strict."""
+        """See the class; both comparisons are strict."""
         prompt = request.num_prompt_tokens
         uncached = prompt - int(self._matches.matched_blocks(request, [decode])[0]) * self._matches.block_size
         is_short = uncached < self._config.eff_isl_threshold

@@ -78,7 +78,7 @@ class CostRouter(BindsOnArrival):
         """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """A replica of least cost, or by chance with a temperature."""
+        """Return the replica with the least cost, or with a temperature, a random one weighted by cost."""
         up = figures.those_up(replicas)
         if not up:
             return None

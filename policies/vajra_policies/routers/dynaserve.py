@@ -30,7 +30,7 @@ class Cut:
 
     first: ReplicaId
     second: ReplicaId
-    """The same as `first` where it is not cut."""
+    """Same as `first` if the request is not cut."""
     at_token: int
     """Token s; the tokens before it belong to the first part."""
 

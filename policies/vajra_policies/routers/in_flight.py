@@ -49,7 +49,7 @@ class _Share:
     prompt_tokens: int
     output_tokens: int
     is_computing: bool = True
-    """False once the first token has come."""
+    """False once the first token has been generated."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class InFlightLoad:
         return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Count the request where it goes."""
+        """Count the request at its replica."""
         sent = self._sent.setdefault(request, _Sent())
         for profile, replica in placements.items():
             self._take_back(sent.shares.pop(profile, None))
@@ -106,7 +106,7 @@ class InFlightLoad:
             self._admitted[request] = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Ended requests are in flight no longer."""
+        """Stop counting ended requests."""
         for request in requests:
             self._admitted.pop(request, None)
             sent = self._sent.pop(request, None)

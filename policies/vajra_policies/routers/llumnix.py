@@ -160,7 +160,7 @@ class Llumnix(BindsOnArrival):
             yield Move(request, target.replica_id)
 
     def _chosen(self, source: ReplicaLoadView) -> list[RequestView]:
-        """Requests that a replica gives away."""
+        """Return the requests that a replica gives to others."""
         moved = self._config.moved
         running = self._places.running[source.replica_id]
         decoding = [one for one in running if one.is_resident and one.is_prefill_complete]
@@ -174,10 +174,10 @@ class Llumnix(BindsOnArrival):
         best = max if moved == "longest" else min
         return [*first, best(decoding, key=lambda one: one.num_known_tokens)]
 
-    # What is where
+    # Locations of requests
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while there are requests."""
+        """Set the next wake-up after the interval, while there are requests."""
         self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

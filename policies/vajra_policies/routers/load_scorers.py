@@ -25,7 +25,7 @@ from vajra_py.contract import (
 
 
 class NoParameters(PolicyConfig):
-    """The part has no parameters."""
+    """Parameters of a part without any."""
 
 
 class QueueScorer:

@@ -18,7 +18,7 @@ from vajra_py.contract import (
 
 
 class MooncakeConductorConfig(PolicyConfig):
-    """`mooncake_conductor` has no parameters."""
+    """Parameters of `mooncake_conductor`, which has none."""
 
 
 class MooncakeConductor(BindsOnArrival):

@@ -30,7 +30,7 @@ class PickerConfig(PolicyConfig):
 
 
 class MaxScorePicker:
-    """The highest score; ties uniformly at random."""
+    """Picks the highest score; ties are broken uniformly at random."""
 
     def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
@@ -46,7 +46,7 @@ class MaxScorePicker:
 
 
 class RandomPicker:
-    """Any candidate with the same chance."""
+    """Picks any candidate with equal probability."""
 
     def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
@@ -54,7 +54,7 @@ class RandomPicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Reads no scores."""
+        """Return a random candidate; the scores are not read."""
         return replicas[int(self._stream.integers(0, len(replicas)))].replica_id
 
 
@@ -72,7 +72,7 @@ class WeightedRandomPicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """A single draw suffices where one is picked."""
+        """Return one candidate by a single draw."""
         sums = np.cumsum(np.maximum(np.asarray(scores, dtype=np.float64), 0.0))
         if not sums[-1] > 0:
             return self._any.pick(request, replicas, scores, now)

@@ -102,7 +102,7 @@ class E2(BindsOnArrival):
         return lightest if is_heaviest and has_seen_enough and load[holder] > load[lightest] else holder
 
     def _costs(self, request: RequestView, replicas: Sequence[ReplicaLoadView], cached: Integers) -> Floats:
-        """Seconds of work that the request is on each replica."""
+        """Return the seconds of work that the request would add to each replica."""
         prefill_time, latency = self._context.prefill_time, self._context.latency
         prompt = request.num_prompt_tokens
         hits = np.minimum(cached, prompt - 1).tolist()
@@ -121,7 +121,7 @@ class E2(BindsOnArrival):
         while self._window and now - self._window[0].at > self._config.window_s:
             gone = self._window.popleft()
             self._count[gone.replica_id] -= 1
-            # An empty window weighs nothing, whatever rounding has left.
+            # An empty window has no load; this removes rounding residue.
             left = self._load[gone.replica_id] - gone.cost_s
             self._load[gone.replica_id] = max(left, 0.0) if self._count[gone.replica_id] else 0.0
 

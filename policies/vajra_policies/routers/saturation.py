@@ -48,7 +48,7 @@ class UtilizationConfig(PolicyConfig):
 
 
 class UtilizationFilter:
-    """Keeps replicas that keep to all bounds."""
+    """Keeps replicas that are within all bounds."""
 
     def __init__(self, config: UtilizationConfig, load: InFlightLoads | None) -> None:
         self._config = config

@@ -1,6 +1,6 @@
 """SGLang's cache-aware router: the replica with the longest common prefix, unless load is too uneven.
 
-Differs from SGLang: prompts are compared by whole KV blocks, not by characters.
+Left out: comparison of prompts by characters; here whole KV blocks are compared.
 
 Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 """
@@ -72,7 +72,7 @@ class CacheAware(BindsOnArrival):
         return chosen
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Ended requests are no load."""
+        """Subtract ended requests from the loads."""
         for request in requests:
             self._take_back(request)
 

@@ -53,7 +53,7 @@ class MixedPool(BindsOnArrival):
         self._block_size = context.limits.block_size
         self._scheduled = ScheduledTokens()
         self._home: dict[ReplicaId, dict[ReplicaId, None]] = {}
-        """The own pool of each replica that was seen."""
+        """Home pool of each known replica."""
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}

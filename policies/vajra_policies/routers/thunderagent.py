@@ -97,7 +97,7 @@ class ThunderAgent:
         self._ticks.woken(now, goes_on=bool(self._table.programs))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request that waited in the shared queue has been taken."""
+        """Record that a request of the shared queue was admitted."""
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

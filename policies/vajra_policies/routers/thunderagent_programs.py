@@ -57,7 +57,7 @@ class AgentProgram:
     tokens: int = 0
     """Prompt and output of its last turn."""
     turn: int = 0
-    """Calls that it has sent."""
+    """Number of calls that it has sent."""
     is_reasoning: bool = False
     """True while a call of the program is here or on its way; otherwise a tool runs."""
     is_paused: bool = False
@@ -69,7 +69,7 @@ class AgentProgram:
     pause_order: int = 0
     """Position of its pause in the sequence of all pauses."""
     is_waiting: bool = False
-    """A call of it is held."""
+    """True if a call of the program is held."""
     acting_since: float = 0.0
 
 

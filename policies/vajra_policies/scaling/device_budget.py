@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 HOLD = "gpu_budget_guard_hold"
-"""Reason of a decision that the budget keeps from happening."""
+"""Reason of a decision that the budget prevents."""
 RECONCILE = "gpu_budget_reconcile"
 """Reason of a decision that brings the present replicas back into the budget."""
 

@@ -48,7 +48,7 @@ class DynamoPlanner:
         self._observed.depart(requests)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Let the decision of this kind be made."""
+        """Make the decision of this kind."""
         self._due.add(key)
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""SLO targets of requests, in the form in which policies compare them."""
+"""SLO targets of requests, in a form that policies compare."""
 
 from __future__ import annotations
 

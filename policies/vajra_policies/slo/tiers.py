@@ -61,7 +61,7 @@ class Tiers:
             outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
 
     def promised(self, request: RequestView) -> int:
-        """The loosest tier that keeps the request's time per token, or the tightest of all."""
+        """Return the loosest tier that meets the request's TPOT SLO, or else the tightest of all."""
         tpot_s = promised_tpot_s(request)
         last = len(self._tpots_s) - 1
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)

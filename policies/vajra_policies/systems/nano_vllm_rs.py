@@ -96,7 +96,7 @@ class NanoVllmRs:
         """Request for which a step has preempted all requests that it had admitted, in vain."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return `chunk_size`: even a prompt alone on the replica is cut into chunks."""
+        """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
@@ -104,7 +104,7 @@ class NanoVllmRs:
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, prompts in progress, admissions."""
+        """Add decodes, then prompts in progress, then newly admitted requests."""
         self._decode(replica, batch)
         left = self._budget
         if replica.num_partial_prefills:

@@ -88,7 +88,7 @@ class _Journey:
     asked_for: str = ""
     """Reason given by the replicaset scheduler."""
     was_cut: bool = False
-    """True if a copy was called off and its row has been written."""
+    """True if a copy was cancelled and its row has been written."""
 
     @property
     def is_live(self) -> bool:
@@ -163,7 +163,7 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer; a migration's copy and a transfer that was called off each become a row."""
+        """Record the end of a transfer; a migration's copy and a cancelled transfer each become a row."""
         journey = self._journeys.get(request.index)
         if journey is None:
             return
@@ -213,7 +213,7 @@ class MovementRows(Observer):
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """Write the row of a migration that was called off between two copies."""
+        """Write the row of a migration that was cancelled between two copies."""
         journey = self._journeys.pop(request.index, None)
         if journey is not None and not journey.was_cut:
             self._row(journey, CALLED_OFF, reason, now)

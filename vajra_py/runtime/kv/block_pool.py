@@ -154,7 +154,7 @@ class BlockPool:
         self.lower: KvTiers | None = None
         """Memory tiers that receive stored or evicted content; None without tiers."""
 
-    # Handing out and giving back
+    # Allocating and releasing
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` free blocks in their order of reuse. ValueError if there are fewer."""

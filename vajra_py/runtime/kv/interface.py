@@ -202,7 +202,7 @@ class KvMemory(Protocol):
     def take_copies(self) -> Sequence[BlockCopy]:
         """Return the block copies decided since the last call, in order of execution."""
 
-    # Time, pins, and notices of content
+    # Time, pins, and events about content
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Read the present time here from now on, seconds on the run's clock."""

@@ -428,7 +428,7 @@ class PagedKvMemory:
         entry.num_valid_tokens = min(entry.num_valid_tokens, num_kept * self.block_size)
         entry.hashes = None
 
-    # Taking and giving blocks
+    # Allocating and freeing
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
@@ -554,7 +554,7 @@ class PagedKvMemory:
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0
 
-    # Pins, expiry, and notices of content
+    # Pins, expiry, and events about content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
         """Pin the presently cached content of a request until a time, under a name; an earlier pin of that name ends.

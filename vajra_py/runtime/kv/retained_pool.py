@@ -79,7 +79,7 @@ class RetainedBlockPool(BlockPool):
         if not isinstance(policy, ExpiresContent):
             self._methods["expires_at"] = None
 
-    # Handing out and giving back
+    # Allocating and releasing
 
     def _reuse_idle(self, taken: list[int], count: int) -> None:
         now, order, idle = self._clock(), self.order, self._idle

@@ -373,7 +373,7 @@ class KvParallelMemory:
         entry.groups = []
         entry.tables = []
 
-    # Taking and giving blocks
+    # Allocating and freeing
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""

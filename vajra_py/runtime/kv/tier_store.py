@@ -93,7 +93,7 @@ class TierStore:
         """Hashes of content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
-    # Coming and going
+    # Adding and removing
 
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Allocate a block for content to be written; return the blocks that were evicted for it.
@@ -103,7 +103,7 @@ class TierStore:
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
-        self._link(new)  # before evictions: its parent then stays
+        self._link(new)  # before evictions, so that its parent is not evicted
         evicted: list[TierBlock] = []
         while len(self._blocks) >= self.num_blocks:
             one = self._evict(now)

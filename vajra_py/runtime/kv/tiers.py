@@ -39,7 +39,7 @@ class TierRules:
     is_exclusive: bool = False
     """True if the tier holds no content that the tier above holds too. Only with `write_back`."""
     is_shared: bool = False
-    """True: replicas share the tier."""
+    """True if replicas share the tier."""
 
     def writes_at(self, num_uses: int) -> bool:
         """Return True if content with this number of uses is written while the tier above still holds it."""
@@ -62,16 +62,18 @@ class _OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks of the first tier on their way to the device, in order of their chain."""
+    """Load of blocks from the first tier to the device, in order of their chain."""
 
     blocks: Sequence[TierBlock]
     were_taken: bool
-    """True if an exclusive tier gave them away."""
+    """True if an exclusive tier dropped its copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFetch:
-    """Blocks of one lower tier on their way to the first one, in order of their chain: (there, in the first tier)."""
+    """Fetch of blocks from one lower tier to the first one, in order of their chain: (block there, block in the first
+    tier).
+    """
 
     level: int
     pairs: Sequence[tuple[TierBlock, TierBlock]]
@@ -101,7 +103,7 @@ class KvTiers:
         self.on_give_up: Callable[[Any], None] | None = None
         """Called for requests that drop their loaded content so that others can run."""
         self.on_clear: Callable[[], None] | None = None
-        """Listener to a clearance, before everything is forgotten."""
+        """Listener called when all content is cleared, before it is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
         """Events about the content of each tier; None if they have no reader."""
         self._replica_id = replica_id
@@ -136,7 +138,7 @@ class KvTiers:
             one.stored(store.contents())
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Read the present time here from now on, seconds."""
+        """Read the present time, in seconds, from this clock from now on."""
         self._clock = clock
 
     # Device

@@ -72,7 +72,7 @@ class Release:
 
     @property
     def work_left(self) -> int:
-        """Work of the parts that are to come."""
+        """Work of the remaining parts."""
         return self.work - self.work * self.num_done // self.num_parts
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Contention: TypeAlias = Literal["max_min", "none", "fixed_share", "exclusive"]
 
 _GRAIN = 1 << 20
-"""Rates are counted in this part of a byte per second."""
+"""Number of units of rate per byte per second."""
 _WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
 _GIGA = 10**9
 _MIN_EVENTS = 64
@@ -154,7 +154,7 @@ class Network:
                 self._push(feed, feed.releases[0].next_at(), _RELEASES)
 
     def close(self, transfer_id: Hashable, now: int) -> None:
-        """Let an open transfer end when everything that was released has arrived."""
+        """Close an open transfer: it ends when all released bytes have arrived."""
         one = self._known(transfer_id)
         self._advance(now)
         if one.feed is not None and one.feed.is_open:
@@ -225,7 +225,7 @@ class Network:
             del self._transfers[transfer_id]
         return ended
 
-    # Questions
+    # Queries
 
     def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
         """Return the number of bytes that have not arrived yet, including announced ones and those in flight."""

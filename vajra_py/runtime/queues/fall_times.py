@@ -50,6 +50,6 @@ class FallTimes:
         return dict.fromkeys(one for at, _, one in taken if self._at.get(one) == at)
 
     def put_back(self, taken: list[tuple[float, int, RequestView]]) -> None:
-        """Undo `take_due`, since a key could not be read."""
+        """Put back the entries of `take_due`, after a key could not be read."""
         self._due = [*taken, *self._due]
         heapify(self._due)

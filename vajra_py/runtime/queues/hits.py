@@ -36,7 +36,7 @@ class NoHits:
 
 
 class Readings:
-    """Finds the keys of a queue that are to be read again, and when."""
+    """Determines the keys of a queue that must be re-read, and when."""
 
     def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
@@ -49,7 +49,7 @@ class Readings:
         self._latest: float | None = None
         """Latest time at which a key was read; None: all keys are to be read."""
         self._changed: dict[RequestView, None] = {}
-        """Requests to be read again."""
+        """Requests whose keys must be re-read."""
 
     def use(self, hits: HitChanges | None) -> None:
         """Use this source from now on; it follows no request yet."""
@@ -129,7 +129,7 @@ class HitsQueue(RankedQueue):
     _entries: dict[RequestView, int]
     """Serial of each request's entry; its rank gets another one when its key moves."""
     _num_moves: int
-    """Readings that found some key moved."""
+    """Number of readings in which some key had moved."""
 
     def _start(self, readings: Readings) -> None:
         self._readings, self._entries, self._num_moves = readings, {}, 0

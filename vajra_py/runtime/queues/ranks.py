@@ -105,7 +105,7 @@ class SortedRanks:
         self._lasts.insert(position, block[half - 1])
 
     def remove(self, rank: Rank) -> None:
-        """Take out a rank that is here."""
+        """Remove a rank that is present."""
         block = self._blocks[0]
         if block[0] is rank:
             self._drop_first()

@@ -148,7 +148,7 @@ class DecisionLog(StepLog):
         self._arrived.extend((request.index, self._tick))
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Keep the decisions until the step comes back; a step that only preempted is recorded immediately."""
+        """Keep the decisions until the step completes; a step that only preempted is recorded immediately."""
         is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_pool_decodes and not plan.chunks:
@@ -162,7 +162,7 @@ class DecisionLog(StepLog):
         self._open[plan] = replicaset, NO_MOVES
 
     def close(self) -> None:
-        """Write the steps that never came back, and finish the file."""
+        """Write the steps that never completed, and finish the file."""
         self.hand_on()
         self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):

@@ -1,4 +1,4 @@
-"""Reader of decision logs: one row per step, in the order in which steps came back."""
+"""Reader of decision logs: one row per step, in the order in which steps completed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
-    """Iterate over the rows of a log; steps that never came back are last. Ties between replicas go by name and id.
+    """Iterate over the rows of a log; steps that never completed are last. Ties between replicas go by name and id.
 
     For a log that a killed process left unfinished (`is_cut`), the rows of its journal.
 
@@ -61,7 +61,7 @@ def is_cut(path: Path) -> bool:
 
 
 def step_row(step: StepRecord) -> Row:
-    """A step's decisions as plain values; `ended_at` is null and `finished` empty until it comes back."""
+    """Return a step's decisions as plain values; `ended_at` is null and `finished` empty until it completes."""
     chunks = [
         [chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before, chunk.kind] for chunk in step.chunks
     ]
@@ -168,8 +168,8 @@ class _ReplicaReader:
         self._place = place
         self._ids = ids
         self._unfinished = unfinished
-        # Groups hold records in the order in which steps came back: with several steps in flight, a later step that only
-        # preempts may be in an earlier group.
+        # Groups hold records in the order in which steps completed: with several steps in flight, a later step that
+        # only preempts may be in an earlier group.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
         """Request to (admission, computed tokens when the replica had run no step of decodes)."""

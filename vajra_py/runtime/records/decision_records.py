@@ -106,7 +106,7 @@ class Records:
         return len(self.rows)
 
     def field(self, name: str) -> Ints:
-        """Return a number of each record."""
+        """Return the value of a field for each record."""
         return self.rows[:, _COLUMN_OF[name]]
 
     def take(self, order: Ints, arrivals: NDArray[Any]) -> Records:

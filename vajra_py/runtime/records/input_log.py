@@ -495,4 +495,4 @@ class RecordedOutput:
     proposals: dict[int, int] = field(default_factory=dict)
     """Drafts proposed for the next tokens, by the number of output tokens before them."""
     accepted: dict[int, int] = field(default_factory=dict)
-    """Number of output tokens to the drafts that were accepted then."""
+    """Drafts accepted in each step, by the number of output tokens before them."""

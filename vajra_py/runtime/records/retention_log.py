@@ -44,7 +44,7 @@ class RetentionLog(Observer):
         self._write(now, replicaset, replica_id, unpinned=name, why=why.value)
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
-        """Keep it for the line of all that go at once."""
+        """Collect the block for one line per group of simultaneous evictions."""
         if self._evicted_at != (now, replicaset, replica_id):
             self._end_evictions()
             self._evicted_at = (now, replicaset, replica_id)

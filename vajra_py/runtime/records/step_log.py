@@ -152,7 +152,7 @@ class StepLog(Observer):
     def on_plan_end(
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
     ) -> None:
-        """Record a plan whose step came back."""
+        """Record a plan whose step has completed."""
         self._take(replicaset, plan, CAME_BACK, now, finished)
 
     def on_plan_repeats(

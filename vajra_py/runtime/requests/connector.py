@@ -70,7 +70,7 @@ class KvReport:
     received: Collection[Request] = ()
     """Requests whose loads are over, successful or failed."""
     sent: Collection[Request] = ()
-    """Ended requests whose blocks are needed no longer."""
+    """Ended requests whose blocks are no longer needed."""
     failed: Collection[Request] = ()
     """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
@@ -119,7 +119,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoads:
-    """Requests that failed loads concern."""
+    """Requests affected by failed loads."""
 
     waiting: Sequence[Request]
     """Requests that wait for their load."""

@@ -52,7 +52,7 @@ class DecodePool:
         self.num_committed = 0
         """Pool steps that were put into a plan so far."""
         self.num_emitted = 0
-        """Pool steps that came back so far."""
+        """Pool steps completed so far."""
         self.num_public = 0
         """Number of members whose generated blocks other requests may hit, so each block is cached when it is full."""
         self.joined: dict[Request, None] | None = None

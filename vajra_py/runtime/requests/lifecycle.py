@@ -273,7 +273,7 @@ class Lifecycle:
         self._running_set.memory.register(request, request.hashes)
 
     def resume_held(self, request: Request) -> None:
-        """Let a held request run here again."""
+        """Resume a held request on this replica."""
         del self.held[request]
         request.move_to(_RUNNING)
         self._running_set.admit(request)

@@ -96,7 +96,7 @@ class Program:
         return ProgramEnd.ALL_CALLS if self.num_declared is not None and self.num_ended >= self.num_declared else None
 
     def add(self, request: Request) -> None:
-        """Take in a call that has arrived."""
+        """Add a call that has arrived."""
         self.activity += 1
         self.num_calls += 1
         self.num_alive += 1
@@ -111,7 +111,7 @@ class Program:
         if request.parent_calls:
             self._arrived.setdefault(request.parent_calls, []).append(request.request_id)
         if self.failed:
-            self.failed.pop(request.request_id, None)  # it is sent again
+            self.failed.pop(request.request_id, None)  # the call is sent again
 
     def end_call(self, request: Request, reason: EndReason, now: float) -> None:
         """Count a call that has ended."""
@@ -183,6 +183,6 @@ class Programs:
             self.on_pause(program)
 
     def end(self, program: Program, reason: ProgramEnd) -> None:
-        """Let a program end."""
+        """End a program."""
         program.end_reason = reason
         del self._open[program.program_id]

@@ -145,7 +145,7 @@ class SharedCounters(Protocol):
 
     @property
     def num_emitted(self) -> int:
-        """Steps that came back so far."""
+        """Steps completed so far."""
 
 
 class LooksUpPrefixes(Protocol):
@@ -403,7 +403,7 @@ class Request(_Stated):
             return
         self._output += num_accepted
         self.token_log += [tick] * num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise it has given up its KV meanwhile
+        if self.state is RequestState.RUNNING:  # otherwise its KV was freed meanwhile
             self._computed += num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:

@@ -37,7 +37,7 @@ class Unverified(NamedTuple):
 
     num_drafts: int
     is_padding: bool = False
-    """True if their places hold none."""
+    """True if the drafts are only padding."""
 
 
 class OffersWaiting(Protocol):

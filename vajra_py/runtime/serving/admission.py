@@ -100,7 +100,7 @@ class AdmissionGate:
         self.on_room: Callable[[], None] | None = None
         """Callback of the driver, to decide again in this tick about deferred requests without a time."""
         self.num_fruitless = 0
-        """Deferrals since anything else happened."""
+        """Number of deferrals since any other event."""
         self._make_policy = make_policy
         self._models = models
         self._deferred: dict[Request, Deferral] = {}

@@ -56,7 +56,7 @@ class Sleeper:
 
 @dataclass(eq=False, slots=True)
 class Alarm:
-    """One wake-up to come."""
+    """One future wake-up."""
 
     sleeper: Sleeper
     key: str | None

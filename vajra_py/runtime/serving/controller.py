@@ -242,7 +242,7 @@ class Controller:
                 notify((request,), seconds)
 
     def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
-        """End a deferred request before it was let in."""
+        """End a deferred request before it was accepted."""
         seconds, (reason, detail) = to_seconds(now), how
         gate.forget(request, seconds)
         end_request(request, reason, detail, seconds)

@@ -17,7 +17,7 @@ class Phase(IntEnum):
     """
 
     STEP_END = 0
-    """A step came back."""
+    """A step has completed."""
     FAILURE = 1
     """A replica is lost, is restored, or is no longer waited for."""
     STAGE_END = 2
@@ -34,7 +34,7 @@ class Phase(IntEnum):
     PROGRAM = 9
     """A program has ended, or was idle for too long."""
     POLICY = 10
-    """A policy takes another's place."""
+    """A policy replaces another."""
     WAKE = 11
     """A policy is woken at a time that it set."""
     SCALING = 12

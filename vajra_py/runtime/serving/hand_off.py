@@ -51,7 +51,7 @@ class Stage(Enum):
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
-    """The KV is on its way."""
+    """The KV is being transferred."""
     ARRIVING = "arriving"
     """The KV is at the target, which takes it between two steps."""
 
@@ -74,7 +74,7 @@ class HandOff(Generic[R]):
     target: R | None = None
     stage: Stage = Stage.PLACING
     has_reserved: bool = False
-    """True if blocks of the target are set aside."""
+    """True if blocks of the target are reserved."""
     number: int = -1
     """Number among the hand-offs with reserved blocks."""
     is_early: bool = False
@@ -135,7 +135,7 @@ class HandOffs(Generic[R]):
         self._num_retries = 0
         """Number of checks of full targets since blocks were last reserved or a replica computed."""
 
-    # The way of a request
+    # Stages of a hand-off
 
     def begin(self, request: Request, source: R) -> None:
         """Begin the hand-off of a request whose prompt has just been computed."""
@@ -175,7 +175,7 @@ class HandOffs(Generic[R]):
             self._place(one)
 
     def _compute_prompt(self, one: HandOff[R]) -> None:
-        """Let a prompt be computed that was held back."""
+        """Release a held-back prompt for computation."""
         del self._replicaset.held_back[one.request]
         one.source.replica.enqueue(one.request, to_seconds(self._driver.now))
         self._driver.wake(one.source)
@@ -228,7 +228,7 @@ class HandOffs(Generic[R]):
             self._start(self._of[request], hit)
 
     def _stay(self, one: HandOff[R]) -> None:
-        """Go on where the prompt is computed."""
+        """Keep the request on the replica that computed its prompt."""
         self._unplaced.pop(one.request, None)
         if one.is_early:
             del self._of[one.request]
@@ -245,7 +245,7 @@ class HandOffs(Generic[R]):
             self._resume(one)
 
     def _resume(self, one: HandOff[R]) -> None:
-        """Let a request run again at its source."""
+        """Resume a request at its source."""
         if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
             return  # it has ended, or its source was lost
         del self._of[one.request]
@@ -366,7 +366,7 @@ class HandOffs(Generic[R]):
     def _arrive(self, one: HandOff[R], target: R) -> None:
         request, source = one.request, one.source
         if self._of.get(request) is not one:
-            return  # it was called off meanwhile
+            return  # it was cancelled meanwhile
         del self._of[request]
         now = to_seconds(self._driver.now)
         target.replica.lifecycle.arrived(request, now)
@@ -431,7 +431,8 @@ class HandOffs(Generic[R]):
         return len(line) < before or self._free_from_each_other()
 
     def _free_from_each_other(self) -> bool:
-        """Resolve a deadlock of requests that wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
+        """Resolve a deadlock of requests that wait for each other's blocks: nothing runs anywhere, and no KV is being
+        transferred.
 
         A request whose prompt is computed stays at its source if that decodes. Otherwise it holds blocks of a prefill
         replica, and prompts that wait there may hold blocks of its target: the last of these prompts releases its
@@ -619,7 +620,7 @@ class HandOffs(Generic[R]):
         """Find targets for those that have none."""
         self.hold_back()
         for one in list(self._unplaced.values()):
-            if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
+            if self._unplaced.get(one.request) is one:  # a preceding hand-off may have ended it
                 self._place(one)
 
     def clear(self) -> None:

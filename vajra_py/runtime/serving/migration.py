@@ -90,7 +90,7 @@ class Migrations(Generic[R]):
                 request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
             )
         if request.state is not RequestState.RUNNING:
-            self._end(request, PREEMPTED)  # while it moved
+            self._end(request, PREEMPTED)  # while the request was moving
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -212,7 +212,7 @@ class Migrations(Generic[R]):
         one.source.replica.lifecycle.hold(request)
         self._hand_offs.send_last(request, (one.source, one.target), one.num_copied)
 
-    # Ends before the time
+    # Early ends
 
     def _forget(self, one: Migration[R]) -> None:
         del self._of[one.request]
@@ -235,12 +235,12 @@ class Migrations(Generic[R]):
         self._driver.wake(one.target)
 
     def gone(self, request: Request) -> None:
-        """Call off the migration of a request that has ended."""
+        """Cancel the migration of a request that has ended."""
         if self._of:
             self._end(request, REQUEST_ENDED)
 
     def left(self, request: Request) -> None:
-        """Call off the migration of a request that is handed off."""
+        """Cancel the migration of a request that is handed off."""
         if self._of:
             self._end(request, _HANDED_OFF)
 

@@ -61,7 +61,7 @@ class Movement(Generic[R]):
         return self._transfers.has_retry
 
     def retry(self) -> None:
-        """Look at full targets again."""
+        """Check full targets again."""
         self._transfers.retry()
 
     def step_ended(self, one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True) -> None:

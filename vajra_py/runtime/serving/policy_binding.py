@@ -64,7 +64,7 @@ class LayerPolicies:
 
     @property
     def common_choice(self) -> PolicyChoice:
-        """Return the choice from which all were built. Raises `ConfigError` if replicas have different schedulers."""
+        """Choice from which all were built. Raises `ConfigError` if replicas have different schedulers."""
         if not self.are_alike:
             raise ConfigError(Problem("scheduling.replica_scheduler", f"replicas have different ones ({self.name})"))
         return self.choices[0]

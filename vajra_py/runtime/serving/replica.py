@@ -266,7 +266,7 @@ class Replica:
         self.lifecycle.register(request, now)
         self.queue.add(request, now)
 
-    # KV comes and goes
+    # Arrivals and departures of KV
 
     def take_newly_held(self) -> list[Request]:
         """Return the requests that have become `held` since this was last called, in order of admission."""
@@ -329,7 +329,7 @@ class Replica:
         return [(request, reason) for request in (*held, *queued, *leaving)]
 
     def set_gate(self, gate: Gate) -> None:
-        """Apply the executing side's limit on the replica's work."""
+        """Apply the backend's limit on the replica's work."""
         self.forms_steps = gate.forms
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
@@ -580,7 +580,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or if a request is to move here after
         this step.
         """
-        # What was handed off may have to stay.
+        # Requests that were handed off may have to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
@@ -593,7 +593,7 @@ class Replica:
         """Complete `plan` and its repetitions at these ticks up to now; it then stands for the next repetition, which
         is in flight.
         """
-        if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
+        if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first step has its own record
             self.complete_repeats(plan, ended_at[:1], now)
             ended_at = ended_at[1:]
         pool, has_joined = plan.pool, bool(plan.chunks)
@@ -850,7 +850,7 @@ class Replica:
                 is_padded = planned is not None
                 self.running_set.unverified[request] = Unverified(num_tokens - 1 if is_padded else 0, is_padded)
             if lost is not None and request in lost.running:
-                continue  # it was computed from KV that has not come
+                continue  # it was computed from KV that has not arrived
             if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
@@ -865,7 +865,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Make a request with computed prompt a decode for `num_tokens` more tokens."""
+        """Make a request whose prompt is computed a decode with `num_left` tokens to generate."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:

@@ -110,7 +110,7 @@ class Replicaset:
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.hand_off_watchers: Sequence[Observer] = ()
-        """Observers that take note of hand-offs."""
+        """Observers of hand-offs."""
         self.listeners = NOBODY
         self.kv_event_lag_s = 0.0
         """Seconds after which policies are notified of an event of a cache."""

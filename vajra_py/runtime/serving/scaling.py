@@ -41,7 +41,7 @@ class ElasticPool:
     max_replicas: int
     startup_s: float = 0.0
     startup_spread_s: float = 0.0
-    """Each start takes up to so much longer."""
+    """Largest random addition to a start's duration, in seconds."""
     drains_by_migration: bool = False
     """True if running requests of a draining replica move to others; False if the replica finishes them."""
 

@@ -16,7 +16,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class DriverServices(Protocol[R]):
-    """Driver as its parts see it."""
+    """Interface of the driver for its parts."""
 
     @property
     def now(self) -> int:

@@ -65,7 +65,7 @@ class _Prefetch(Generic[R]):
     cut_at: int | None = None
     """Tick at which the request waits no longer."""
     is_awaited: bool = False
-    """True if the request was looked at meanwhile."""
+    """True if the request was considered for admission meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -191,7 +191,7 @@ class TierMoves(Generic[R]):
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
         """Return the copies with their device blocks; copies whose content was evicted meanwhile are cancelled."""
-        memory = cast(PagedKvMemory, one.replica.memory)  # no other has tiers
+        memory = cast(PagedKvMemory, one.replica.memory)  # no other replica has tiers
         found = []
         for block in computed:
             source = memory.block_of(block.block_hash)
@@ -263,7 +263,7 @@ class TierMoves(Generic[R]):
             self._resume(prefetch)
 
     def _cut(self, prefetch: _Prefetch[R]) -> None:
-        """End a prefetch: the blocks that have arrived are there."""
+        """End a prefetch, keeping the blocks that have arrived."""
         tiers, now = prefetch.one.replica.memory.tiers, self._driver.now
         assert tiers is not None
         for number, fetch in prefetch.under_way.items():
@@ -368,7 +368,7 @@ class TierMoves(Generic[R]):
         self._flush(one)
         self._driver.wake(one)
 
-    # Ends before the time
+    # Early ends
 
     def forget(self, request: Request) -> None:
         """Forget a request that has left its replica, or its queue."""
@@ -496,5 +496,5 @@ class ReplicaTiers(Generic[R]):
         self._moves.load(request, self._one, self._tiers, num_on_device, num_tokens)
 
     def clear(self) -> None:
-        """Forget everything: the replica has lost it."""
+        """Forget everything, since the replica has lost its memory."""
         self._moves.lose(self._one)

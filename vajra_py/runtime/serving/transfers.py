@@ -130,7 +130,7 @@ class Transfers(Generic[R]):
         self._schedule(self._network)
 
     def cancel(self, key: Hashable, why: str) -> None:
-        """Call a transfer off, if it is under way."""
+        """Cancel a transfer, if it is under way."""
         entry = self._sent.pop(key, None)
         if entry is None:
             return
@@ -150,7 +150,7 @@ class Transfers(Generic[R]):
         return number in self._keys
 
     def ended(self, number: int) -> None:
-        """Call back for a transfer that is not timed."""
+        """Call the callback of a transfer that is not timed."""
         self._arrived(self._keys.pop(number))
 
     def _arrived(self, key: Hashable) -> None:
@@ -166,7 +166,7 @@ class Transfers(Generic[R]):
 
     @property
     def is_busy(self) -> bool:
-        """True if KV is on its way."""
+        """True if a transfer is under way."""
         return bool(self._sent)
 
     def due(self) -> None:
@@ -242,7 +242,7 @@ class Transfers(Generic[R]):
         self.waiting.pop(one.replica.replica_id, None)
 
     def clear(self, why: str) -> None:
-        """Call everything off."""
+        """Cancel all transfers and actions."""
         for key in list(self._sent):
             self.cancel(key, why)
         self.waiting.clear()
