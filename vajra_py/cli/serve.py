@@ -140,7 +140,8 @@ def _operations(command: click.Command | Any) -> Any:
         click.option("--ssl-certfile", type=_PATH, help="Certificate file (PEM); turns TLS on."),
         click.option("--ssl-keyfile", type=_PATH, help="Private key file of the certificate."),
         click.option(
-            "--ssl-keyfile-password", help=f"Password of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
+            "--ssl-keyfile-password",
+            help=f"Password of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}.",
         ),
         click.option(
             "--ssl-ca-certs",

@@ -50,7 +50,9 @@ class MergeConfig(WorkloadOptions):
     """Several workloads merged on one clock."""
 
     type: Literal["merge"]
-    workloads: tuple[WorkloadConfig, ...] = Field(min_length=1, description="The parts, each with options of its own.")
+    workloads: tuple[WorkloadConfig, ...] = Field(
+        min_length=1, description="Merged workloads, each with its own options."
+    )
     share_content: bool = Field(
         False, description="Equal segment ids in different parts are the same content, so prefixes are shared."
     )

@@ -34,7 +34,7 @@ class ThinConfig(WorkloadSection):
     rate: Positive | None = Field(
         None, description="Requests per second (of the source's) that are left on average; below the trace's own rate."
     )
-    fraction: float | None = Field(None, gt=0, lt=1, description="Part of the requests that is kept on average.")
+    fraction: float | None = Field(None, gt=0, lt=1, description="Fraction of the requests that is kept on average.")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ThinConfig:
@@ -51,11 +51,12 @@ class FileOptions(WorkloadOptions):
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")
     window: Literal["random"] | None = Field(
         None,
-        description="random: what `first` or `window_s` keep begins at a place drawn by the seed; null: at the start.",
+        description="random: the requests that `first` or `window_s` keep begin at a position drawn by the seed; null: at the start.",
     )
     window_s: Positive | None = Field(None, description="Length of a random window, in the source's seconds.")
     bootstrap: BootstrapConfig | None = Field(
-        None, description="Put blocks of the trace, drawn by the seed, together to one as long; null: as it is."
+        None,
+        description="Concatenate blocks of the trace, drawn by the seed, to one of the same length; null: the trace as it is.",
     )
     thin: ThinConfig | None = Field(None, description="Keep requests drawn by the seed; null: all.")
 
@@ -91,7 +92,8 @@ SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
 class TraceOptions(FileOptions):
     """Options of traces whose rows may be out of order, or have no tokens."""
 
-    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+    sort: bool = Field(False, description="Sort requests by arrival; otherwise times out of order are an error.")
     drop_empty: bool = Field(
-        False, description="Leave out and count requests of 0 prompt or output tokens; otherwise they are an error."
+        False,
+        description="Leave out requests of 0 prompt or output tokens and report their number; otherwise they are an error.",
     )

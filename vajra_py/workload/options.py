@@ -119,35 +119,36 @@ class WorkloadOptions(WorkloadSection):
         description="Name in tables, and before the ids in a merged workload; null: from the source.",
     )
     start_s: NonNegative | None = Field(
-        None, description="Leave out what arrives before, in the source's seconds; becomes time 0."
+        None, description="Leave out requests that arrive before this time, in the source's seconds; it becomes time 0."
     )
     end_s: NonNegative | None = Field(
-        None, description="Leave out what arrives at this time or later, in the source's seconds."
+        None, description="Leave out requests that arrive at this time or later, in the source's seconds."
     )
     skip: int = Field(
-        0, ge=0, description="Leave out so many requests at the start; the clock then starts at the first one kept."
+        0, ge=0, description="Number of requests to leave out at the start; time then starts at the first one kept."
     )
     first: Count | None = Field(
-        None, description="Keep so many requests, after skip and the limits of length; null: all."
+        None, description="Number of requests to keep, after `skip` and the limits of length; null: all."
     )
     max_prompt_tokens: Count | None = Field(None, description="Longest prompt in tokens; null: no limit.")
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Most tokens of prompt and output together; null: no limit."
+        None, ge=2, description="Maximum total of prompt and output, tokens; null: no limit."
     )
     too_long: Literal["drop", "clip", "error"] = Field(
-        "drop", description="Requests over a limit of length are left out, shortened (prompt first), or refused."
+        "drop",
+        description="Treatment of requests over a limit of length: left out, shortened (prompt first), or an error.",
     )
     rate: Positive | None = Field(
         None,
         description=(
-            "Mean rate in requests per second: all arrival times are stretched by one factor to it. What the seed draws has this rate on average, and varies about it."
+            "Mean rate in requests per second, to which all arrival times are scaled by one factor; arrivals drawn by the seed have this rate on average."
         ),
     )
     time_scale: Positive | None = Field(
-        None, description="Arrival and think times are multiplied by this (2 halves the rate); not with rate."
+        None, description="Factor of arrival and think times (2 halves the rate); not with `rate`."
     )
     max_tokens: Count | None = Field(
-        None, description="Output tokens that every client asks for at most; null: as in the source."
+        None, description="Maximum number of output tokens that every client requests; null: as in the source."
     )
     priorities: tuple[PriorityShare, ...] = Field(
         (), description="Client priorities to draw from, per session where there are sessions."

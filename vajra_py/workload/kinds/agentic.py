@@ -19,13 +19,12 @@ class AgenticConfig(FileOptions):
     """Recorded sessions of coding agents (JSON lines), whose prompts repeat earlier turns."""
 
     type: Literal["agentic"]
-    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of sessions (rates in sessions per second).")
     num_sessions: Count | None = Field(None, description="Number of sessions, the first of the file; null: all.")
     mode: Literal["closed", "open", "programs"] = Field(
         "closed",
         description=(
-            "closed: a turn waits for the end of the one before, then thinks; open: turns arrive at their recorded times; programs: as "
-            "closed, and each session is a program that states its calls."
+            "closed: a turn arrives a think time after the end of the one before; open: turns arrive at their recorded times; programs: as closed, and each session is a program that states its calls."
         ),
     )
 

@@ -18,7 +18,7 @@ class BurstGptConfig(TraceOptions):
 
     type: Literal["burstgpt"]
     drop_empty: bool = Field(
-        True, description="Leave out and count failures (0 response tokens); otherwise they are an error."
+        True, description="Leave out failures (0 response tokens) and report their number; otherwise they are an error."
     )
     model: str | None = Field(
         None, description="Keep the requests to this model only (as in the file: ChatGPT, GPT-4)."

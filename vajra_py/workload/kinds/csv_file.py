@@ -24,7 +24,7 @@ class CsvConfig(TraceOptions):
     """Any CSV file with a header; columns are found by the names of the fields, the usual names, or `columns`."""
 
     type: Literal["csv"]
-    columns: dict[CsvField, str] = Field({}, description="Column name of each field that is not found by its own.")
+    columns: dict[CsvField, str] = Field({}, description="Column name of each field whose column has another name.")
     time_unit: TimeUnit = Field(
         "s", description="Unit of the arrivals; datetime: date and time, the clock then starts at the first."
     )

@@ -17,7 +17,7 @@ class JsonlConfig(FileOptions):
     """A workload in this project's own format: JSON Lines with one request per line."""
 
     type: Literal["jsonl"]
-    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+    sort: bool = Field(False, description="Sort requests by arrival; otherwise times out of order are an error.")
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:
         """Return the requests before the common options are applied."""

@@ -20,14 +20,14 @@ class LengthsConfig(TraceOptions):
     """A CSV file of prompt and output lengths, such as those made from ShareGPT, with or without arrivals and tenants."""
 
     type: Literal["lengths"]
-    arrivals: ArrivalProcess | None = Field(None, description="When requests arrive; null: the file's column.")
+    arrivals: ArrivalProcess | None = Field(None, description="Arrival process; null: the file's column.")
     num_requests: Count | None = Field(
         None, description="Number of requests: the file's first rows, or rows drawn from it; null: all rows."
     )
     sample: bool = Field(
         False, description="Draw rows at random, with replacement, in place of the file's order; needs arrivals."
     )
-    columns: dict[CsvField, str] = Field({}, description="Column names of fields that go by no usual name.")
+    columns: dict[CsvField, str] = Field({}, description="Column names of fields whose names are not recognized.")
 
     @model_validator(mode="after")
     def _sampled_with_arrivals(self) -> LengthsConfig:

@@ -22,7 +22,7 @@ class MooncakeConfig(TraceOptions):
     block_tokens: Count = Field(512, description="Tokens of a hashed block.")
     tick_s: NonNegative = Field(
         0.0,
-        description="Spread each request uniformly over so many seconds after its timestamp (conversation trace: 3).",
+        description="Seconds after its timestamp over which each request is spread uniformly (conversation trace: 3).",
     )
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:

@@ -28,7 +28,7 @@ class ProfileConfig(WorkloadOptions):
     starts_sessions_at_rate: ClassVar[bool] = True
 
     type: Literal["profile"]
-    profile: ProfileName = Field(description="Which one.")
+    profile: ProfileName = Field(description="Name of the built-in workload.")
     num_requests: Count = Field(1000, description="Number of requests.")
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:

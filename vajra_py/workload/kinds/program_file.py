@@ -21,14 +21,13 @@ class ProgramFileConfig(FileOptions):
 
     type: Literal["program_file"]
     arrivals: ArrivalProcess | None = Field(
-        None, description="When programs start (rates in programs per second); null: at the file's `arrived_at`."
+        None, description="Arrival process of programs (rates in programs per second); null: the file's `arrived_at`."
     )
     num_programs: Count | None = Field(None, description="Number of programs, the first of the file; null: all.")
     context: ContextRule = Field(
         "none",
         description=(
-            "grow: a prompt begins with that of its first parent and with its parents' answers, as far as it is long enough; none: prompts "
-            "share nothing."
+            "grow: a prompt begins with that of its first parent and its parents' answers, up to its length; none: prompts share nothing."
         ),
     )
 

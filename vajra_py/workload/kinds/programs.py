@@ -22,11 +22,9 @@ class ProgramsConfig(WorkloadOptions, ProgramCalls):
     """
 
     type: Literal["programs"]
-    arrivals: ArrivalProcess = Field(description="When programs start (rates in programs per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of programs (rates in programs per second).")
     num_programs: Count | None = Field(None, description="Number of programs; null: as many as start in duration_s.")
-    duration_s: Positive | None = Field(
-        None, description="Programs start for so many seconds; null: until num_programs."
-    )
+    duration_s: Positive | None = Field(None, description="Seconds for which programs start; null: until num_programs.")
 
     @model_validator(mode="after")
     def _ends(self) -> ProgramsConfig:

@@ -19,11 +19,9 @@ class SessionsConfig(WorkloadOptions, Sessions):
     """Conversations whose prompts grow turn by turn and share system prompts."""
 
     type: Literal["sessions"]
-    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    arrivals: ArrivalProcess = Field(description="Arrival process of sessions (rates in sessions per second).")
     num_sessions: Count | None = Field(None, description="Number of sessions; null: as many as start in duration_s.")
-    duration_s: Positive | None = Field(
-        None, description="Sessions start for so many seconds; null: until num_sessions."
-    )
+    duration_s: Positive | None = Field(None, description="Seconds for which sessions start; null: until num_sessions.")
 
     @model_validator(mode="after")
     def _ends(self) -> SessionsConfig:

@@ -19,11 +19,11 @@ class SyntheticConfig(WorkloadOptions, Lengths):
 
     type: Literal["synthetic"]
     arrivals: Annotated[ArrivalProcess | ClosedLoop, Field(discriminator="type")] = Field(
-        description="When requests arrive."
+        description="Arrival process."
     )
     num_requests: Count | None = Field(None, description="Number of requests; null: as many as arrive in duration_s.")
     duration_s: Positive | None = Field(
-        None, description="Requests arrive for so many seconds; null: until num_requests."
+        None, description="Seconds for which requests arrive; null: until num_requests."
     )
 
     @model_validator(mode="after")
