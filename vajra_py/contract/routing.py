@@ -165,7 +165,7 @@ class PredictsLatencies(Protocol):
         """Return the prediction for each replica; None for a replica without one."""
 
 
-# How parts are chosen and built
+# Choice and construction of parts
 
 
 class RoutingPartChoice(PolicyConfig):

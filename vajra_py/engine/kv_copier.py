@@ -57,9 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        cast(
-            LookaheadRunner, runner
-        ).begin_ahead()  # a row that is dropped later writes a block that this copy may load
+        # First submit the rows started ahead: if dropped later, they still write a block, which this copy may load.
+        cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
             runner.move_kv(move.before)

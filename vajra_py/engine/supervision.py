@@ -2,7 +2,7 @@
 
 Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and are reset once a replica was up
 for `settled_s`. A replica is restarted any number of times, as long as each start computes a step. Only consecutive
-starts that fail are counted, and too many of them give the replica up for good. The result reaches the loop as a
+starts that fail are counted, and after too many of them the replica is abandoned. The result reaches the loop as a
 message, so the loop's state changes only between two steps.
 """
 

@@ -77,7 +77,7 @@ class LeastAttainedService:
         return -self._scores.get(group, 0.0)
 
     def service(self, program: str, now: float) -> float:
-        """Return the rest of the program's service at `now`, weighted tokens."""
+        """Return the program's service after its decay until `now`, weighted tokens."""
         amount, at = self._services.get(program, (0.0, now))
         left: float = amount * 0.5 ** ((now - at) / self._config.half_life_s)
         return left

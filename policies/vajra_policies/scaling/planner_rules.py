@@ -101,7 +101,7 @@ class PlannerRules:
     """Largest change of a pool's number of replicas by one decision on throughput."""
 
 
-# What is observed
+# Observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def budget_of_two(rules: PlannerRules, pools: tuple[PoolState, PoolState]) -> Pa
     return PairBudget(rules.budget, (one.devices, other.devices), (one.least, other.least))
 
 
-# What is predicted
+# Predictions
 
 
 class EngineModel(Protocol):

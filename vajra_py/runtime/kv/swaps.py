@@ -19,7 +19,7 @@ class SwapsUnderWay:
     def __init__(
         self, frees_at_once: bool, on_forget: Callable[[KvRequest], None], on_clear: Callable[[], None]
     ) -> None:
-        """`on_forget` is called with each request that leaves memory for good, `on_clear` when everything is lost."""
+        """`on_forget` is called with each request that leaves memory permanently, `on_clear` when everything is lost."""
         self.frees_at_once = frees_at_once
         self.on_forget = on_forget
         self.on_clear = on_clear

@@ -146,7 +146,7 @@ class Backend(Protocol[S]):
         return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """Note that these requests have left for good."""
+        """Note that these requests have ended."""
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """Note that a replicaset is out of service because a policy broke the contract."""

@@ -62,7 +62,7 @@ class Controller:
         """Function that returns a request's index; None: a counter. For a controller that sees only a part of a run."""
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
-        """Callback with accepted requests that have left for good, once for each, before any policy is notified."""
+        """Callback for accepted requests that have ended, called once for each, before any policy is notified."""
         self.programs = Programs() if programs is None else programs
         """Programs that have not ended."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}

@@ -677,7 +677,7 @@ class Replicaset:
         request.replica_id = request.stays_at = -1
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has left for good."""
+        """Forget a request that has ended."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
         self._failed_at.pop(request, None)

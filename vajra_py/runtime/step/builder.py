@@ -758,7 +758,7 @@ class Builder(PlanDraft):
         return True
 
     def drop(self, request: RequestView, reason: str) -> None:
-        """End a waiting request for good; see `BatchBuilder.drop`."""
+        """End a waiting request; see `BatchBuilder.drop`."""
         own = self._own(request)
         if own.state is _RUNNING:
             raise IllegalPlan(own, "cannot drop what runs. Waiting requests can be dropped; preempt it first")

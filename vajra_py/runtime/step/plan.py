@@ -170,4 +170,4 @@ class Executor(Protocol):
         """
 
     def release(self, request: Request) -> None:
-        """Drop everything kept for a request that has left for good."""
+        """Drop everything kept for a request that has ended."""
