@@ -67,6 +67,18 @@ def test_a_run_loads_no_pandas(small: Path, written: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_run_imports_the_kind_of_workload_that_it_names(small: Path) -> None:
+    code = (
+        "import sys; from vajra_py.cli.main import vajra;"
+        f"vajra.main(['run', {str(small)!r}], standalone_mode=False);"
+        "print(*(name for name in sys.modules if name.startswith('vajra_py.workload.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    loaded = {name.removeprefix("vajra_py.workload.") for name in done.stdout.splitlines()[-1].split()}
+    assert {name for name in loaded if name.startswith(("kinds.", "readers"))} == {"kinds.synthetic"}
+    assert not loaded & {"config", "profiles", "programs", "sessions"}
+
+
 def test_what_is_finished_is_not_run_again(vajra: Vajra, small: Path) -> None:
     vajra("run", small, "-q")
     before = Path("runs/small/environment.json").stat().st_mtime_ns

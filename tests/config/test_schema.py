@@ -180,6 +180,19 @@ def test_a_manifest_knows_the_commit_and_whether_files_were_changed(tmp_path: Pa
     assert changed["uncommitted_changes"]
 
 
+def test_sections_are_complete_when_they_are_imported() -> None:
+    sections = (
+        public.ExperimentConfig,
+        public.ReplicaConfig,
+        public.PoolConfig,
+        public.LinksConfig,
+        public.TypedChoice,
+    )
+    assert all(section.__pydantic_complete__ for section in sections), (
+        "a deferred schema is made once more by its parent"
+    )
+
+
 def test_facades_have_what_they_name_and_import_nothing_heavy() -> None:
     from vajra_py import plugins
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import vajra_py.workload
 from vajra_py.errors import WorkloadError
 from vajra_py.workload import Workload, WorkloadConfig, build_workload, named_streams, profile_names
+from vajra_py.workload.kinds import kind_of_workload
 from vajra_py.workload.kinds.csv_file import CsvField
 from vajra_py.workload.kinds.profile import ProfileName
 from vajra_py.workload.readers.csv import CSV_FIELDS
@@ -290,6 +291,15 @@ def test_a_dumped_configuration_builds_the_same() -> None:
         again = ADAPTER.validate_json(config.model_dump_json())
         assert again == config
         assert list(build_workload(again, named_streams(1), Path())) == list(build(tree))
+
+
+def test_a_kind_of_workload_is_found_by_its_type() -> None:
+    kinds = get_args(get_args(WorkloadConfig)[0])
+    names = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
+    found = {name: kind_of_workload(name) for name in names}
+    assert found == names | {"merge": None}
+    assert kind_of_workload("no such type") is None
+    assert kind_of_workload(["azure"]) is None
 
 
 def test_the_front_door_lists_what_it_offers() -> None:

@@ -27,7 +27,7 @@ _KINDS = {
 
 def kind_of_workload(type_name: object) -> type[WorkloadOptions] | None:
     """Return the class of the workloads of this `type`; None if there is none here."""
-    if type_name not in _KINDS:
+    if not isinstance(type_name, str) or type_name not in _KINDS:
         return None
     module, name = _KINDS[type_name]
     kind: type[WorkloadOptions] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
