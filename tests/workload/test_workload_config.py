@@ -16,7 +16,7 @@ import vajra_py.workload
 from vajra_py.errors import WorkloadError
 from vajra_py.workload import Workload, WorkloadConfig, build_workload, named_streams, profile_names
 from vajra_py.workload.kinds import kind_of_workload
-from vajra_py.workload.kinds.csv_file import CsvField
+from vajra_py.workload.kinds.csv import CsvField
 from vajra_py.workload.kinds.profile import ProfileName
 from vajra_py.workload.readers.csv import CSV_FIELDS
 

@@ -390,7 +390,9 @@ class PluginParts:
         """Return the workload as its model. The class of its type alone is tried first: building the union of all, which explains
         what is wrong, takes as long as reading a file.
         """
-        own = workload_class(given.get("type")) if isinstance(given, dict) else None
+        from vajra_py.workload.kinds import kind_of_workload
+
+        own = kind_of_workload(given.get("type")) if isinstance(given, dict) else None
         if own is not None:
             with suppress(ValidationError):
                 return own.model_validate(given, context={"base_folder": self._base_folder})
@@ -420,13 +422,6 @@ def workload_annotation() -> Any:
     from vajra_py.workload.config import WorkloadConfig
 
     return WorkloadConfig
-
-
-def workload_class(type_name: Any) -> type[BaseModel] | None:
-    """Return the class of the workloads of this `type`, imported by itself; None for workloads of several types, and where there is none."""
-    from vajra_py.workload.kinds import kind_of_workload
-
-    return kind_of_workload(type_name)
 
 
 @lru_cache(maxsize=32)

@@ -39,4 +39,4 @@ _HOMES = {
 }
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

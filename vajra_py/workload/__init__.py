@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vajra_py.workload.kinds.agentic import AgenticConfig
     from vajra_py.workload.kinds.azure import AzureConfig
     from vajra_py.workload.kinds.burstgpt import BurstGptConfig
-    from vajra_py.workload.kinds.csv_file import CsvConfig
+    from vajra_py.workload.kinds.csv import CsvConfig
     from vajra_py.workload.kinds.jsonl import JsonlConfig
     from vajra_py.workload.kinds.lengths import LengthsConfig
     from vajra_py.workload.kinds.mooncake import MooncakeConfig
@@ -80,7 +80,7 @@ _HOMES = {
     "ClosedLoop": "synthetic",
     "Constant": "distributions",
     "CoxGamma": "arrivals",
-    "CsvConfig": "kinds.csv_file",
+    "CsvConfig": "kinds.csv",
     "CsvLayout": "readers.csv",
     "Dag": "programs",
     "Distribution": "distributions",
@@ -229,8 +229,4 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

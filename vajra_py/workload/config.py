@@ -13,7 +13,7 @@ from vajra_py.workload.build import with_options
 from vajra_py.workload.kinds.agentic import AgenticConfig
 from vajra_py.workload.kinds.azure import AzureConfig
 from vajra_py.workload.kinds.burstgpt import BurstGptConfig
-from vajra_py.workload.kinds.csv_file import CsvConfig
+from vajra_py.workload.kinds.csv import CsvConfig
 from vajra_py.workload.kinds.jsonl import JsonlConfig
 from vajra_py.workload.kinds.lengths import LengthsConfig
 from vajra_py.workload.kinds.mooncake import MooncakeConfig
@@ -26,22 +26,7 @@ from vajra_py.workload.options import WorkloadOptions
 from vajra_py.workload.synthetic import RngFor
 from vajra_py.workload.workload import Workload, distinct_names
 
-__all__ = [
-    "AgenticConfig",
-    "AzureConfig",
-    "BurstGptConfig",
-    "CsvConfig",
-    "JsonlConfig",
-    "LengthsConfig",
-    "MergeConfig",
-    "MooncakeConfig",
-    "ProfileConfig",
-    "ProgramFileConfig",
-    "ProgramsConfig",
-    "SessionsConfig",
-    "SyntheticConfig",
-    "WorkloadConfig",
-]
+__all__ = ["MergeConfig", "WorkloadConfig"]
 
 _CUTS = ("start_s", "end_s", "first", "max_prompt_tokens", "max_total_tokens")
 

@@ -7,6 +7,7 @@ on lengths, for files `bootstrap`, `thin` and `window`, then `first`, the pace (
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -176,9 +177,9 @@ class WorkloadOptions(WorkloadSection):
                 raise ValueError(f"{what} name one twice ({', '.join(names)}). Allowed: each once")
         return self
 
+    @abstractmethod
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:
         """Return the requests before these options are applied; arguments and errors are those of `build_workload`."""
-        raise NotImplementedError
 
     def mean_rate(self) -> float | None:
         """Return the mean rate of the source over seeds, in requests per second, before these options are applied.

@@ -38,11 +38,9 @@ class MooncakeConfig(PolicyConfig):
         ),
     )
     ttft_slo_s: float | None = Field(
-        None, gt=0, description="TTFT promised to requests that state none, seconds; null: nothing is."
+        None, gt=0, description="TTFT SLO of requests that state none, seconds; null: none."
     )
-    tbt_slo_s: float | None = Field(
-        None, gt=0, description="Time between tokens promised to requests that state none, seconds; null: nothing is."
-    )
+    tbt_slo_s: float | None = Field(None, gt=0, description="TBT SLO of requests that state none, seconds; null: none.")
     decode_s: float = Field(20.0, gt=0, description="predicted_load: assumed decode time of every request, seconds.")
 
 

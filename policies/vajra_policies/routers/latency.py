@@ -32,7 +32,7 @@ _CHUNK_TOKENS = 2048
 class LatencyProducerConfig(OfPrefixProducer):
     """Parameters of `predicted-latency-producer`."""
 
-    slo_buffer_factor: float = Field(1.0, gt=0, description="Factor of the promised time per output token.")
+    slo_buffer_factor: float = Field(1.0, gt=0, description="Factor of the TPOT SLO.")
 
 
 class LatencyPredictions:

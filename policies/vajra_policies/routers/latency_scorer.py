@@ -36,7 +36,7 @@ class LatencyScorerConfig(OfPrefixProducer):
     ttft_weight: float = Field(0.8, ge=0, description="Weight of the time to first token.")
     tpot_weight: float = Field(0.2, ge=0, description="Weight of the time per output token.")
     headroom_selection_strategy: Literal["least", "most"] = Field(
-        "least", description="Among replicas that keep the promises: those with the least headroom first, or the most."
+        "least", description="Order of replicas that meet the SLOs: least headroom first, or most."
     )
     composite_kv_weight: float = Field(1.0, ge=0, description="Weight of free KV memory, without predictions.")
     composite_queue_weight: float = Field(1.0, ge=0, description="Weight of short queues, without predictions.")

@@ -43,7 +43,9 @@ class ThunderAgentConfig(PolicyConfig):
     )
     acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
     acting_decay_tau_s: float = Field(
-        1.0, gt=0, description="Half-life of these tokens where a program is resumed after resume_timeout_s, seconds."
+        1.0,
+        gt=0,
+        description="Half-life of the tokens of programs whose tool runs, where a program is resumed after resume_timeout_s, seconds.",
     )
     scheduler_interval_s: float = Field(5.0, gt=0, description="Interval at which all programs are checked, seconds.")
     buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")

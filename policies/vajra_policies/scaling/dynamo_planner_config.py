@@ -28,8 +28,7 @@ class DynamoPlannerConfig(PolicyConfig):
     target: Target = Field(
         "throughput",
         description=(
-            "Rule by which load decides: `throughput` and `latency` have fixed thresholds, `load` those given here, `sla` the promised "
-            "latencies."
+            "Rule by which load decides: `throughput` and `latency` have fixed thresholds, `load` those given here, `sla` the latency SLOs."
         ),
     )
     by_load: bool = Field(True, description="Start or stop one replica of each pool every `load_interval_s`, by load.")
@@ -39,10 +38,10 @@ class DynamoPlannerConfig(PolicyConfig):
     )
     load_interval_s: float = Field(5.0, gt=0, description="Time between decisions on load, seconds.")
     throughput_interval_s: float = Field(180.0, gt=0, description="Time between decisions on throughput, seconds.")
-    ttft_slo_s: float = Field(0.5, gt=0, description="Promised time to first token, seconds.")
-    itl_slo_s: float = Field(0.05, gt=0, description="Promised time between tokens, seconds.")
+    ttft_slo_s: float = Field(0.5, gt=0, description="TTFT SLO, seconds.")
+    itl_slo_s: float = Field(0.05, gt=0, description="TBT SLO, seconds.")
     down_sensitivity_fraction: float = Field(
-        0.8, gt=0, le=1, description="Fraction of a promise that the remaining replicas may need after one is stopped."
+        0.8, gt=0, le=1, description="Fraction of an SLO that the remaining replicas may need after one is stopped."
     )
     max_change: int = Field(
         8, ge=1, description="Maximum number of replicas by which one decision on throughput changes a pool."

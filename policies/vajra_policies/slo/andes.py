@@ -25,11 +25,9 @@ class AndesConfig(PolicyConfig):
     """Parameters of `andes`."""
 
     reading_speed: float = Field(
-        4.8, gt=0, description="Tokens a second that the reader of a request without a promised time per token reads."
+        4.8, gt=0, description="Reading speed assumed for requests without a TPOT SLO, tokens per second."
     )
-    expected_ttft_s: float = Field(
-        1.0, gt=0, description="Time to the first token that is expected where none is promised, seconds."
-    )
+    expected_ttft_s: float = Field(1.0, gt=0, description="TTFT assumed for requests without a TTFT SLO, seconds.")
     horizon_s: float = Field(
         10.0, gt=0, description="Horizon over which serving a request or not is compared (Delta t), seconds."
     )

@@ -13,9 +13,7 @@ from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyConte
 class ConserveConfig(PreemptiveConfig):
     """Parameters of `conserve`."""
 
-    default_tpot_s: float = Field(
-        0.1, gt=0, description="Time per output token of online requests that promise none, seconds."
-    )
+    default_tpot_s: float = Field(0.1, gt=0, description="TPOT SLO of online requests that state none, seconds.")
     offline_step_s: float = Field(
         0.1,
         gt=0,

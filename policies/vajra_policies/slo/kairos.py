@@ -18,9 +18,7 @@ from vajra_py.contract import (
 class KairosConfig(PolicyConfig):
     """Parameters of `kairos`."""
 
-    default_ttft_s: float = Field(
-        10.0, gt=0, description="Time to the first token of requests without a promised one, seconds."
-    )
+    default_ttft_s: float = Field(10.0, gt=0, description="TTFT SLO of requests that state none, seconds.")
 
 
 class Kairos:

@@ -23,9 +23,9 @@ from vajra_py.contract import (
 class QlmConfig(PolicyConfig):
     """Parameters of `qlm`."""
 
-    granularity_s: float = Field(1.0, gt=0, description="Promises are rounded down to multiples of this, seconds.")
+    granularity_s: float = Field(1.0, gt=0, description="Multiple to which SLOs are rounded down, seconds.")
     group_requests: int = Field(32, ge=1, description="Requests of a group.", json_schema_extra={"unit": "requests"})
-    default_slo_s: float = Field(600.0, gt=0, description="Promise of requests without one, seconds.")
+    default_slo_s: float = Field(600.0, gt=0, description="SLO of requests that state none, seconds.")
     throughput: float = Field(
         1000.0, gt=0, description="Assumed output tokens per second before any request has ended."
     )

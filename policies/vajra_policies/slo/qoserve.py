@@ -31,13 +31,11 @@ class QoserveConfig(PolicyConfig):
     expected_output_tokens: float = Field(
         15.0,
         ge=0,
-        description="Output tokens that a promised end leaves time for.",
+        description="Number of output tokens for which a deadline leaves time.",
         json_schema_extra={"unit": "tokens"},
     )
-    batch_tbt_s: float = Field(0.4, gt=0, description="Time for each of these, seconds.")
-    default_ttft_s: float = Field(
-        600.0, gt=0, description="Time to the first token of requests without promises, seconds."
-    )
+    batch_tbt_s: float = Field(0.4, gt=0, description="Time for each of these tokens, seconds.")
+    default_ttft_s: float = Field(600.0, gt=0, description="TTFT SLO of requests without SLOs, seconds.")
     relegates: bool = Field(True, description="Put requests that would be late anyway behind all others.")
     first_throughput: float = Field(
         8500.0, gt=0, description="Tokens per second that relegation assumes before any are measured."

@@ -34,11 +34,9 @@ class ScorpioConfig(FixedChunkConfig):
     default_tpot_s: float = Field(
         0.1,
         gt=0,
-        description="Time per output token of requests without a promise, seconds; at least the loosest promise counts.",
+        description="TPOT SLO of requests that state none, seconds; at least the loosest stated one.",
     )
-    rejects: bool = Field(
-        True, description="Refuse waiting requests that would miss their promised time to first token."
-    )
+    rejects: bool = Field(True, description="Refuse waiting requests that would miss their TTFT SLO.")
 
 
 class Scorpio(FixedChunk):

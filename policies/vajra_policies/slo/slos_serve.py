@@ -29,7 +29,7 @@ class SlosServeConfig(FixedChunkConfig):
     step_s: float = Field(
         0.05,
         gt=0,
-        description="Predicted time of a step, seconds: the tightest time per output token that is promised.",
+        description="Predicted time of a step, seconds: the tightest TPOT SLO.",
     )
 
 

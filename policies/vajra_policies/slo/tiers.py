@@ -17,7 +17,7 @@ class TierConfig(PolicyConfig):
     tiers_s: tuple[float, ...] = Field(
         (0.02, 0.03, 0.05, 0.1),
         min_length=1,
-        description="Promised times per output token of the tiers, rising seconds; a request belongs to the loosest one that keeps its own.",
+        description="TPOT SLOs of the tiers, ascending, seconds; a request belongs to the loosest tier that meets its own.",
     )
     default_output_tokens: float = Field(
         256.0,

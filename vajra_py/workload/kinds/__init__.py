@@ -1,4 +1,4 @@
-"""Kinds of workload, each in a module of its own: its settings, and how to read or draw it. A file imports the one that it names."""
+"""Kinds of workload, each a module with its settings and its source; a run imports the one that its file names."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from vajra_py.workload.options import WorkloadOptions
 __all__ = ["kind_of_workload"]
 
 _KINDS = {
-    "agentic": ("agentic", "AgenticConfig"),
-    "azure": ("azure", "AzureConfig"),
-    "burstgpt": ("burstgpt", "BurstGptConfig"),
-    "csv": ("csv_file", "CsvConfig"),
-    "jsonl": ("jsonl", "JsonlConfig"),
-    "lengths": ("lengths", "LengthsConfig"),
-    "mooncake": ("mooncake", "MooncakeConfig"),
-    "profile": ("profile", "ProfileConfig"),
-    "program_file": ("program_file", "ProgramFileConfig"),
-    "programs": ("programs", "ProgramsConfig"),
-    "sessions": ("sessions", "SessionsConfig"),
-    "synthetic": ("synthetic", "SyntheticConfig"),
+    "agentic": "AgenticConfig",
+    "azure": "AzureConfig",
+    "burstgpt": "BurstGptConfig",
+    "csv": "CsvConfig",
+    "jsonl": "JsonlConfig",
+    "lengths": "LengthsConfig",
+    "mooncake": "MooncakeConfig",
+    "profile": "ProfileConfig",
+    "program_file": "ProgramFileConfig",
+    "programs": "ProgramsConfig",
+    "sessions": "SessionsConfig",
+    "synthetic": "SyntheticConfig",
 }
-"""Module and class of each `type`, except `merge`, which may hold all of them."""
+"""Class of each `type`, in the module of that name; `merge`, which may hold all of them, is in `vajra_py.workload.config`."""
 
 
 def kind_of_workload(type_name: object) -> type[WorkloadOptions] | None:
-    """Return the class of the workloads of this `type`; None if there is none here."""
+    """Return the class of the workloads of this `type`; None for `merge` and for unknown types."""
     if not isinstance(type_name, str) or type_name not in _KINDS:
         return None
-    module, name = _KINDS[type_name]
-    kind: type[WorkloadOptions] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    kind: type[WorkloadOptions] = getattr(importlib.import_module(f"{__name__}.{type_name}"), _KINDS[type_name])
     return kind

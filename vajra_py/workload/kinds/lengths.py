@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from vajra_py.workload.arrivals import ArrivalProcess, AtOnce, PiecewiseConstant
 from vajra_py.workload.file_options import TraceOptions
-from vajra_py.workload.kinds.csv_file import CsvField
+from vajra_py.workload.kinds.csv import CsvField
 from vajra_py.workload.options import Count
 from vajra_py.workload.readers.csv import CsvLayout, read_lengths
 from vajra_py.workload.synthetic import RngFor, starts_of
