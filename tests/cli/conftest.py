@@ -40,8 +40,9 @@ class Said:
 
 @pytest.fixture
 def vajra(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
-    """`vajra` in an empty folder of its own, which becomes the current one."""
+    """`vajra` in an empty folder of its own, which becomes the current one; sweeps stay in this process without `--workers`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> Said:

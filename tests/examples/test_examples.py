@@ -106,11 +106,17 @@ def test_pools_in_the_right_ratio_keep_slos_longer_than_one_pool(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_demo_script_writes_runs_and_report(tmp_path: Path) -> None:
-    """As `make demo` runs it, with a tenth of the requests."""
+    """As `make demo` runs it, with a tenth of the requests, two rates and two seeds."""
     shutil.copy(EXAMPLES / "demo.py", tmp_path)
-    whole = (EXAMPLES / "demo.yaml").read_text(encoding="utf-8")
-    assert whole.count("duration_s: 900") == 2
-    (tmp_path / "demo.yaml").write_text(whole.replace("duration_s: 900", "duration_s: 90"), encoding="utf-8")
+    text = (EXAMPLES / "demo.yaml").read_text(encoding="utf-8")
+    for whole, part in (
+        ("duration_s: 900", "duration_s: 90"),
+        ("replications: 5", "replications: 2"),
+        ("rate: [0.5, 1, 1.5, 2]", "rate: [0.5, 2]"),
+    ):
+        assert whole in text
+        text = text.replace(whole, part)
+    (tmp_path / "demo.yaml").write_text(text, encoding="utf-8")
     command = [sys.executable, "demo.py", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -118,7 +124,7 @@ def test_the_demo_script_writes_runs_and_report(tmp_path: Path) -> None:
     assert "P99 time to first token of chats under the highest load" in done.stdout
     assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
     runs = vajra.open_runs([tmp_path / "out" / "demo"])
-    assert len(runs) == 60
+    assert len(runs) == 3 * 2 * 2
     assert all(run.is_finished for run in runs)
     assert "<svg" in (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
 

@@ -196,6 +196,23 @@ def test_the_most_urgent_by_priority_is_asked_about_first_then_the_first_that_ca
     assert [name for name, _ in tried.admission.asked[5:]] == ["r4", "r2", "r1", "r3"]
 
 
+def test_the_policy_is_called_for_the_first_in_line_alone_if_it_holds_the_rest() -> None:
+    def decide(request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        (replicaset,) = replicasets
+        busy = replicaset.num_queued + sum(one.num_running for one in replicaset.replicas)
+        return Defer(holds_rest=True) if busy else ACCEPT
+
+    tried = harness(decide)
+    tried.run([RequestSpec(f"r{i}", 0.001 * i, 40, 3, priority=p) for i, p in enumerate((0, 5, 1, 5))])
+    assert [name for name, _ in tried.admission.asked[:4]] == ["r0", "r1", "r2", "r3"]
+    # An end lets the first in, and the next of the line is held; those behind it are not decided again.
+    assert [name for name, _ in tried.admission.asked[4:]] == ["r2", "r1", "r1", "r3", "r3"]
+    for name, times in (("r2", 1), ("r1", 2), ("r3", 2)):
+        admission = tried.request(name).admission
+        assert admission is not None
+        assert admission.num_deferrals == times
+
+
 def test_a_deferred_request_expires_and_is_taken_back_like_a_waiting_one() -> None:
     layered = Layered()
     tried = harness(lambda *_: Defer(100.0), layered)
@@ -236,6 +253,7 @@ def test_a_deferred_request_expires_and_is_taken_back_like_a_waiting_one() -> No
         (Defer(float("inf")), "a time that is not a number"),
         (Defer("soon"), "a time that is not a number"),  # type: ignore[arg-type]
         (Defer(9.0, 4), "for a reason that is no text"),  # type: ignore[arg-type]
+        (Defer(9.0, holds_rest=1), "neither true nor false"),  # type: ignore[arg-type]
     ],
 )
 def test_nonsense_names_the_policy_and_the_request(answer: Any, complaint: str) -> None:
@@ -452,6 +470,21 @@ def test_deferred_requests_survive_a_swap_of_another_layer() -> None:
     assert len(requests) == 12
     assert {one.end_reason for one in requests} == {EndReason.STOP}
     assert all(one.admission.deferred_s > 0 for one in requests)
+
+
+def test_the_line_of_one_replicaset_holds_no_other() -> None:
+    def decide(request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        own = next(one for one in replicasets if one.name == request.replicaset)
+        busy = own.num_queued + sum(one.num_running for one in own.replicas)
+        return Defer(holds_rest=True) if busy else ACCEPT
+
+    run, _ = system(decide)
+    requests = ended(run)
+    run.start()
+    for name in ("a", "b"):
+        line = [one for one in requests if one.replicaset == name]
+        assert len(line) > 2
+        assert [one.admitted_at for one in line[1:]] == [one.ended_at for one in line[:-1]]
 
 
 # Whatever happens

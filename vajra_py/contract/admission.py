@@ -39,6 +39,11 @@ class Defer:
     """Time of the next decision, seconds on the run's clock; None: when the policy is woken or any request ends."""
     reason: str = ""
     """Reason shown in tables and reports."""
+    holds_rest: bool = False
+    """True if requests of its replicaset that come after it (by priority, then submission) wait as long as it does.
+
+    After a change, the policy is then called for the first of them alone, instead of for each.
+    """
 
 
 AdmissionDecision: TypeAlias = Accept | Refuse | Defer

@@ -96,7 +96,7 @@ class Holding:
         if now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)
-        return Defer(reason=reason)
+        return Defer(reason=reason, holds_rest=True)
 
     def _open(self, line: Line, request: RequestView) -> AdmissionDecision:
         """Return the decision on a request that is accepted."""

@@ -37,7 +37,7 @@ class AdmissionLog(JsonLinesFile, Observer):
             **{
                 name: _plain(value)
                 for name, value in values.items()
-                if value is not None and (name, value) != ("reason", "")
+                if value is not None and value is not False and value != ""
             },
         }
         self.write(row)

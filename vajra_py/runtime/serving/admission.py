@@ -15,6 +15,7 @@ from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
+from sortedcontainers import SortedKeyList
 
 from vajra_py.contract import (
     Accept,
@@ -57,6 +58,7 @@ class Deferral:
         until: tick at which the policy is called again; None: when something changes.
         counted_from: tick from which its deferrals until a time are counted.
         num_counted: number of these.
+        holds_rest: True if deferred requests after this one wait as long as it does.
         is_void: True if the policy was called again, or the request has ended.
     """
 
@@ -66,6 +68,7 @@ class Deferral:
     until: int | None = None
     counted_from: int = 0
     num_counted: int = 0
+    holds_rest: bool = False
     is_void: bool = False
 
     def _is_counted(self, now: int) -> bool:
@@ -75,12 +78,19 @@ class Deferral:
         """Return True if another deferral until a time would exceed the limit."""
         return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
 
-    def following(self, until: int | None, now: int) -> Deferral:
+    def following(self, until: int | None, holds_rest: bool, now: int) -> Deferral:
         """Return the deferral that follows this one."""
         if until is None:
-            return replace(self, until=None, is_void=False)
+            return replace(self, until=None, holds_rest=holds_rest, is_void=False)
         counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
-        return replace(self, until=until, counted_from=counted_from, num_counted=num_counted, is_void=False)
+        return replace(
+            self,
+            until=until,
+            counted_from=counted_from,
+            num_counted=num_counted,
+            holds_rest=holds_rest,
+            is_void=False,
+        )
 
 
 class AdmissionGate:
@@ -105,7 +115,10 @@ class AdmissionGate:
         self._models = models
         self._deferred: dict[Request, Deferral] = {}
         self._num_deferred: Counter[str] = Counter()
-        self._num_timeless = 0
+        self._timeless: SortedKeyList[Request, tuple[int, int]] = SortedKeyList(
+            key=lambda one: (one.priority, one.index)
+        )
+        """Deferred requests without a time, by priority and then in order of submission."""
         self._views = [_ReplicasetSight(one, self._num_deferred) for one in replicasets.values()]
         self._replicasets = dict(replicasets)
         self.renew()
@@ -138,17 +151,18 @@ class AdmissionGate:
     @property
     def waits_for_change(self) -> bool:
         """True if a deferred request has no time at which the policy is called again."""
-        return self._num_timeless > 0
+        return bool(self._timeless)
 
-    def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
+    def keep(self, deferral: Deferral, decision: Defer, now: int) -> None:
         """Keep a deferred request until the next call of the policy."""
-        request = deferral.request
+        request, until = deferral.request, decision.until
         tick = None if until is None else max(_tick_from(until), now + 1)
         if request.state is not RequestState.DEFERRED:
             request.move_to(RequestState.DEFERRED)
-        self._deferred[request] = deferral.following(tick, now)
+        self._deferred[request] = deferral.following(tick, decision.holds_rest, now)
         self._num_deferred[request.replicaset] += 1
-        self._num_timeless += until is None
+        if until is None:
+            self._timeless.add(request)
 
     def forget(self, request: Request, now: float) -> Deferral | None:
         """Remove a request that is accepted or leaves, and return its deferral; None if it is not deferred."""
@@ -157,7 +171,8 @@ class AdmissionGate:
             return None
         deferral.is_void = True
         self._num_deferred[request.replicaset] -= 1
-        self._num_timeless -= deferral.until is None
+        if deferral.until is None:
+            self._timeless.remove(request)
         admission = request.admission
         assert admission is not None
         assert admission.deferred_at is not None
@@ -170,12 +185,12 @@ class AdmissionGate:
 
     def timeless(self) -> list[Request]:
         """Deferred requests without a time, by priority and then in order of submission."""
-        found = [request for request, deferral in self._deferred.items() if deferral.until is None]
-        return sorted(found, key=lambda one: (one.priority, one.index))
+        return list(self._timeless)
 
-    def first_timeless(self) -> Request | None:
-        """The first of the `timeless` requests; None if there is none."""
-        return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
+    def holds_rest(self, request: Request) -> bool:
+        """Return True if a request is deferred, and those after it wait as long as it does."""
+        deferral = self._deferred.get(request)
+        return deferral is not None and deferral.holds_rest
 
     # Calling the policy
 
@@ -301,6 +316,8 @@ def _wrong_deferral(decision: Defer, now: float) -> str | None:
     until, reason = decision.until, cast("object", decision.reason)  # a plug-in may return anything
     if not isinstance(reason, str):
         return "deferred a request for a reason that is no text"
+    if not isinstance(cast("object", decision.holds_rest), bool):
+        return "deferred a request with a holds_rest that is neither true nor false"
     if until is None:
         return None
     if not _is_number(until) or until > LAST_S:

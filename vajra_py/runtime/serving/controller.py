@@ -202,7 +202,7 @@ class Controller:
             for observer in self._observers:
                 observer.on_admission_decision(request, gate.name, decision, seconds)
         if isinstance(decision, Defer):
-            gate.keep(deferral, decision.until, now)
+            gate.keep(deferral, decision, now)
             gate.num_fruitless = gate.num_fruitless + 1 if len(gate) == len(self._alive) else 0
             return None
         gate.num_fruitless = 0
@@ -437,11 +437,10 @@ class Controller:
         """Return the error of an admission policy that defers requests though nothing will change; None if it defers
         none.
         """
-        request = gate.first_timeless()
-        if request is None:
+        if not gate.waits_for_change:
             return None
         remain = "one request" if len(gate) == 1 else f"{len(gate)} requests"
-        return gate.violation(f"defers {remain} although nothing else will happen", request)
+        return gate.violation(f"defers {remain} although nothing else will happen", gate.timeless()[0])
 
     def _is_let_in(self, request: Request) -> bool:
         """Return True if the gate of the request's replica allows it to run."""

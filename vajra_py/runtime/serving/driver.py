@@ -365,9 +365,13 @@ class Driver(Generic[R]):
         self._sync_all()
         if what is None:
             self._asks_timeless = False
+            held = set[str]()  # replicasets whose other requests wait for one that is still deferred
             for request in gate.timeless():
-                if request.state is _DEFERRED:  # the policy may have broken the contract meanwhile
+                # The policy may have broken the contract meanwhile, so that the request is deferred no more.
+                if request.state is _DEFERRED and request.replicaset not in held:
                     self._ask_about(request)
+                    if gate.holds_rest(request):
+                        held.add(request.replicaset)
             return
         known = self.controller.find(what) if isinstance(what, str) else what.request
         if known is None or known.state is not _DEFERRED:
