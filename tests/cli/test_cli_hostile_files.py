@@ -152,7 +152,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
 READERS = {
     "compare": ("compare", "RUN"),
     "a report": ("compare", "RUN", "--report", "report.html"),
-    "figures": ("figures", "RUN", "--out", "figures"),
+    "figures": ("figures", "RUN", "--out", "figures", "--only", "latency_cdfs", "--only", "queue_and_kv"),
     "trace": ("trace", "RUN", "-o", "trace.json"),
     "replay": ("replay", "RUN"),
     "validate": ("validate", "RUN", "RUN"),

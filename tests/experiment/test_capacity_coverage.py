@@ -74,13 +74,13 @@ def coverage(answers: list[Answer]) -> float:
     ("system", "seeds", "both"),
     [
         (System(), (5, 5), False),
-        (System(), (6, 6), False),
         (System(), (6, 6), True),
-        (System(), (10, 10), True),
-        (System(gap=0.0), (6, 6), True),
         (System(gap=0.0, common=0.0), (6, 6), True),
-        (System(spreads=(0.18, 0.18), gap=0.0, common=0.0), (10, 10), True),
-        (System(gap=0.5), (6, 6), True),
+        pytest.param(System(), (6, 6), False, marks=pytest.mark.long),
+        pytest.param(System(), (10, 10), True, marks=pytest.mark.long),
+        pytest.param(System(gap=0.0), (6, 6), True, marks=pytest.mark.long),
+        pytest.param(System(spreads=(0.18, 0.18), gap=0.0, common=0.0), (10, 10), True, marks=pytest.mark.long),
+        pytest.param(System(gap=0.5), (6, 6), True, marks=pytest.mark.long),
     ],
     ids=lambda value: str(value) if not isinstance(value, System) else f"gap {value.gap} common {value.common} {value.spreads}",
 )  # fmt: skip
@@ -104,7 +104,14 @@ def test_intervals_a_fifth_too_short_or_a_quarter_too_long_would_not_pass(
 
 
 @pytest.mark.parametrize(
-    ("seeds", "precision"), [((4, 6), 0.15), ((4, 10), 0.1), ((5, 20), 0.1), ((5, 20), 0.07), ((5, 20), 0.3)]
+    ("seeds", "precision"),
+    [
+        ((4, 6), 0.15),
+        ((5, 20), 0.3),
+        pytest.param((4, 10), 0.1, marks=pytest.mark.long),
+        pytest.param((5, 20), 0.1, marks=pytest.mark.long),
+        pytest.param((5, 20), 0.07, marks=pytest.mark.long),
+    ],
 )
 def test_stopping_when_the_interval_is_short_does_not_make_it_too_short(
     seeds: tuple[int, int], precision: float

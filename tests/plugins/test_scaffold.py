@@ -86,12 +86,17 @@ def test_the_command_knows_every_kind() -> None:
     assert list(kind.type.choices) == list(KINDS)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "policies"])
-def test_a_package_of_another_kind_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
-    folder = write_plugin("my-lab", tmp_path, kind)
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    ran = subprocess.run(tests, cwd=folder, env=_finds(folder), capture_output=True, text=True)
+def test_packages_of_other_kinds_pass_their_own_tests(tmp_path: Path) -> None:
+    """All in one process; packages of `policies` and `admission` are installed below."""
+    folders = [
+        write_plugin(f"my-{kind}-lab", tmp_path, kind) for kind in KINDS if kind not in ("policies", "admission")
+    ]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rA"]
+    tests += ["--rootdir", str(tmp_path), "-c", os.devnull, *map(str, folders)]
+    ran = subprocess.run(tests, cwd=tmp_path, env=_finds(*folders), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
+    for folder in folders:
+        assert f"PASSED {folder.name}/" in ran.stdout
 
 
 def test_every_policy_of_the_library_can_be_copied() -> None:
@@ -178,9 +183,10 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _finds(folder: Path) -> dict[str, str]:
-    """Return an environment in which a package can be imported from its folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), os.environ.get("PYTHONPATH", "")])}
+def _finds(*folders: Path) -> dict[str, str]:
+    """Return an environment in which packages can be imported from their folders."""
+    paths = [*(str(folder / "src") for folder in folders), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def test_a_scaler_from_the_template_is_selected_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"]
 
 
 @MODES
-@pytest.mark.parametrize("first", range(5_000_000, 5_000_040, 8))
+@pytest.mark.parametrize("first", range(5_000_000, 5_000_016, 8))
 def test_a_session_with_drafts_is_vllms_and_its_messages_are_carried_out(
     tiny_model: str, first: int, is_async: bool
 ) -> None:
@@ -41,7 +41,7 @@ def test_a_session_with_drafts_is_vllms_and_its_messages_are_carried_out(
 def test_drafts_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 4):
         compared(tiny_model, seed, is_async)
 
 

@@ -14,7 +14,7 @@ from tests.vllm.worker_model import ExpectedTokens, FirstRunner, KvSlots, Runner
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(1_000_000, 1_000_040))
+@pytest.mark.parametrize("seed", range(1_000_000, 1_000_016))
 def test_a_session_is_vllms_and_its_messages_are_carried_out(tiny_model: str, seed: int, is_async: bool) -> None:
     found, _ = compare(tiny_model, seed, is_async=is_async)
     assert found is None
@@ -24,7 +24,7 @@ def test_a_session_is_vllms_and_its_messages_are_carried_out(tiny_model: str, se
 def test_sessions_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 8):
         found, _ = compare(tiny_model, seed, is_async=is_async)
         assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1: {found}"
 
