@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from vajra_py.contract import PolicySpec
     from vajra_py.contract.observer import Observer
     from vajra_py.plugins import Registry
 
@@ -117,6 +118,34 @@ def with_observer() -> Callable[[str, Observer], Registry]:
         )
 
     return registry
+
+
+@pytest.fixture(scope="module")
+def _checked_later() -> Iterator[list[tuple[PolicySpec, Mapping[str, Any]]]]:
+    """Policies whose decisions are compared under other hash seeds when the tests of a module are over."""
+    from vajra_py.testing import hash_seeds
+
+    found: list[tuple[PolicySpec, Mapping[str, Any]]] = []
+    yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_seeds, "TIMEOUT_S", 1_200.0)
+        all_runs = hash_seeds.rows_by_hash_seed(found)
+    for (spec, params), runs in zip(found, all_runs, strict=True):
+        assert [set(rows) for rows in runs[1:]] == [set(runs[0])] * len(hash_seeds.HASH_SEEDS)
+        assert hash_seeds.first_difference(runs) is None, f"{spec.name} with {dict(params)}"
+
+
+@pytest.fixture
+def hash_seeds_at_once(
+    _checked_later: list[tuple[PolicySpec, Mapping[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leave the comparison of processes to one pair for all policies of the module, since each takes seconds to start."""
+
+    def put_off(policies: Sequence[tuple[PolicySpec, Mapping[str, Any]]]) -> list[list[dict[str, list[str]]]]:
+        _checked_later.extend(policies)
+        return [[{}] for _ in policies]
+
+    monkeypatch.setattr("vajra_py.testing.conformance.rows_by_hash_seed", put_off)
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,7 @@ def failure_of(spec: PolicySpec, check: str | None = None, params: dict[str, Any
     return message
 
 
+@pytest.mark.usefixtures("hash_seeds_at_once")
 @pytest.mark.parametrize("spec", policies_under_test(), ids=lambda spec: f"{spec.layer.value}-{spec.name}")
 def test_installed_policies_keep_the_contract(spec: PolicySpec) -> None:
     check_policy(spec)

@@ -27,6 +27,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 STATEFUL = {"inflight-load-producer", "no-hit-lru-scorer", "prefix-cache-scorer", "weighted-random-picker"}
 
 
+@pytest.mark.usefixtures("hash_seeds_at_once")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -173,6 +174,7 @@ ROUTERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("hash_seeds_at_once")
 @pytest.mark.parametrize(
     ("name", "params"),
     [

@@ -171,7 +171,7 @@ def _is_repeatable(subject: Subject) -> None:
 def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
     """Repeat runs in processes where sets of strings have other orders: decisions must not depend on them."""
     try:
-        runs = rows_by_hash_seed(subject.spec, subject.params)
+        (runs,) = rows_by_hash_seed([(subject.spec, dict(subject.params))])
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         text = f"{subject} was not tried under other hash seeds, since it cannot be pickled: {error}"
         warnings.warn(text, ConformanceWarning, stacklevel=2)

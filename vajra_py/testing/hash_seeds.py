@@ -1,4 +1,4 @@
-"""Run a policy in processes with different hash seeds, which iterate over sets of strings in different orders."""
+"""Run policies in processes with different hash seeds, which iterate over sets of strings in different orders."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ _MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, L
 
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
+Policies: TypeAlias = Sequence[tuple[PolicySpec, Mapping[str, Any]]]
+"""Policies with their parameters."""
 Rows: TypeAlias = dict[str, list[str]]
 """Every decision and every end as text, by scenario."""
 
 
-def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """Run the policy here and in one concurrent process for each of `HASH_SEEDS`; return the decisions of each run.
+def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
+    """Run policies here and in one concurrent process for each of `HASH_SEEDS`; return each policy's decisions by run.
 
-    Raises an error of pickling if the policy cannot be sent to another process, and `RuntimeError` with a process's
-    last line if it fails.
+    Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` with a process's last
+    line if it fails.
     """
-    payload = _payload(spec, params)
+    payload = _payload(policies)
     with TemporaryDirectory(prefix="vajra-conformance-") as folder:
         task = Path(folder, "task")
         task.write_bytes(pickle.dumps(sys.path) + payload)
@@ -55,27 +57,28 @@ def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]
         for error in errors:
             if error is not None:
                 raise RuntimeError(error)
-        return [_rows_of(spec, params), *(pickle.loads(result.read_bytes()) for result in results)]
+        runs = [_rows_of_all(policies), *(pickle.loads(result.read_bytes()) for result in results)]
+        return [list(rows) for rows in zip(*runs, strict=True)]
 
 
-def _payload(spec: PolicySpec, params: Mapping[str, Any]) -> bytes:
-    """Pickle a policy, with its modules by value, so that another process need not be able to import them.
+def _payload(policies: Policies) -> bytes:
+    """Pickle policies, with their modules by value, so that another process need not be able to import them.
 
     Modules with nested pydantic models cannot be pickled by value; the other process imports them.
     """
-    own = {spec.build.__module__, spec.config.__module__} - {"__main__"}
+    own = {one.__module__ for spec, _ in policies for one in (spec.build, spec.config)} - {"__main__"}
     modules = [sys.modules[name] for name in own if name in sys.modules and name.partition(".")[0] != "vajra_py"]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        payload: bytes = cloudpickle.dumps((spec, dict(params)))
+        payload: bytes = cloudpickle.dumps(policies)
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     try:
         pickle.loads(payload)
     except SchemaError:
-        payload = cloudpickle.dumps((spec, dict(params)))
+        payload = cloudpickle.dumps(policies)
     return payload
 
 
@@ -118,8 +121,12 @@ def _child(task: str, result: str) -> None:
     """Entry point of the processes that `rows_by_hash_seed` starts: run the scenarios and store the rows."""
     with Path(task).open("rb") as file:
         sys.path[:] = pickle.load(file)
-        spec, params = pickle.load(file)
-    Path(result).write_bytes(pickle.dumps(_rows_of(spec, params)))
+        policies = pickle.load(file)
+    Path(result).write_bytes(pickle.dumps(_rows_of_all(policies)))
+
+
+def _rows_of_all(policies: Policies) -> list[Rows]:
+    return [_rows_of(spec, params) for spec, params in policies]
 
 
 def _rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
