@@ -403,15 +403,23 @@ class Mechanism(Backend[_VllmReplica]):
         """True if steps are formed before the accepted drafts of the last one are known."""
         return self._executor.is_unseen
 
-    def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
-        """Return the draft tokens that a plan verifies for each of these requests, not to be changed; -1 for a place without a draft."""
+    def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
+        """Return the draft tokens of each entry of `plan.drafts`, not to be changed; -1 for a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
+        drafted, known = plan.drafted, self._executor.proposals
         if self._executor.is_unseen:
-            return [places[one.num_tokens] for one in drafts.values()]
-        known, found = self._executor.proposals, list[list[int]]()
-        for request, (num_tokens, _, is_padding, _) in drafts.items():
-            tokens = places[num_tokens] if is_padding or not num_tokens else known[request][1]
-            found.append(tokens if len(tokens) == num_tokens else tokens[:num_tokens])
+            counts = [one.num_tokens for one in plan.drafts.values()] if drafted is None else drafted.num_drafts
+            return [places[count] for count in counts]
+        if drafted is not None:
+            wanted = [
+                (request, count, False) for request, count in zip(drafted.requests, drafted.num_drafts, strict=True)
+            ]
+        else:
+            wanted = [(request, one.num_tokens, one.is_padding) for request, one in plan.drafts.items()]
+        found: list[list[int]] = []
+        for request, count, is_padding in wanted:
+            tokens = places[count] if is_padding or not count else known[request][1]
+            found.append(tokens if len(tokens) == count else tokens[:count])
         return found
 
     def land(self, report: KvReport | None = None) -> None:

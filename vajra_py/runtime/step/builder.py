@@ -7,7 +7,8 @@ now.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from itertools import repeat
+from operator import add, attrgetter
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -21,7 +22,7 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
-from vajra_py.runtime.step.plan import Executor, PlannedChunk, PlannedDrafts, StepPlan
+from vajra_py.runtime.step.plan import DraftedDecodes, Executor, PlannedDrafts, StepPlan, new_chunk
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
@@ -32,9 +33,8 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 """States of waiting requests some of whose tokens are computed."""
 
 
-_new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Function that makes a chunk from a tuple of its fields, in less than half the time of the constructor."""
 _NO_DRAFTS = PlannedDrafts(-1, -1)
+_num_computed = attrgetter("num_computed_tokens")
 
 
 class FindsInTiers(Protocol):
@@ -299,9 +299,11 @@ class Builder(PlanDraft):
         """Add the decodes from a position of the order on, with their drafts, up to the first request that does not fit
         or is not a decode.
 
-        Returns its position and the reason. A single loop, since it dominates the cost of a step with drafts. A decode
-        that would reach its greatest length if its last drafts are accepted is skipped until their outcome is known.
+        Returns its position and the reason. A decode that would reach its greatest length if its last drafts are
+        accepted is skipped until their outcome is known.
         """
+        if not position and reserve_tokens is None and not self.chunks and self._add_all_drafted(order):
+            return len(order), None
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
         caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
@@ -336,7 +338,7 @@ class Builder(PlanDraft):
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
-            chunks[request] = _new_chunk((request, 1 + num_drafts, computed, "running"))
+            chunks[request] = new_chunk((request, 1 + num_drafts, computed, "running"))
             if drafts.num_tokens != num_drafts or drafts.num_kept_blocks != kept or drafts.num_unverified != num_open:
                 drafts = PlannedDrafts(num_drafts, kept, num_unverified=num_open)
             planned[request] = drafts
@@ -350,6 +352,58 @@ class Builder(PlanDraft):
         self.tokens_left = tokens_left
         self.slots_left -= position - start
         return position, refusal
+
+    def _add_all_drafted(self, order: Sequence[Request]) -> bool:
+        """Add every decode with its drafts, as `_add_drafted`, if nothing else runs and all of them surely fit.
+
+        False, and nothing changed, otherwise. Lists in place of a loop, since it dominates the cost of a step with drafts.
+        """
+        running_set, memory, rules, executor = self._running_set, self._memory, self._draft_rules, self._executor
+        assert rules is not None
+        assert executor is not None
+        skipped, unverified, most = running_set.skipped, running_set.unverified, rules.num_tokens
+        if len(order) != len(skipped) or running_set.partial or running_set.pool.members:
+            return False
+        if not (most and rules.past_max_tokens and self._one_group) or self._pipelined:
+            return False
+        if self._recycles or self._asked_drafts or self._swap_bytes:
+            return False
+        if len(order) > self.slots_left or len(order) * (1 + most) > self.tokens_left:
+            return False
+        computed, num_open = list(map(_num_computed, order)), [0] * len(order)
+        if unverified:
+            if unverified.keys() != skipped.keys():
+                return False
+            num_open = [unverified[request].num_drafts for request in order]
+        to_keep = [count + 1 for count in map(add, computed, num_open)]
+        if max(to_keep) + most + rules.lookahead_tokens > self._most_held:
+            return False
+        size, held = memory.block_size, list(map(memory.num_held_blocks, order))
+        longest = [count + most + rules.lookahead_tokens for count in to_keep]
+        if (
+            sum(-(-end // size) - kept for end, kept in zip(longest, held, strict=True) if end > kept * size)
+            > memory.free_blocks
+        ):
+            return False
+        num_drafts = list(map(executor.num_drafts, order, repeat(most)))
+        caches, num_known = self._options.cache_at_schedule, 0 if unverified else 1
+        for place, done in enumerate(computed):
+            known = done + num_known  # the newest token may not be known yet
+            is_filling = caches and known % size < self._most_advance
+            to_hold = to_keep[place] + num_drafts[place] + rules.lookahead_tokens
+            if to_hold > held[place] * size or is_filling:
+                request = order[place]
+                memory.grow(request, to_hold)
+                held[place] = max(held[place], memory.blocks_for(to_keep[place]))
+                if is_filling and request.hashes is not None:
+                    memory.cache_blocks(request, known)
+        self._drafted = DraftedDecodes(order, computed, num_drafts, held, num_open)
+        num_tokens = len(order) + sum(num_drafts)
+        self.num_tokens += num_tokens
+        self.tokens_left -= num_tokens
+        self.slots_left -= len(order)
+        self._features = [BatchFeatures(len(order), sum(computed)).with_drafts(sum(num_drafts))]
+        return True
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 from vajra_py.contract import BatchFeatures
@@ -12,7 +12,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.features import GroupFeatures, features_of
-from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
+from vajra_py.runtime.step.plan import DraftedDecodes, PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
 
 _num_tokens = attrgetter("num_tokens")
 _computed_before = attrgetter("num_computed_before")
@@ -27,6 +27,9 @@ class PlanDraft:
     """
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_chunks",
+        "_drafted",
+        "_drafts",
         "_features",
         "_group_features",
         "_group_tokens",
@@ -46,8 +49,6 @@ class PlanDraft:
         "_swap_bytes",
         "bulk",
         "bulk_position",
-        "chunks",
-        "drafts",
         "hands_off",
         "notes",
         "now",
@@ -87,9 +88,10 @@ class PlanDraft:
         """Bytes moved by attempts at a step that then stayed empty; they count in the next step."""
         self.num_preempted_before = 0
         """Requests that were preempted in attempts at this step that ran nothing."""
-        self.chunks: dict[Request, PlannedChunk] = {}
-        self.drafts: dict[Request, PlannedDrafts] = {}
-        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
+        self._chunks: dict[Request, PlannedChunk] = {}
+        self._drafts: dict[Request, PlannedDrafts] = {}
+        self._drafted: DraftedDecodes | None = None
+        """All that is in the batch, as columns, until `chunks` or `drafts` are read; None: they have it."""
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
         # Contents and remaining limits of the batch: attributes rather than properties, since policies read them for
@@ -142,10 +144,11 @@ class PlanDraft:
         self._swap_bytes = self.swap_bytes_due
         self.num_moved = 0
         self._features: list[BatchFeatures] | None = None
-        if self.chunks:
-            self.chunks.clear()
-        if self.drafts:
-            self.drafts = {}
+        self._drafted = None
+        if self._chunks:
+            self._chunks.clear()
+        if self._drafts:
+            self._drafts = {}
         if self._group_tokens:
             self._group_tokens.clear()
         if self.selected:
@@ -157,6 +160,25 @@ class PlanDraft:
             self.notes = {}
 
     # Contents of the batch
+
+    @property
+    def chunks(self) -> dict[Request, PlannedChunk]:
+        """Entries apart from decodes of the pool."""
+        if self._drafted is not None:
+            self._spread(self._drafted)
+        return self._chunks
+
+    @property
+    def drafts(self) -> dict[Request, PlannedDrafts]:
+        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
+        if self._drafted is not None:
+            self._spread(self._drafted)
+        return self._drafts
+
+    def _spread(self, drafted: DraftedDecodes) -> None:
+        self._drafted = None
+        self._chunks.update(zip(drafted.requests, drafted, strict=True))
+        self._drafts = dict(drafted.drafts)
 
     @property
     def num_decodes(self) -> int:
@@ -311,11 +333,7 @@ class PlanDraft:
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         features = self.features()
-        chunks = tuple(self.chunks.values())
-        drafts = self.drafts  # drafts count as computed only once accepted
-        is_all_drafted = len(drafts) == len(chunks)
-        for request, num_tokens, computed, _ in chunks:
-            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
+        chunks, drafts = self._take_chunks()
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
@@ -345,9 +363,22 @@ class PlanDraft:
             admissions,
             memory.take_copies() if runs_something else (),
             self.notes or {},
-            self.drafts,
+            drafts,
             len(chunks),
         )
+
+    def _take_chunks(self) -> tuple[Sequence[PlannedChunk], Mapping[Request, PlannedDrafts]]:
+        """Return the chunks and their drafts; tokens of them count as computed from now on, drafts only once accepted."""
+        drafted = self._drafted
+        if drafted is not None:
+            for request, computed in zip(drafted.requests, drafted.num_computed, strict=True):
+                request.set_computed(computed + 1)
+            return drafted, drafted.drafts
+        chunks, drafts = tuple(self._chunks.values()), self._drafts
+        is_all_drafted = len(drafts) == len(chunks)
+        for request, num_tokens, computed, _ in chunks:
+            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
+        return chunks, drafts
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
         """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps`
