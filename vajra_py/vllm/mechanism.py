@@ -15,10 +15,9 @@ This is the only module of the scheduler that uses the runtime.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any
 
 from vajra_py.config import PolicyChoice, ReplicaConfig, SystemConfig
@@ -425,18 +424,16 @@ class Mechanism(Backend[_VllmReplica]):
     def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
         """Return the draft tokens of each entry of `plan.drafts`, not to be changed; -1 for a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
-        drafted, proposed = plan.drafted, self._executor.proposed
-        if self._executor.is_unseen:
+        drafted, executor, newest = plan.drafted, self._executor, self._executor.newest
+        if executor.is_unseen:
             counts = [one.num_tokens for one in plan.drafts.values()] if drafted is None else drafted.num_drafts
             return [places[count] for count in counts]
-        wanted: Iterable[tuple[Request, int, bool]]
-        if drafted is not None:
-            wanted = zip(drafted.requests, drafted.num_drafts, repeat(False))
-        else:
-            wanted = [(request, one.num_tokens, one.is_padding) for request, one in plan.drafts.items()]
+        if drafted is not None and all(map(newest.__contains__, drafted.requests)):
+            pairs = zip(map(newest.__getitem__, drafted.requests), drafted.num_drafts, strict=True)
+            return [tokens if len(tokens) == count else tokens[:count] for tokens, count in pairs]
         found: list[list[int]] = []
-        for request, count, is_padding in wanted:
-            tokens = places[count] if is_padding or not count else proposed(request)
+        for request, (count, _, is_padding, _) in plan.drafts.items():
+            tokens = places[count] if is_padding or not count else executor.proposed(request)
             found.append(tokens if len(tokens) == count else tokens[:count])
         return found
 

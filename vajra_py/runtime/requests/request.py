@@ -431,16 +431,27 @@ class Request(_Stated):
         return self._offset
 
 
+def num_computed_of(requests: Sequence[Request]) -> list[int]:
+    """Return the computed tokens of requests that are not in a decode pool."""
+    return [one._computed for one in requests]
+
+
+def count_planned(requests: Sequence[Request]) -> None:
+    """Count one more token of each of these requests, none of them in a decode pool, as computed."""
+    for request in requests:
+        request._computed += 1
+
+
 def add_outputs(
     requests: Sequence[Request], num_drafts: Sequence[int], num_accepted: Sequence[int], num_new: int, tick: int
-) -> None:
-    """Count the tokens of a step of decodes that ended at this tick: `num_new` (0 or 1) of each, and its accepted drafts.
+) -> list[int]:
+    """Count the tokens that decodes got from a step at this tick; returns the number of known tokens of each request.
 
-    With 0, the tokens that come in any case were counted when the step ended. One loop over fields of the requests, since
-    every decode of every step passes here.
+    Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted before.
+    One loop over the requests' fields, since every decode of a step with drafts passes here.
     """
     ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
-    num_before = 1 - num_new  # output tokens of the step that are counted already
+    num_before, num_known = 1 - num_new, list[int]()
     for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
         num_outputs = request._output
         if drafts:
@@ -450,7 +461,9 @@ def add_outputs(
             if log is None:
                 log = request._draft_log = []
             log += (num_outputs - num_before, drafts, accepted)
-        request._output = num_outputs + num_new + accepted
+        request._output = num_outputs = num_outputs + num_new + accepted
         request._computed += accepted
         request.end_epoch -= num_new + accepted
         request.token_log += ticks[accepted]
+        num_known.append(request.num_prompt_tokens + num_outputs)
+    return num_known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -717,16 +717,16 @@ class Replica:
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
         seconds, unverified = to_seconds(now), self.running_set.unverified
-        before, ended = list(unverified.items()), list[tuple[Request, EndReason]]()
+        before, ended = unverified.copy(), list[tuple[Request, EndReason]]()
         unverified.clear()
         usual: list[tuple[Request, int, int]] = []
-        for request, (num_drafts, is_padding) in before:
+        for request, (num_drafts, is_padding) in before.items():
             num_drafts, num_accepted = 0 if is_padding else num_drafts, accepted.get(request, 0)
             if request.is_skipped and num_accepted < request.end_epoch:  # it runs and goes on
                 usual.append((request, num_drafts, num_accepted))
                 continue
             self._count_verified(usual, now)
-            usual.clear()
+            usual = []
             if request.state is _ENDED:
                 continue
             num_left = self._output_limit(request) - request.num_output_tokens
@@ -747,11 +747,10 @@ class Replica:
         return ended
 
     def _count_verified(self, verified: Sequence[tuple[Request, int, int]], now: int) -> None:
-        """Count the (drafts, accepted ones) of running decodes whose token of that step is counted, and publish what is full."""
+        """Count drafts and accepted drafts of running decodes, whose first token of that step is counted already."""
         if verified:
             requests, num_drafts, num_accepted = zip(*verified, strict=True)
-            add_outputs(requests, num_drafts, num_accepted, 0, now)
-            self._publish(zip(requests, num_accepted, strict=True))
+            self._publish(requests, num_accepted, add_outputs(requests, num_drafts, num_accepted, 0, now))
 
     def report_of(self, news: KvNews) -> KvReport:
         """Return the report that was recorded so."""
@@ -909,25 +908,23 @@ class Replica:
                     opened[request] = made[count]
             num_drafts = [0 if one in opened else count for one, count in zip(requests, num_drafts, strict=True)]
             self.running_set.unverified.update(opened)
-        add_outputs(requests, num_drafts, num_accepted, 1, now)
+        num_known = add_outputs(requests, num_drafts, num_accepted, 1, now)
         if not (result.is_ahead or (rules is not None and rules.keeps_blocks)):
             for request, (_, num_kept_blocks, is_padding, _) in plan.drafts.items():
                 if request not in without:
                     num_blocks = 0 if is_padding else self.memory.blocks_for(request.num_computed_tokens)
                     self.memory.shrink(request, max(num_kept_blocks, num_blocks))
         if not self._publishes_late and len(opened) < len(requests):
-            self._publish(
-                [(one, count) for one, count in zip(requests, num_accepted, strict=True) if one not in opened]
-            )
+            num_accepted = [-1 if one in opened else count for one, count in zip(requests, num_accepted, strict=True)]
+            self._publish(requests, num_accepted, num_known)
         return [one for one in requests if one.end_epoch <= 0 and one not in opened]
 
-    def _publish(self, verified: Iterable[tuple[Request, int]]) -> None:
-        """Enter the blocks that are full with these numbers of accepted drafts in the prefix cache."""
-        memory, size = self.memory, self.memory.block_size
-        for request, num_accepted in verified:
-            num_computed = request.num_known_tokens - 1
-            if num_computed % size <= num_accepted and request.hashes is not None:
-                memory.cache_blocks(request, num_computed)
+    def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int], num_known: Sequence[int]) -> None:
+        """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
+        size = self.memory.block_size
+        pairs = zip(num_known, num_accepted, strict=True)
+        full = [known - 1 if (known - 1) % size <= accepted else 0 for known, accepted in pairs]
+        self.memory.cache_all(requests, full)
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
-from operator import add, attrgetter
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -19,7 +18,7 @@ from vajra_py.runtime.requests.connector import ConnectedKv
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.pinning import checked_seconds
-from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.request import Request, RequestState, num_computed_of
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.step.plan import DraftedDecodes, Executor, PlannedDrafts, StepPlan, new_chunk
@@ -34,7 +33,6 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 
 
 _NO_DRAFTS = PlannedDrafts(-1, -1)
-_num_computed = attrgetter("num_computed_tokens")
 
 
 class FindsInTiers(Protocol):
@@ -85,6 +83,7 @@ class Builder(PlanDraft):
         "_recycles",
         "_returned",
         "_swaps",
+        "_takes_columns",
         "_tiers",
         "_to_cache",
         "dropped",
@@ -149,6 +148,14 @@ class Builder(PlanDraft):
         """Largest number of tokens by which a decode with drafts advances between two of its steps; beyond that
         position in a block, all earlier blocks are cached.
         """
+        self._takes_columns = bool(
+            rules is not None
+            and rules.num_tokens
+            and rules.past_max_tokens
+            and running_set.memory.can_reserve
+            and not self._pipelined
+        )
+        """True if decodes with drafts may be added all at once."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
@@ -354,50 +361,51 @@ class Builder(PlanDraft):
         return position, refusal
 
     def _add_all_drafted(self, order: Sequence[Request]) -> bool:
-        """Add every decode with its drafts, as `_add_drafted`, if nothing else runs and all of them surely fit.
+        """Add every decode with its drafts, with the result of `_add_drafted`, if nothing else runs and all of them fit.
 
-        False, and nothing changed, otherwise. Lists in place of a loop, since it dominates the cost of a step with drafts.
+        Returns False and changes nothing otherwise. Works on columns, since it dominates the cost of a step with drafts.
         """
-        running_set, memory, rules, executor = self._running_set, self._memory, self._draft_rules, self._executor
+        running_set, rules, executor = self._running_set, self._draft_rules, self._executor
+        skipped, unverified = running_set.skipped, running_set.unverified
+        if not self._takes_columns or len(order) != len(skipped) or running_set.partial or running_set.pool.members:
+            return False
         assert rules is not None
         assert executor is not None
-        skipped, unverified, most = running_set.skipped, running_set.unverified, rules.num_tokens
-        if len(order) != len(skipped) or running_set.partial or running_set.pool.members:
+        most, lookahead = rules.num_tokens, rules.lookahead_tokens
+        if self._asked_drafts or self._swap_bytes or self.slots_left < len(order):
             return False
-        if not (most and rules.past_max_tokens and self._one_group) or self._pipelined:
+        if self.tokens_left < len(order) * (1 + most) or (unverified and unverified.keys() != skipped.keys()):
             return False
-        if self._recycles or self._asked_drafts or self._swap_bytes:
-            return False
-        if len(order) > self.slots_left or len(order) * (1 + most) > self.tokens_left:
-            return False
-        computed, num_open = list(map(_num_computed, order)), [0] * len(order)
-        if unverified:
-            if unverified.keys() != skipped.keys():
-                return False
-            num_open = [unverified[request].num_drafts for request in order]
-        to_keep = [count + 1 for count in map(add, computed, num_open)]
-        if max(to_keep) + most + rules.lookahead_tokens > self._most_held:
-            return False
-        size, held = memory.block_size, list(map(memory.num_held_blocks, order))
-        longest = [count + most + rules.lookahead_tokens for count in to_keep]
-        if (
-            sum(-(-end // size) - kept for end, kept in zip(longest, held, strict=True) if end > kept * size)
-            > memory.free_blocks
-        ):
-            return False
+        memory, size, last = self._memory, self._memory.block_size, self._drafted_before
+        computed = num_computed_of(order)
+        num_open = [unverified[one].num_drafts for one in order] if unverified else [0] * len(order)
         num_drafts = list(map(executor.num_drafts, order, repeat(most)))
-        caches, num_known = self._options.cache_at_schedule, 0 if unverified else 1
-        for place, done in enumerate(computed):
-            known = done + num_known  # the newest token may not be known yet
-            is_filling = caches and known % size < self._most_advance
-            to_hold = to_keep[place] + num_drafts[place] + rules.lookahead_tokens
-            if to_hold > held[place] * size or is_filling:
-                request = order[place]
-                memory.grow(request, to_hold)
-                held[place] = max(held[place], memory.blocks_for(to_keep[place]))
-                if is_filling and request.hashes is not None:
-                    memory.cache_blocks(request, known)
-        self._drafted = DraftedDecodes(order, computed, num_drafts, held, num_open)
+        to_keep = [done + count + 1 for done, count in zip(computed, num_open, strict=True)]
+        to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
+        if max(to_keep) + most + lookahead > self._most_held:
+            return False
+        if last is not None and rules.keeps_blocks and last.requests == order:
+            held = last.num_held_blocks
+        else:
+            held = list(map(memory.num_held_blocks, order))
+        caches, advance = self._options.cache_at_schedule, self._most_advance
+        known = computed if unverified else to_keep  # if drafts are unverified, the newest token is not known either
+        due = [
+            place
+            for place, (end, before, count) in enumerate(zip(to_hold, held, known, strict=True))
+            if end > before * size or (caches and count % size < advance)
+        ]
+        if sum(max(-(-to_hold[place] // size) - held[place], 0) for place in due) > memory.free_blocks:
+            return False
+        kept, held = list(held), list(held)
+        for place in due:
+            if to_hold[place] > held[place] * size:
+                memory.grow(order[place], to_hold[place])
+                kept[place] = max(held[place], memory.blocks_for(to_keep[place]))
+                held[place] = memory.blocks_for(to_hold[place])
+            if caches and known[place] % size < advance:
+                memory.cache_blocks(order[place], known[place])
+        self._drafted = DraftedDecodes(order, computed, num_drafts, kept, num_open, held)
         num_tokens = len(order) + sum(num_drafts)
         self.num_tokens += num_tokens
         self.tokens_left -= num_tokens

@@ -45,7 +45,8 @@ new_chunk = partial(tuple.__new__, PlannedChunk)
 class DraftedDecodes(Sequence[PlannedChunk]):
     """Entries of a step all of which are running decodes with drafts, as columns; a `PlannedChunk` is made when it is read.
 
-    `num_computed` is what each had computed before the step; the others are fields of `PlannedDrafts`.
+    `num_computed` is what each had computed before the step, `num_held_blocks` the blocks that it holds for it; the others
+    are fields of `PlannedDrafts`.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class DraftedDecodes(Sequence[PlannedChunk]):
         num_drafts: Sequence[int],
         num_kept_blocks: Sequence[int],
         num_unverified: Sequence[int],
+        num_held_blocks: Sequence[int] = (),
     ) -> None:
         self.requests = requests
         self.num_computed = num_computed
         self.num_drafts = num_drafts
         self.num_kept_blocks = num_kept_blocks
         self.num_unverified = num_unverified
+        self.num_held_blocks = num_held_blocks
         self.drafts = _DraftsOf(self)
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.runtime.requests.lifecycle import MOVED
-from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.requests.request import Request, count_planned
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.features import GroupFeatures, features_of
@@ -29,6 +29,7 @@ class PlanDraft:
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
         "_chunks",
         "_drafted",
+        "_drafted_before",
         "_drafts",
         "_features",
         "_group_features",
@@ -91,7 +92,9 @@ class PlanDraft:
         self._chunks: dict[Request, PlannedChunk] = {}
         self._drafts: dict[Request, PlannedDrafts] = {}
         self._drafted: DraftedDecodes | None = None
-        """All that is in the batch, as columns, until `chunks` or `drafts` are read; None: they have it."""
+        """The whole batch as columns, until `chunks` or `drafts` are read; None: these have it."""
+        self._drafted_before: DraftedDecodes | None = None
+        """The whole batch of the step before, if it was columns."""
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
         # Contents and remaining limits of the batch: attributes rather than properties, since policies read them for
@@ -144,7 +147,7 @@ class PlanDraft:
         self._swap_bytes = self.swap_bytes_due
         self.num_moved = 0
         self._features: list[BatchFeatures] | None = None
-        self._drafted = None
+        self._drafted_before, self._drafted = self._drafted, None
         if self._chunks:
             self._chunks.clear()
         if self._drafts:
@@ -371,8 +374,7 @@ class PlanDraft:
         """Return the chunks and their drafts; tokens of them count as computed from now on, drafts only once accepted."""
         drafted = self._drafted
         if drafted is not None:
-            for request, computed in zip(drafted.requests, drafted.num_computed, strict=True):
-                request.set_computed(computed + 1)
+            count_planned(drafted.requests)
             return drafted, drafted.drafts
         chunks, drafts = tuple(self._chunks.values()), self._drafts
         is_all_drafted = len(drafts) == len(chunks)
