@@ -237,6 +237,8 @@ class Builder(PlanDraft):
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
         own: Request = request  # type: ignore[assignment]  # `cast` would cost as much as the rest
+        if self._drafted is not None:
+            self._spread()
         if num_tokens == 1 and not self.bulk and own in self._members:
             return self._add_decode(own, reserve_tokens)
         if own.state is _ENDED or own.replica_id != self._replica_id:
@@ -259,7 +261,7 @@ class Builder(PlanDraft):
         if num_tokens == 1 and own.is_decode:
             if self._executor is not None:
                 refusal = self._add_drafted((own,), 0, reserve_tokens)[1]
-                is_passed_over = refusal is None and own not in self.chunks
+                is_passed_over = refusal is None and own not in self
                 return self._refuse(own, Refusal.IN_FLIGHT) if is_passed_over else refusal
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
@@ -309,6 +311,7 @@ class Builder(PlanDraft):
         Returns its position and the reason. A decode that would reach its greatest length if its last drafts are
         accepted is skipped until their outcome is known.
         """
+        self._spread()
         if not position and reserve_tokens is None and not self.chunks and self._add_all_drafted(order):
             return len(order), None
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts

@@ -27,10 +27,8 @@ class PlanDraft:
     """
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
-        "_chunks",
         "_drafted",
         "_drafted_before",
-        "_drafts",
         "_features",
         "_group_features",
         "_group_tokens",
@@ -50,6 +48,8 @@ class PlanDraft:
         "_swap_bytes",
         "bulk",
         "bulk_position",
+        "chunks",
+        "drafts",
         "hands_off",
         "notes",
         "now",
@@ -89,10 +89,11 @@ class PlanDraft:
         """Bytes moved by attempts at a step that then stayed empty; they count in the next step."""
         self.num_preempted_before = 0
         """Requests that were preempted in attempts at this step that ran nothing."""
-        self._chunks: dict[Request, PlannedChunk] = {}
-        self._drafts: dict[Request, PlannedDrafts] = {}
+        self.chunks: dict[Request, PlannedChunk] = {}
+        self.drafts: dict[Request, PlannedDrafts] = {}
+        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
         self._drafted: DraftedDecodes | None = None
-        """The whole batch as columns, until `chunks` or `drafts` are read; None: these have it."""
+        """The whole batch as columns, in place of `chunks` and `drafts`; None: they have it."""
         self._drafted_before: DraftedDecodes | None = None
         """The whole batch of the step before, if it was columns."""
         self.selected: dict[Request, None] = {}
@@ -148,10 +149,10 @@ class PlanDraft:
         self.num_moved = 0
         self._features: list[BatchFeatures] | None = None
         self._drafted_before, self._drafted = self._drafted, None
-        if self._chunks:
-            self._chunks.clear()
-        if self._drafts:
-            self._drafts = {}
+        if self.chunks:
+            self.chunks.clear()
+        if self.drafts:
+            self.drafts = {}
         if self._group_tokens:
             self._group_tokens.clear()
         if self.selected:
@@ -164,29 +165,18 @@ class PlanDraft:
 
     # Contents of the batch
 
-    @property
-    def chunks(self) -> dict[Request, PlannedChunk]:
-        """Entries apart from decodes of the pool."""
-        if self._drafted is not None:
-            self._spread(self._drafted)
-        return self._chunks
-
-    @property
-    def drafts(self) -> dict[Request, PlannedDrafts]:
-        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
-        if self._drafted is not None:
-            self._spread(self._drafted)
-        return self._drafts
-
-    def _spread(self, drafted: DraftedDecodes) -> None:
-        self._drafted = None
-        self._chunks.update(zip(drafted.requests, drafted, strict=True))
-        self._drafts = dict(drafted.drafts)
+    def _spread(self) -> None:
+        """Have the batch in `chunks` and `drafts`, since something is added to it, taken out or looked up."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            self.chunks.update(zip(drafted.requests, drafted, strict=True))
+            self.drafts = dict(drafted.drafts)
 
     @property
     def num_decodes(self) -> int:
         """Decodes in the batch."""
-        return len(self._members if self.bulk else self.selected) + len(self.drafts)
+        num_drafted = len(self.drafts) if self._drafted is None else len(self._drafted)
+        return len(self._members if self.bulk else self.selected) + num_drafted
 
     @property
     def num_requests(self) -> int:
@@ -204,6 +194,8 @@ class PlanDraft:
         return len(self.preempted)
 
     def __contains__(self, request: object) -> bool:
+        if self._drafted is not None:
+            self._spread()
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
     def features(self) -> BatchFeatures:
@@ -213,6 +205,7 @@ class PlanDraft:
 
     def _sum_features(self) -> list[BatchFeatures]:
         """Features of the batch by KV-parallel group; kept up to date with further chunks from here on."""
+        self._spread()
         pool = self._running_set.pool
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
@@ -376,7 +369,7 @@ class PlanDraft:
         if drafted is not None:
             count_planned(drafted.requests)
             return drafted, drafted.drafts
-        chunks, drafts = tuple(self._chunks.values()), self._drafts
+        chunks, drafts = tuple(self.chunks.values()), self.drafts
         is_all_drafted = len(drafts) == len(chunks)
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
