@@ -506,7 +506,7 @@ class PagedKvMemory:
         """Call `cache_blocks` for each of these resident requests, where it changes anything."""
         size, tables = self.block_size, self._tables
         for request, count in zip(requests, num_tokens, strict=True):
-            if count // size > tables[request].num_cached:
+            if count and count // size > tables[request].num_cached:
                 self.cache_blocks(request, count)
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:

@@ -447,8 +447,8 @@ def add_outputs(
 ) -> list[int]:
     """Count the tokens that decodes got from a step at this tick; returns the number of known tokens of each request.
 
-    Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted before.
-    One loop over the requests' fields, since every decode of a step with drafts passes here.
+    Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted
+    before. One loop over the requests' fields, since every decode of a step with drafts passes here.
     """
     ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
     num_before, num_known = 1 - num_new, list[int]()

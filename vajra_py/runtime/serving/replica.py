@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -903,10 +903,9 @@ class Replica:
         opened: dict[Request, Unverified] = {}  # more of their tokens may come
         if result.is_ahead:
             made = {count: Unverified(count) for count in set(num_drafts)}
-            for request, count, left in zip(requests, num_drafts, num_left, strict=True):
-                if left > 0 or request in result.stopped:
-                    opened[request] = made[count]
-            num_drafts = [0 if one in opened else count for one, count in zip(requests, num_drafts, strict=True)]
+            is_open = [left > 0 or one in result.stopped for one, left in zip(requests, num_left, strict=True)]
+            opened = {one: made[count] for one, count in compress(zip(requests, num_drafts, strict=True), is_open)}
+            num_drafts = [0 if each else count for each, count in zip(is_open, num_drafts, strict=True)]
             self.running_set.unverified.update(opened)
         num_known = add_outputs(requests, num_drafts, num_accepted, 1, now)
         if not (result.is_ahead or (rules is not None and rules.keeps_blocks)):

@@ -364,9 +364,9 @@ class Builder(PlanDraft):
         return position, refusal
 
     def _add_all_drafted(self, order: Sequence[Request]) -> bool:
-        """Add every decode with its drafts, with the result of `_add_drafted`, if nothing else runs and all of them fit.
+        """Add every decode with its drafts if nothing else runs and all of them fit, with the result of `_add_drafted`.
 
-        Returns False and changes nothing otherwise. Works on columns, since it dominates the cost of a step with drafts.
+        Returns False and changes nothing otherwise. It works on columns, since it dominates the cost of such a step.
         """
         running_set, rules, executor = self._running_set, self._draft_rules, self._executor
         skipped, unverified = running_set.skipped, running_set.unverified

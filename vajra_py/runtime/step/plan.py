@@ -43,10 +43,10 @@ new_chunk = partial(tuple.__new__, PlannedChunk)
 
 
 class DraftedDecodes(Sequence[PlannedChunk]):
-    """Entries of a step all of which are running decodes with drafts, as columns; a `PlannedChunk` is made when it is read.
+    """Entries of a step that consists of running decodes with drafts, as columns; chunks are made when they are read.
 
-    `num_computed` is what each had computed before the step, `num_held_blocks` the blocks that it holds for it; the others
-    are fields of `PlannedDrafts`.
+    `num_computed` are the computed tokens of each before the step, and `num_held_blocks` the blocks that it holds during
+    the step (empty: not counted); the others are fields of `PlannedDrafts`.
     """
 
     def __init__(

@@ -364,7 +364,7 @@ class PlanDraft:
         )
 
     def _take_chunks(self) -> tuple[Sequence[PlannedChunk], Mapping[Request, PlannedDrafts]]:
-        """Return the chunks and their drafts; tokens of them count as computed from now on, drafts only once accepted."""
+        """Return the chunks and their drafts; their tokens count as computed from now on, drafts only once accepted."""
         drafted = self._drafted
         if drafted is not None:
             count_planned(drafted.requests)
