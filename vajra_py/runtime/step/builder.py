@@ -379,7 +379,6 @@ class Builder(PlanDraft):
             return False
         if self.tokens_left < len(order) * (1 + most) or (unverified and unverified.keys() != skipped.keys()):
             return False
-        memory, size, last = self._memory, self._memory.block_size, self._drafted_before
         computed = num_computed_of(order)
         num_open = [unverified[one].num_drafts for one in order] if unverified else [0] * len(order)
         num_drafts = list(map(executor.num_drafts, order, repeat(most)))
@@ -387,19 +386,39 @@ class Builder(PlanDraft):
         to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
         if max(to_keep) + most + lookahead > self._most_held:
             return False
-        if last is not None and rules.keeps_blocks and last.requests == order:
+        # If drafts are unverified, the newest token is not known either.
+        found = self._hold_all(order, to_keep, to_hold, computed if unverified else to_keep)
+        if found is None:
+            return False
+        kept, held = found
+        self._drafted = DraftedDecodes(order, computed, num_drafts, kept, num_open, held)
+        num_tokens = len(order) + sum(num_drafts)
+        self.num_tokens += num_tokens
+        self.tokens_left -= num_tokens
+        self.slots_left -= len(order)
+        self._features = [BatchFeatures(len(order), sum(computed)).with_drafts(sum(num_drafts))]
+        return True
+
+    def _hold_all(
+        self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """Allocate blocks for these decodes, and cache those that they fill; None, changing nothing, if blocks lack.
+
+        Returns by decode the number of blocks kept if every draft is rejected, and the number held during the step.
+        """
+        memory, size, last, rules = self._memory, self._memory.block_size, self._drafted_before, self._draft_rules
+        if last is not None and rules is not None and rules.keeps_blocks and last.requests == order:
             held = last.num_held_blocks
         else:
             held = list(map(memory.num_held_blocks, order))
         caches, advance = self._options.cache_at_schedule, self._most_advance
-        known = computed if unverified else to_keep  # if drafts are unverified, the newest token is not known either
         due = [
             place
             for place, (end, before, count) in enumerate(zip(to_hold, held, known, strict=True))
             if end > before * size or (caches and count % size < advance)
         ]
         if sum(max(-(-to_hold[place] // size) - held[place], 0) for place in due) > memory.free_blocks:
-            return False
+            return None
         kept, held = list(held), list(held)
         for place in due:
             if to_hold[place] > held[place] * size:
@@ -408,13 +427,7 @@ class Builder(PlanDraft):
                 held[place] = memory.blocks_for(to_hold[place])
             if caches and known[place] % size < advance:
                 memory.cache_blocks(order[place], known[place])
-        self._drafted = DraftedDecodes(order, computed, num_drafts, kept, num_open, held)
-        num_tokens = len(order) + sum(num_drafts)
-        self.num_tokens += num_tokens
-        self.tokens_left -= num_tokens
-        self.slots_left -= len(order)
-        self._features = [BatchFeatures(len(order), sum(computed)).with_drafts(sum(num_drafts))]
-        return True
+        return kept, held
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""
