@@ -83,7 +83,6 @@ class Builder(PlanDraft):
         "_recycles",
         "_returned",
         "_swaps",
-        "_takes_columns",
         "_tiers",
         "_to_cache",
         "dropped",
@@ -148,14 +147,6 @@ class Builder(PlanDraft):
         """Largest number of tokens by which a decode with drafts advances between two of its steps; beyond that
         position in a block, all earlier blocks are cached.
         """
-        self._takes_columns = bool(
-            rules is not None
-            and rules.num_tokens
-            and rules.past_max_tokens
-            and running_set.memory.can_reserve
-            and not self._pipelined
-        )
-        """True if decodes with drafts may be added all at once."""
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
@@ -362,6 +353,13 @@ class Builder(PlanDraft):
         self.tokens_left = tokens_left
         self.slots_left -= position - start
         return position, refusal
+
+    @property
+    def _takes_columns(self) -> bool:
+        """True if decodes with drafts may be added all at once."""
+        rules = self._draft_rules
+        may_be_any = rules is not None and rules.num_tokens > 0 and rules.past_max_tokens
+        return may_be_any and self._memory.can_reserve and not self._pipelined
 
     def _add_all_drafted(self, order: Sequence[Request]) -> bool:
         """Add every decode with its drafts if nothing else runs and all of them fit, with the result of `_add_drafted`.
