@@ -25,7 +25,7 @@ from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.kv.block_hashes import output_segment
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE
-from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.requests.request import Request, add_outputs
 from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import AcceptedInTrace, RatesByPosition, read_acceptance
@@ -341,7 +341,7 @@ def accepted_by(acceptance: RatesByPosition, lengths: Sequence[int]) -> list[int
     found = []
     for count in lengths:
         found.append(acceptance.num_accepted(request, count))
-        request.add_outputs(0, found[-1], 0)
+        add_outputs([request], [0], [found[-1]], 1, 0)
     return found
 
 

@@ -16,6 +16,7 @@ This is the only module of the scheduler that uses the runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,11 +134,24 @@ class _Executor:
 
     Attributes:
         is_unseen: True if proposed tokens never leave the workers; any number of them is then available.
-        proposals: for a request, its proposed tokens and the number of output tokens that they follow.
+        newest: tokens proposed for requests whose output has not changed since.
+        proposals: tokens proposed for other requests, and the number of output tokens that they follow.
     """
 
     is_unseen: bool = False
+    newest: dict[Request, list[int]] = field(default_factory=dict)
     proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
+
+    def age(self, known: AbstractSet[Request] = frozenset()) -> None:
+        """Keep the newest proposals with their places, except those for `known`, which get output now."""
+        newest, self.newest = self.newest, {}
+        for request in newest.keys() - known if known else newest:
+            self.proposals[request] = request.num_output_tokens, newest[request]
+
+    def proposed(self, request: Request) -> list[int]:
+        """Return the tokens proposed last for a request that has any."""
+        tokens = self.newest.get(request)
+        return self.proposals[request][1] if tokens is None else tokens
 
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
@@ -147,6 +161,9 @@ class _Executor:
         """See `Executor`."""
         if self.is_unseen:
             return at_most
+        newest = self.newest.get(request)
+        if newest is not None:
+            return min(len(newest), at_most)
         place, tokens = self.proposals.get(request, _NO_PROPOSAL)
         return min(len(tokens), at_most) if place == request.num_output_tokens else 0
 
@@ -156,6 +173,7 @@ class _Executor:
 
     def release(self, request: Request) -> None:
         """See `Executor`."""
+        self.newest.pop(request, None)
         self.proposals.pop(request, None)
 
 
@@ -391,27 +409,32 @@ class Mechanism(Backend[_VllmReplica]):
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
         """Store the tokens proposed after the newest ones of those requests that decode; no step may be in flight."""
-        known, is_recorded = self._executor.proposals, self.note is not None
-        for request, tokens in zip(requests, proposals, strict=True):
-            if tokens and request.is_skipped:
-                known[request] = request.num_output_tokens, tokens
-                if is_recorded:
-                    request.note_proposal(len(tokens))
+        self._executor.age()
+        pairs = zip(requests, proposals, strict=True)
+        self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
+        if self.note is not None:
+            for request, tokens in found.items():
+                request.note_proposal(len(tokens))
 
     @property
     def is_ahead_of_drafts(self) -> bool:
         """True if steps are formed before the accepted drafts of the last one are known."""
         return self._executor.is_unseen
 
-    def planned_drafts(self, drafts: Mapping[Request, PlannedDrafts]) -> list[list[int]]:
-        """Return the draft tokens that a plan verifies for each of these requests, not to be changed; -1 for a place without a draft."""
+    def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
+        """Return the draft tokens of each entry of `plan.drafts`, not to be changed; -1 for a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
-        if self._executor.is_unseen:
-            return [places[one.num_tokens] for one in drafts.values()]
-        known, found = self._executor.proposals, list[list[int]]()
-        for request, (num_tokens, _, is_padding, _) in drafts.items():
-            tokens = places[num_tokens] if is_padding or not num_tokens else known[request][1]
-            found.append(tokens if len(tokens) == num_tokens else tokens[:num_tokens])
+        drafted, executor, newest = plan.drafted, self._executor, self._executor.newest
+        if executor.is_unseen:
+            counts = [one.num_tokens for one in plan.drafts.values()] if drafted is None else drafted.num_drafts
+            return [places[count] for count in counts]
+        if drafted is not None and all(map(newest.__contains__, drafted.requests)):
+            pairs = zip(map(newest.__getitem__, drafted.requests), drafted.num_drafts, strict=True)
+            return [tokens if len(tokens) == count else tokens[:count] for tokens, count in pairs]
+        found: list[list[int]] = []
+        for request, (count, _, is_padding, _) in plan.drafts.items():
+            tokens = places[count] if is_padding or not count else executor.proposed(request)
+            found.append(tokens if len(tokens) == count else tokens[:count])
         return found
 
     def land(self, report: KvReport | None = None) -> None:
@@ -467,6 +490,9 @@ class Mechanism(Backend[_VllmReplica]):
         one.is_known = False
         if is_ahead:
             self._ahead = plan
+        if self._executor.newest:
+            # Those in the step get output, except by a load that failed.
+            self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)
 

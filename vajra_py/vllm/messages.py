@@ -7,7 +7,7 @@ grows by one, and the counts determine the requests that need a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import add, attrgetter
+from operator import add
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +19,6 @@ from vajra_py.vllm.mechanism import Mechanism, PlannedChunk, PlannedDrafts, Requ
 from vajra_py.vllm.records import Record
 from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
 
-_num_unverified = attrgetter("num_unverified")
 Ints = npt.NDArray[np.int64]
 
 
@@ -89,11 +88,13 @@ class Messages:
 
     # One by one
 
-    def _add_chunks(
-        self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts] = MappingProxyType({})
-    ) -> None:
+    def _add_chunks(self, chunks: Iterable[PlannedChunk], drafted_by: StepPlan | None = None) -> None:
+        """Add chunks; `drafted_by` is their plan if it has drafts."""
         find, message, step = self._records.get, self.next, self._step
-        verified = dict(zip(drafts, self._mechanism.planned_drafts(drafts), strict=True)) if drafts else {}
+        drafts: Mapping[Request, PlannedDrafts] = MappingProxyType({}) if drafted_by is None else drafted_by.drafts
+        verified = (
+            {} if drafted_by is None else dict(zip(drafts, self._mechanism.planned_drafts(drafted_by), strict=True))
+        )
         for chunk in chunks:
             request, num_tokens, computed, kind = chunk
             planned = drafts.get(request)
@@ -179,17 +180,18 @@ class Messages:
 
     def _add_drafted(self, plan: StepPlan) -> None:
         """Add the chunks of a plan with drafts, in bulk if they are exactly the decodes of the step before."""
-        drafts = plan.drafts
-        requests, counts, computed, kinds = zip(*plan.chunks, strict=True)
-        is_alike = requests == self._drafted and kinds.count("running") == len(kinds) == len(drafts)
+        drafted = plan.as_drafted()
+        requests = tuple([one.request for one in plan.chunks] if drafted is None else drafted.requests)
+        is_alike = drafted is not None and requests == self._drafted
         if is_alike and not self._decodes:
             self._look_at_drafted(requests)
-        if not is_alike or not self._are_all_known() or self._are_absent():
+        if drafted is None or not is_alike or not self._are_all_known() or self._are_absent():
             self._settle_drafted(requests)
-            self._add_chunks(plan.chunks, drafts)
+            self._add_chunks(plan.chunks, plan)
             return
+        computed, counts = drafted.num_computed, [1 + count for count in drafted.num_drafts]
         if self._mechanism.is_ahead_of_drafts:  # the workers themselves subtract rejected drafts
-            computed = tuple(map(add, computed, map(_num_unverified, drafts.values())))
+            computed = list(map(add, computed, drafted.num_unverified))
         new: dict[int, Sequence[int] | Tables] = {}
         room = self._room
         for index, end in enumerate(map(add, computed, counts)):
@@ -203,7 +205,7 @@ class Messages:
                         self.next.clear(blocks)
         self._counts = dict(zip(self._counts, counts, strict=True))
         self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
-        tokens = self._mechanism.planned_drafts(drafts)
+        tokens = self._mechanism.planned_drafts(plan)
         self.next.verify({name: each for name, each in zip(self._counts, tokens, strict=True) if each})
         self._last = self._step
 

@@ -403,7 +403,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
     def _message(self, plan: StepPlan) -> SchedulerOutput:
-        for chunk in plan.chunks:
+        for chunk in plan.chunks if plan.drafted is None else ():
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
         output = self._messages.message(plan)

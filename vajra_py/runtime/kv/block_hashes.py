@@ -138,7 +138,8 @@ class TokenBlockHashes:
             return
         num_missing = self._num_before + len(self._output) - len(tokens)
         if num_missing > 0:
-            tokens.fromlist(list(self._output[-num_missing:]))  # takes half the time of `extend`
+            missing = self._output[-num_missing:]
+            tokens.fromlist(missing if isinstance(missing, list) else list(missing))  # in half the time of `extend`
         if num_blocks * size > len(tokens):
             raise IndexError(
                 f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(tokens)} tokens, {size} a block). "

@@ -160,6 +160,9 @@ class KvMemory(Protocol):
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Allocate blocks until a resident request can hold `num_tokens` tokens; return False if blocks are lacking."""
 
+    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
+        """Call `cache_blocks` for each of these resident requests, where it changes anything."""
+
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
 

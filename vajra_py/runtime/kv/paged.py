@@ -502,6 +502,13 @@ class PagedKvMemory:
         table += self._pool.take(num_new)
         return True
 
+    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
+        """Call `cache_blocks` for each of these resident requests, where it changes anything."""
+        size, tables = self.block_size, self._tables
+        for request, count in zip(requests, num_tokens, strict=True):
+            if count and count // size > tables[request].num_cached:
+                self.cache_blocks(request, count)
+
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
         entry = self._resident(request, "shrink")

@@ -376,24 +376,6 @@ class Request(_Stated):
         self.token_log.append(tick)
         return self._output
 
-    def add_outputs(self, num_drafts: int, num_accepted: int, tick: int) -> None:
-        """Count the tokens of a step with drafts that ended at this tick: one plus the accepted drafts."""
-        assert self._pool is None
-        if num_drafts:
-            self._count_drafts(self._output, num_drafts, num_accepted)
-        self._output = num_outputs = self._output + 1 + num_accepted
-        self._computed = self.num_prompt_tokens + num_outputs - 1
-        self.token_log += [tick] * (1 + num_accepted)
-
-    def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a step has verified; `num_before` is the number of output tokens before that step."""
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        log = self._draft_log
-        if log is None:
-            log = self._draft_log = []
-        log += (num_before, num_drafts, num_accepted)
-
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
         """Count the drafts of the step that gave the newest token, and those that became output after it."""
         assert self._pool is None
@@ -405,6 +387,15 @@ class Request(_Stated):
         self.token_log += [tick] * num_accepted
         if self.state is RequestState.RUNNING:  # otherwise its KV was freed meanwhile
             self._computed += num_accepted
+
+    def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts that a step has verified; `num_before` is the number of output tokens before that step."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        log = self._draft_log
+        if log is None:
+            log = self._draft_log = []
+        log += (num_before, num_drafts, num_accepted)
 
     def note_proposal(self, num_drafts: int) -> None:
         """Record the drafts proposed for the next tokens."""
@@ -438,3 +429,41 @@ class Request(_Stated):
         self._pool = None
         self._computed, self._output = computed, output
         return self._offset
+
+
+def num_computed_of(requests: Sequence[Request]) -> list[int]:
+    """Return the computed tokens of requests that are not in a decode pool."""
+    return [one._computed for one in requests]
+
+
+def count_planned(requests: Sequence[Request]) -> None:
+    """Count one more token of each of these requests, none of them in a decode pool, as computed."""
+    for request in requests:
+        request._computed += 1
+
+
+def add_outputs(
+    requests: Sequence[Request], num_drafts: Sequence[int], num_accepted: Sequence[int], num_new: int, tick: int
+) -> list[int]:
+    """Count the tokens that decodes got from a step at this tick; returns the number of known tokens of each request.
+
+    Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted
+    before. One loop over the requests' fields, since every decode of a step with drafts passes here.
+    """
+    ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
+    num_before, num_known = 1 - num_new, list[int]()
+    for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
+        num_outputs = request._output
+        if drafts:
+            request.num_draft_tokens += drafts
+            request.num_accepted_tokens += accepted
+            log = request._draft_log
+            if log is None:
+                log = request._draft_log = []
+            log += (num_outputs - num_before, drafts, accepted)
+        request._output = num_outputs = num_outputs + num_new + accepted
+        request._computed += accepted
+        request.end_epoch -= num_new + accepted
+        request.token_log += ticks[accepted]
+        num_known.append(request.num_prompt_tokens + num_outputs)
+    return num_known

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -37,7 +38,7 @@ from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
-from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.request import Request, RequestState, add_outputs
 from vajra_py.runtime.requests.running_set import RunningSet, StateView, Unverified
 from vajra_py.runtime.step.builder import Builder
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
@@ -716,14 +717,21 @@ class Replica:
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
         seconds, unverified = to_seconds(now), self.running_set.unverified
-        before, ended = list(unverified.items()), list[tuple[Request, EndReason]]()
+        before, ended = unverified.copy(), list[tuple[Request, EndReason]]()
         unverified.clear()
-        for request, (num_drafts, is_padding) in before:
+        usual: list[tuple[Request, int, int]] = []
+        for request, (num_drafts, is_padding) in before.items():
+            num_drafts, num_accepted = 0 if is_padding else num_drafts, accepted.get(request, 0)
+            if request.is_skipped and num_accepted < request.end_epoch:  # it runs and goes on
+                usual.append((request, num_drafts, num_accepted))
+                continue
+            self._count_verified(usual, now)
+            usual = []
             if request.state is _ENDED:
                 continue
             num_left = self._output_limit(request) - request.num_output_tokens
-            num_accepted = min(accepted.get(request, 0), num_left)
-            self.lifecycle.verified(request, 0 if is_padding else num_drafts, num_accepted, now)
+            num_accepted = min(num_accepted, num_left)
+            self.lifecycle.verified(request, num_drafts, num_accepted, now)
             request.end_epoch = num_left = num_left - num_accepted
             if num_left > 0:
                 continue
@@ -735,7 +743,14 @@ class Replica:
                 if not is_running:
                     self.parts.executor.release(request)
                 ended.append((request, reason))
+        self._count_verified(usual, now)
         return ended
+
+    def _count_verified(self, verified: Sequence[tuple[Request, int, int]], now: int) -> None:
+        """Count drafts and accepted drafts of running decodes, whose first token of that step is counted already."""
+        if verified:
+            requests, num_drafts, num_accepted = zip(*verified, strict=True)
+            self._publish(requests, num_accepted, add_outputs(requests, num_drafts, num_accepted, 0, now))
 
     def report_of(self, news: KvNews) -> KvReport:
         """Return the report that was recorded so."""
@@ -825,7 +840,7 @@ class Replica:
     def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None) -> list[Request]:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
-        if len(drafts) == len(plan.chunks) and not any(map(_is_padding, drafts.values())):
+        if plan.drafted is not None or (len(drafts) == len(plan.chunks) and not any(map(_is_padding, drafts.values()))):
             return done
         is_split = memory.num_groups > 1
         chunks: Sequence[PlannedChunk] = plan.chunks
@@ -876,42 +891,39 @@ class Replica:
         """Count the tokens of decodes with drafts, and free the blocks of rejected drafts; returns the requests that
         end.
         """
-        rules = self.parts.options.drafts
-        keeps = rules is not None and rules.keeps_blocks
-        accepted, publishes, size = result.accepted, not self._publishes_late, self.memory.block_size
-        is_ahead, unverified = result.is_ahead, self.running_set.unverified
-        keeps = keeps or is_ahead  # the next step's tokens come after all drafts
-        done: list[Request] = []
-        without, open_one = {*result.failed, *self._over, *void}, Unverified(-1)
-        for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
-            if without and request in without:
-                continue
-            if is_padding:
-                if not keeps:
-                    self.memory.shrink(request, num_kept_blocks)
-                continue
-            num_left = request.end_epoch - 1
-            num_accepted = accepted.get(request, 0)
-            if num_accepted > num_left:
-                num_accepted = num_left
-            is_open = is_ahead and (num_left > 0 or request in result.stopped)
-            request.add_outputs(0 if is_open else num_drafts, num_accepted, now)
-            request.end_epoch = num_left = num_left - num_accepted
-            if is_open:
-                if open_one.num_drafts != num_drafts:
-                    open_one = Unverified(num_drafts)
-                unverified[request] = open_one
-                continue
-            if not keeps:
-                num_blocks = self.memory.blocks_for(request.num_computed_tokens)
-                self.memory.shrink(request, max(num_kept_blocks, num_blocks))
-            if publishes and request.hashes is not None:
-                num_computed = request.num_computed_tokens
-                if num_computed % size <= num_accepted:  # a block may be full now
-                    self.memory.cache_blocks(request, num_computed)
-            if num_left <= 0:
-                done.append(request)
-        return done
+        rules, drafted = self.parts.options.drafts, plan.drafted
+        without = {*result.failed, *self._over, *void}
+        if drafted is not None and not without:
+            requests, num_drafts = drafted.requests, drafted.num_drafts
+        else:
+            entries = [(one, each) for one, each in plan.drafts.items() if not each.is_padding and one not in without]
+            requests, num_drafts = [one for one, _ in entries], [each.num_tokens for _, each in entries]
+        num_left = [one.end_epoch - 1 for one in requests]
+        num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
+        opened: dict[Request, Unverified] = {}  # more of their tokens may come
+        if result.is_ahead:
+            made = {count: Unverified(count) for count in set(num_drafts)}
+            is_open = [left > 0 or one in result.stopped for one, left in zip(requests, num_left, strict=True)]
+            opened = {one: made[count] for one, count in compress(zip(requests, num_drafts, strict=True), is_open)}
+            num_drafts = [0 if each else count for each, count in zip(is_open, num_drafts, strict=True)]
+            self.running_set.unverified.update(opened)
+        num_known = add_outputs(requests, num_drafts, num_accepted, 1, now)
+        if not (result.is_ahead or (rules is not None and rules.keeps_blocks)):
+            for request, (_, num_kept_blocks, is_padding, _) in plan.drafts.items():
+                if request not in without:
+                    num_blocks = 0 if is_padding else self.memory.blocks_for(request.num_computed_tokens)
+                    self.memory.shrink(request, max(num_kept_blocks, num_blocks))
+        if not self._publishes_late and len(opened) < len(requests):
+            num_accepted = [-1 if one in opened else count for one, count in zip(requests, num_accepted, strict=True)]
+            self._publish(requests, num_accepted, num_known)
+        return [one for one in requests if one.end_epoch <= 0 and one not in opened]
+
+    def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int], num_known: Sequence[int]) -> None:
+        """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
+        size = self.memory.block_size
+        pairs = zip(num_known, num_accepted, strict=True)
+        full = [known - 1 if (known - 1) % size <= accepted else 0 for known, accepted in pairs]
+        self.memory.cache_all(requests, full)
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its

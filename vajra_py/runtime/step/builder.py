@@ -7,7 +7,7 @@ now.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from itertools import repeat
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -18,10 +18,10 @@ from vajra_py.runtime.requests.connector import ConnectedKv
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.pinning import checked_seconds
-from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.request import Request, RequestState, num_computed_of
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
-from vajra_py.runtime.step.plan import Executor, PlannedChunk, PlannedDrafts, StepPlan
+from vajra_py.runtime.step.plan import DraftedDecodes, Executor, PlannedDrafts, StepPlan, new_chunk
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
@@ -32,8 +32,6 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 """States of waiting requests some of whose tokens are computed."""
 
 
-_new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Function that makes a chunk from a tuple of its fields, in less than half the time of the constructor."""
 _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
@@ -230,6 +228,8 @@ class Builder(PlanDraft):
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
         own: Request = request  # type: ignore[assignment]  # `cast` would cost as much as the rest
+        if self._drafted is not None:
+            self._spread()
         if num_tokens == 1 and not self.bulk and own in self._members:
             return self._add_decode(own, reserve_tokens)
         if own.state is _ENDED or own.replica_id != self._replica_id:
@@ -252,7 +252,7 @@ class Builder(PlanDraft):
         if num_tokens == 1 and own.is_decode:
             if self._executor is not None:
                 refusal = self._add_drafted((own,), 0, reserve_tokens)[1]
-                is_passed_over = refusal is None and own not in self.chunks
+                is_passed_over = refusal is None and own not in self
                 return self._refuse(own, Refusal.IN_FLIGHT) if is_passed_over else refusal
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
@@ -299,9 +299,12 @@ class Builder(PlanDraft):
         """Add the decodes from a position of the order on, with their drafts, up to the first request that does not fit
         or is not a decode.
 
-        Returns its position and the reason. A single loop, since it dominates the cost of a step with drafts. A decode
-        that would reach its greatest length if its last drafts are accepted is skipped until their outcome is known.
+        Returns its position and the reason. A decode that would reach its greatest length if its last drafts are
+        accepted is skipped until their outcome is known.
         """
+        self._spread()
+        if not position and reserve_tokens is None and not self.chunks and self._add_all_drafted(order):
+            return len(order), None
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
         caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
@@ -336,7 +339,7 @@ class Builder(PlanDraft):
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
-            chunks[request] = _new_chunk((request, 1 + num_drafts, computed, "running"))
+            chunks[request] = new_chunk((request, 1 + num_drafts, computed, "running"))
             if drafts.num_tokens != num_drafts or drafts.num_kept_blocks != kept or drafts.num_unverified != num_open:
                 drafts = PlannedDrafts(num_drafts, kept, num_unverified=num_open)
             planned[request] = drafts
@@ -350,6 +353,79 @@ class Builder(PlanDraft):
         self.tokens_left = tokens_left
         self.slots_left -= position - start
         return position, refusal
+
+    @property
+    def _takes_columns(self) -> bool:
+        """True if decodes with drafts may be added all at once."""
+        rules = self._draft_rules
+        may_be_any = rules is not None and rules.num_tokens > 0 and rules.past_max_tokens
+        return may_be_any and self._memory.can_reserve and not self._pipelined
+
+    def _add_all_drafted(self, order: Sequence[Request]) -> bool:
+        """Add every decode with its drafts if nothing else runs and all of them fit, with the result of `_add_drafted`.
+
+        Returns False and changes nothing otherwise. It works on columns, since it dominates the cost of such a step.
+        """
+        running_set, rules, executor = self._running_set, self._draft_rules, self._executor
+        skipped, unverified = running_set.skipped, running_set.unverified
+        if not self._takes_columns or len(order) != len(skipped) or running_set.partial or running_set.pool.members:
+            return False
+        assert rules is not None
+        assert executor is not None
+        most, lookahead = rules.num_tokens, rules.lookahead_tokens
+        if self._asked_drafts or self._swap_bytes or self.slots_left < len(order):
+            return False
+        if self.tokens_left < len(order) * (1 + most) or (unverified and unverified.keys() != skipped.keys()):
+            return False
+        computed = num_computed_of(order)
+        num_open = [unverified[one].num_drafts for one in order] if unverified else [0] * len(order)
+        num_drafts = list(map(executor.num_drafts, order, repeat(most)))
+        to_keep = [done + count + 1 for done, count in zip(computed, num_open, strict=True)]
+        to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
+        if max(to_keep) + most + lookahead > self._most_held:
+            return False
+        # If drafts are unverified, the newest token is not known either.
+        found = self._hold_all(order, to_keep, to_hold, computed if unverified else to_keep)
+        if found is None:
+            return False
+        kept, held = found
+        self._drafted = DraftedDecodes(order, computed, num_drafts, kept, num_open, held)
+        num_tokens = len(order) + sum(num_drafts)
+        self.num_tokens += num_tokens
+        self.tokens_left -= num_tokens
+        self.slots_left -= len(order)
+        self._features = [BatchFeatures(len(order), sum(computed)).with_drafts(sum(num_drafts))]
+        return True
+
+    def _hold_all(
+        self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """Allocate blocks for these decodes, and cache those that they fill; None, changing nothing, if blocks lack.
+
+        Returns by decode the number of blocks kept if every draft is rejected, and the number held during the step.
+        """
+        memory, size, last, rules = self._memory, self._memory.block_size, self._drafted_before, self._draft_rules
+        if last is not None and rules is not None and rules.keeps_blocks and last.requests == order:
+            held = last.num_held_blocks
+        else:
+            held = list(map(memory.num_held_blocks, order))
+        caches, advance = self._options.cache_at_schedule, self._most_advance
+        due = [
+            place
+            for place, (end, before, count) in enumerate(zip(to_hold, held, known, strict=True))
+            if end > before * size or (caches and count % size < advance)
+        ]
+        if sum(max(-(-to_hold[place] // size) - held[place], 0) for place in due) > memory.free_blocks:
+            return None
+        kept, held = list(held), list(held)
+        for place in due:
+            if to_hold[place] > held[place] * size:
+                memory.grow(order[place], to_hold[place])
+                kept[place] = max(held[place], memory.blocks_for(to_keep[place]))
+                held[place] = memory.blocks_for(to_hold[place])
+            if caches and known[place] % size < advance:
+                memory.cache_blocks(order[place], known[place])
+        return kept, held
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.runtime.requests.lifecycle import MOVED
-from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.requests.request import Request, count_planned
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.features import GroupFeatures, features_of
-from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
+from vajra_py.runtime.step.plan import DraftedDecodes, PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
 
 _num_tokens = attrgetter("num_tokens")
 _computed_before = attrgetter("num_computed_before")
@@ -27,6 +27,8 @@ class PlanDraft:
     """
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_drafted",
+        "_drafted_before",
         "_features",
         "_group_features",
         "_group_tokens",
@@ -90,6 +92,10 @@ class PlanDraft:
         self.chunks: dict[Request, PlannedChunk] = {}
         self.drafts: dict[Request, PlannedDrafts] = {}
         """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
+        self._drafted: DraftedDecodes | None = None
+        """The whole batch as columns, in place of `chunks` and `drafts`; None: they have it."""
+        self._drafted_before: DraftedDecodes | None = None
+        """The whole batch of the step before, if it was columns."""
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
         # Contents and remaining limits of the batch: attributes rather than properties, since policies read them for
@@ -142,6 +148,7 @@ class PlanDraft:
         self._swap_bytes = self.swap_bytes_due
         self.num_moved = 0
         self._features: list[BatchFeatures] | None = None
+        self._drafted_before, self._drafted = self._drafted, None
         if self.chunks:
             self.chunks.clear()
         if self.drafts:
@@ -158,10 +165,18 @@ class PlanDraft:
 
     # Contents of the batch
 
+    def _spread(self) -> None:
+        """Have the batch in `chunks` and `drafts`, since something is added to it, taken out or looked up."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            self.chunks.update(zip(drafted.requests, drafted, strict=True))
+            self.drafts = dict(drafted.drafts)
+
     @property
     def num_decodes(self) -> int:
         """Decodes in the batch."""
-        return len(self._members if self.bulk else self.selected) + len(self.drafts)
+        num_drafted = len(self.drafts) if self._drafted is None else len(self._drafted)
+        return len(self._members if self.bulk else self.selected) + num_drafted
 
     @property
     def num_requests(self) -> int:
@@ -179,6 +194,8 @@ class PlanDraft:
         return len(self.preempted)
 
     def __contains__(self, request: object) -> bool:
+        if self._drafted is not None:
+            self._spread()
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
     def features(self) -> BatchFeatures:
@@ -188,6 +205,7 @@ class PlanDraft:
 
     def _sum_features(self) -> list[BatchFeatures]:
         """Features of the batch by KV-parallel group; kept up to date with further chunks from here on."""
+        self._spread()
         pool = self._running_set.pool
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
@@ -311,11 +329,7 @@ class PlanDraft:
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         features = self.features()
-        chunks = tuple(self.chunks.values())
-        drafts = self.drafts  # drafts count as computed only once accepted
-        is_all_drafted = len(drafts) == len(chunks)
-        for request, num_tokens, computed, _ in chunks:
-            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
+        chunks, drafts = self._take_chunks()
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
@@ -345,9 +359,21 @@ class PlanDraft:
             admissions,
             memory.take_copies() if runs_something else (),
             self.notes or {},
-            self.drafts,
+            drafts,
             len(chunks),
         )
+
+    def _take_chunks(self) -> tuple[Sequence[PlannedChunk], Mapping[Request, PlannedDrafts]]:
+        """Return the chunks and their drafts; their tokens count as computed from now on, drafts only once accepted."""
+        drafted = self._drafted
+        if drafted is not None:
+            count_planned(drafted.requests)
+            return drafted, drafted.drafts
+        chunks, drafts = tuple(self.chunks.values()), self.drafts
+        is_all_drafted = len(drafts) == len(chunks)
+        for request, num_tokens, computed, _ in chunks:
+            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
+        return chunks, drafts
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
         """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps`
