@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import TypeAlias
 
 import pluggy
+from msgspec import Struct
 
 from vajra_py import __version__
 from vajra_py.contract import hookspecs
@@ -56,8 +56,7 @@ def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = 
     return Registry(tuple(sources), policies, presets, loader.claims_with_builtins)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loader:
+class _Loader(Struct, frozen=True):
     """Plug-in manager, and the source of each registered plug-in."""
 
     manager: pluggy.PluginManager

@@ -13,6 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from msgspec import Struct
 from pydantic import BaseModel
 
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec, RoutingPartKind, RoutingPartSpec
@@ -48,8 +49,7 @@ DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PluginSource:
+class PluginSource(Struct, frozen=True, order=True):
     """Origin of an offer: an entry point of a package at a version."""
 
     package: str
@@ -62,8 +62,7 @@ class PluginSource:
         return f"{self.entry_point!r} of {self.package} {self.version}"
 
 
-@dataclass(frozen=True, slots=True)
-class Offer(Generic[SpecT]):
+class Offer(Struct, Generic[SpecT], frozen=True):
     """Named object offered by a plug-in."""
 
     spec: SpecT
@@ -80,8 +79,7 @@ class Offer(Generic[SpecT]):
         return self.source.version
 
 
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[SpecT]):
+class Kind(Struct, Generic[SpecT], frozen=True):
     """Kind of policy that belongs to no layer, or kind of part of a policy.
 
     Attributes:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep, load_config
 from vajra_py.errors import ConfigError, Problem, RunError, did_you_mean
 from vajra_py.experiment.atlas.entries import Entry
@@ -217,7 +219,7 @@ def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> Swe
         return None
 
     def report(index: int, status: PointStatus) -> None:
-        progress(num_before + index, replace(status, label=_words(plan, status.label)))
+        progress(num_before + index, structs.replace(status, label=_words(plan, status.label)))
 
     return report
 

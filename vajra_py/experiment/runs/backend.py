@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from msgspec import Struct
+
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.experiment.runs.results import Tables
@@ -21,8 +23,7 @@ Progress = Callable[[int, int, float], None]
 """Called repeatedly with (ended requests, total requests, seconds on the run's clock)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Inputs of one run."""
 
     config: ExperimentConfig

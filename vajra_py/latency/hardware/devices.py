@@ -8,9 +8,10 @@ bandwidths per direction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from typing import Annotated, Any
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
@@ -18,8 +19,7 @@ from vajra_py.latency.hardware.catalog import device_name, device_names, read_de
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
+class DeviceSpec(Struct, frozen=True):
     """One device of a replica, with its links to peers and to the host."""
 
     name: str

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.metrics.tables.transfers import (
@@ -35,8 +37,7 @@ target to be admitted.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(Struct, frozen=True):
     """Links between the replicas of one replicaset."""
 
     pools: Sequence[str]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import Observer, TierTransfer
@@ -34,8 +35,7 @@ def is_of_tiers(column: str) -> bool:
     return column == LOAD_TIME or column.startswith(_HITS)
 
 
-@dataclass(frozen=True, slots=True)
-class TierLink:
+class TierLink(Struct, frozen=True):
     """Link of one tier in one replicaset."""
 
     bandwidth: float

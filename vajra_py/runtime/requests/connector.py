@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
+from msgspec import Struct
+
 from vajra_py.contract import PriorityKey, RequestView
 from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import Lifecycle
@@ -63,8 +65,7 @@ class FormedStep(Protocol):
         """Return True if the step computes a running request."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvReport:
+class KvReport(Struct, frozen=True):
     """Report of a connector's workers with a step."""
 
     received: Collection[Request] = ()
@@ -79,8 +80,7 @@ class KvReport:
     """Number of steps that have completed with the report, if steps are formed ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorRules:
+class ConnectorRules(Struct, frozen=True):
     """Rules by which a replica uses its connector."""
 
     holding_order: Literal["begin", "urgency"] = "begin"
@@ -117,8 +117,7 @@ class _Kept:
     reasons: set[Literal["load", "send"]]
 
 
-@dataclass(frozen=True, slots=True)
-class FailedLoads:
+class FailedLoads(Struct, frozen=True):
     """Requests affected by failed loads."""
 
     waiting: Sequence[Request]

@@ -7,8 +7,10 @@ policy broke the contract end, each with the reason, and no policy is called unt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
+
+from msgspec import structs
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
@@ -129,7 +131,7 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
     replicaset.newly_held_back.clear()
     replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
-        replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))
+        replica.bind_policy(structs.replace(replica.parts, queue=policies.new_queue()))
         replica.clear()
     for request in alive:
         if request.state is RequestState.ENDED:  # in the interrupted step, before anyone was notified

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.requests.request import Request
 
@@ -16,8 +18,7 @@ class IllegalPlan(ValueError):
         self.request_id = request.request_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRules:
+class DraftRules(Struct, frozen=True, kw_only=True):
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int

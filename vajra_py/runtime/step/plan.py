@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.kv import BlockCopy
 from vajra_py.runtime.requests.connector import KvReport
@@ -131,8 +133,7 @@ def in_batch_order(
     yield from chunks[position:]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None if tokens have no ids
@@ -146,8 +147,8 @@ class StepResult:
 
     tokens: Sequence[tuple[Request, int]] | None = None
     stopped: frozenset[Request] = frozenset()
-    failed: Mapping[Request, str] = field(default_factory=dict)
-    accepted: Mapping[Request, int] = field(default_factory=dict)
+    failed: Mapping[Request, str] = msgspec.field(default_factory=dict)
+    accepted: Mapping[Request, int] = msgspec.field(default_factory=dict)
     report: KvReport | None = None
     """Report of a connector's workers; None without a connector or a report."""
     is_ahead: bool = False
