@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from scipy import stats
 
 from vajra_py.cli.main import vajra
@@ -130,7 +131,7 @@ def test_runs_that_count_as_one_observation_have_no_interval_no_test_and_a_reaso
 ) -> None:
     runs = replicated(make_run, 3)
     reason = COPIED
-    settings = [replace(one, runs=one.runs[:1], num_seeds=3, note=reason) for one in group_replications(runs)]
+    settings = [structs.replace(one, runs=one.runs[:1], num_seeds=3, note=reason) for one in group_replications(runs)]
     monkeypatch.setattr(comparisons, "group_replications", lambda *_, **__: settings)
     found = compare(runs)
     assert found.replications == (1, 1, 1)
