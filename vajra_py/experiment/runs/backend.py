@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel
@@ -33,8 +32,7 @@ class Run(Struct, frozen=True):
     progress: Progress | None = None
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """Result of a backend that has finished."""
 
     ended_at: float

@@ -8,8 +8,9 @@ the same load, and only if they kept up with it. With replications, differences 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
+
+from msgspec import Struct, field
 
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
@@ -28,8 +29,7 @@ _QUIET_ZEROS = (
 Row = tuple[float | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSettings:
+class ComparedSettings(Struct, frozen=True):
     """Values of several settings by scope and metric."""
 
     names: tuple[str, ...]

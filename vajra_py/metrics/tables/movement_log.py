@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -70,8 +69,7 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
     return found
 
 
-@dataclass(slots=True)
-class _Journey:
+class _Journey(Struct):
     """State of a request that is moving: the fields of its current row, and the number of rows written before
     (`stage`).
     """

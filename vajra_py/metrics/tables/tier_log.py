@@ -5,7 +5,6 @@ links.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,8 +57,7 @@ def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
     return found
 
 
-@dataclass(slots=True)
-class Flow:
+class Flow(Struct):
     """Total of transfers from one memory to another in one replicaset."""
 
     num_transfers: int = 0

@@ -7,11 +7,10 @@ log) and the generated tokens, they determine all decisions of a run. Complete u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
@@ -460,8 +459,7 @@ def _segment(name: Any) -> SegmentId:
     return tuple(name) if isinstance(name, list) else name
 
 
-@dataclass(slots=True)
-class RecordedOutput:
+class RecordedOutput(Struct):
     """Output of one request."""
 
     token_ids: list[int] = field(default_factory=list)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
 from msgspec import Struct
@@ -103,15 +102,13 @@ class ConnectorRules(Struct, frozen=True):
     """
 
 
-@dataclass(slots=True)
-class _Load:
+class _Load(Struct):
     num_tokens: int
     """Leading tokens whose KV the request's blocks hold after the load."""
     is_over: bool = False
 
 
-@dataclass(slots=True)
-class _Kept:
+class _Kept(Struct):
     num_tokens: int
     """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]

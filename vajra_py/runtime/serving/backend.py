@@ -48,8 +48,7 @@ R = TypeVar("R", bound=BackendReplica)
 S = TypeVar("S", bound=BackendReplica, contravariant=True)
 
 
-@dataclass(eq=False, slots=True)
-class Transfer(Generic[R]):
+class Transfer(Struct, Generic[R], eq=False):
     """Transfer of a request's KV from one replica to blocks reserved on another.
 
     Attributes:

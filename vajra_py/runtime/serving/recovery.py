@@ -7,10 +7,9 @@ policy broke the contract end, each with the reason, and no policy is called unt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
@@ -23,8 +22,7 @@ from vajra_py.runtime.support.clock import to_seconds
 Ended = list[tuple[Request, EndReason]]
 
 
-@dataclass(slots=True)
-class Losses:
+class Losses(Struct):
     """Outcome of a lost replica for its requests."""
 
     ended: Ended = field(default_factory=list)

@@ -47,8 +47,7 @@ class ElasticPool(Struct, frozen=True):
     """True if running requests of a draining replica move to others; False if the replica finishes them."""
 
 
-@dataclass(eq=False, slots=True)
-class Start:
+class Start(Struct, eq=False):
     """Event at which a starting replica takes requests."""
 
     change: ReplicaChange

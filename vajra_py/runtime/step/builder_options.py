@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from vajra_py.contract import BatchFeatures
@@ -51,8 +49,7 @@ class DraftRules(Struct, frozen=True, kw_only=True):
         return self.step_s + num_tokens * self.token_s if num_tokens else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class BuilderOptions:
+class BuilderOptions(Struct, kw_only=True):
     """Options of plan building, from the replica's configuration and from the executing side."""
 
     reserve_prompt: bool
