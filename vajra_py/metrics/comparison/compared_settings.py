@@ -8,9 +8,8 @@ the same load, and only if they kept up with it. With replications, differences 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
-
-from msgspec import Struct, field
 
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
@@ -29,7 +28,8 @@ _QUIET_ZEROS = (
 Row = tuple[float | None, ...]
 
 
-class ComparedSettings(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ComparedSettings:
     """Values of several settings by scope and metric."""
 
     names: tuple[str, ...]

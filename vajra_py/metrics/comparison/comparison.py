@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -34,7 +35,8 @@ _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
 """Stability labels from the least to the most serious."""
 
 
-class Comparison(ComparedSettings, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Comparison(ComparedSettings):
     """Comparison of several settings, with exports to data frames, CSV, JSON, Markdown, LaTeX and terminal tables."""
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
