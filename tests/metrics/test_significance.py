@@ -7,7 +7,6 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_marks_claim_nothing_of_a_value_whose_difference_is_not_significant(comp
 
 def comparison_without(comparison: Comparison, name: str) -> Comparison:
     kept = [i for i, own in enumerate(comparison.names) if own != name]
-    return replace(
+    return structs.replace(
         comparison,
         names=tuple(comparison.names[i] for i in kept),
         stability=tuple(comparison.stability[i] for i in kept),

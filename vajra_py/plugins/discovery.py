@@ -38,7 +38,18 @@ def load_registry() -> Registry:
 
 @lru_cache(maxsize=4)
 def _cached_registry(disabled: str) -> Registry:
-    return build_registry(metadata.entry_points(group=GROUP), disabled)
+    return build_registry(_installed_entry_points(), disabled)
+
+
+def _installed_entry_points() -> list[metadata.EntryPoint]:
+    """Return the entry points of the group. Files that do not name it are not parsed; of a package that is installed
+    twice, the first on the path counts.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    for each in metadata.distributions():
+        if f"[{GROUP}]" in (each.read_text("entry_points.txt") or ""):
+            found.setdefault(normalised(each.name), each)
+    return [entry for each in found.values() for entry in each.entry_points.select(group=GROUP)]
 
 
 def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = "") -> Registry:

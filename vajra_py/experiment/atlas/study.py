@@ -239,7 +239,7 @@ def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadCo
     positions = {plan.places[runs[setting.positions[0]].name]: i for i, setting in enumerate(settings)}
     named = {i: f"{policy}, {load}" if len(plan.loads) > 1 else policy for (policy, load), i in positions.items()}
     names = tuple(named[i] for i in range(len(settings)))
-    comparison = replace(comparison, names=names, primary=present or tuple(keys))
+    comparison = structs.replace(comparison, names=names, primary=present or tuple(keys))
     description = str(runs[0].config.get("description") or "")
     return WorkloadComparison(
         plan.name, description, comparison, [entry.name for entry in asked.rows], plan.loads, positions

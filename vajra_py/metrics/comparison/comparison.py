@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -35,8 +34,7 @@ _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
 """Stability labels from the least to the most serious."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison(ComparedSettings):
+class Comparison(ComparedSettings, frozen=True):
     """Comparison of several settings, with exports to data frames, CSV, JSON, Markdown, LaTeX and terminal tables."""
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
