@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from pydantic import BaseModel
 
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec, RoutingPartKind, RoutingPartSpec
@@ -120,8 +119,7 @@ Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Pairs of a plug-in and one of the values that its hook returned."""
 
 
-@dataclass(frozen=True, eq=False)
-class Registry:
+class Registry(Struct, frozen=True, eq=False, dict=True):
     """Offers of the installed plug-ins, by name.
 
     `lazy` calls one hook of every plug-in; it is called at most once for each kind of offer, on first use.
@@ -146,7 +144,7 @@ class Registry:
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]
         policies = [one for one in given if not isinstance(one[1], _OTHERS)]
-        return replace(
+        return structs.replace(
             self,
             policy_claims=[*self.policy_claims, *policies],
             given_others=[*self.given_others, *others],
