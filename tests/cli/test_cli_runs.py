@@ -92,10 +92,9 @@ def test_frozen_records_of_a_run_are_structs(small: Path) -> None:
     assert {name for name in dataclasses if not name.startswith("vajra_py.contract.")} == {
         "vajra_py.config.sweeps.SweepPoint",  # a mapping
         "vajra_py.errors.Problem",  # `import vajra_py` imports the standard library alone
-        "vajra_py.metrics.tables.requests.RequestRow",  # has the contract's facts
-        "vajra_py.runtime.requests.request.RequestFacts",
+        "vajra_py.runtime.requests.request.RequestFacts",  # has the contract's facts
         "vajra_py.workload.content.ContentStore",  # has a field that is not compared
-        "vajra_py.workload.request.RequestSpec",
+        "vajra_py.workload.request.RequestSpec",  # has the contract's facts
         "vajra_py.workload.workload.SloClass",  # has a field that is not hashed
     }
 
