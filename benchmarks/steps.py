@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+from msgspec import structs
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchBuilder, LocalReplicaView, ReplicaScheduler
@@ -163,7 +165,7 @@ def measure_case(case: Case, policy: ReplicaScheduler | None = None) -> tuple[fl
     """(microseconds a step, multiple of the bare loop), each the median of several alternating rounds."""
     _, replica, _ = build(case)
     if policy is not None:
-        replica.bind_policy(replace(replica.parts, policy=policy))
+        replica.bind_policy(structs.replace(replica.parts, policy=policy))
     own, base = _alternating((stepping(replica), bare_loop(case.num_running)))
     return median(own) / 1000, _ratio(own, base)
 

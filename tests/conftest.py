@@ -6,12 +6,12 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from msgspec import structs
 
 if TYPE_CHECKING:
     from vajra_py.contract import PolicySpec
@@ -113,7 +113,7 @@ def with_observer() -> Callable[[str, Observer], Registry]:
             PluginSource("test-observers", "1.0", name),
             ObserverSpec(name, NoParameters, lambda _: observer, "A test's."),
         )
-        return replace(
+        return structs.replace(
             installed, lazy=lambda hook: [*installed.lazy(hook), *([claim] if hook == "vajra_observers" else [])]
         )
 

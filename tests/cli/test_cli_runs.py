@@ -79,6 +79,26 @@ def test_a_run_imports_the_kind_of_workload_that_it_names(small: Path) -> None:
     assert not loaded & {"config", "profiles", "programs", "sessions"}
 
 
+def test_frozen_records_of_a_run_are_structs(small: Path) -> None:
+    code = (
+        "import sys; from vajra_py.cli.main import vajra;"
+        f"vajra.main(['run', {str(small)!r}], standalone_mode=False);"
+        "kinds = {one for module in [*sys.modules.values()] for one in vars(module).values() if isinstance(one, type)};"
+        "params = {one: vars(one).get('__dataclass_params__') for one in kinds};"
+        "print(*(f'{one.__module__}.{one.__name__}' for one in kinds if params[one] and params[one].frozen))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    dataclasses = {name for name in done.stdout.splitlines()[-1].split() if name.startswith("vajra_py.")}
+    assert {name for name in dataclasses if not name.startswith("vajra_py.contract.")} == {
+        "vajra_py.config.sweeps.SweepPoint",  # a mapping
+        "vajra_py.errors.Problem",  # `import vajra_py` imports the standard library alone
+        "vajra_py.runtime.requests.request.RequestFacts",  # has the contract's facts
+        "vajra_py.workload.content.ContentStore",  # has a field that is not compared
+        "vajra_py.workload.request.RequestSpec",  # has the contract's facts
+        "vajra_py.workload.workload.SloClass",  # has a field that is not hashed
+    }
+
+
 def test_what_is_finished_is_not_run_again(vajra: Vajra, small: Path) -> None:
     vajra("run", small, "-q")
     before = Path("runs/small/environment.json").stat().st_mtime_ns

@@ -7,7 +7,6 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from pydantic import BaseModel, ConfigDict
 
 import vajra_py as vajra
@@ -265,7 +265,7 @@ def test_a_step_time_that_cannot_be_ends_the_run_by_name(answer: float, in_runs:
     def lazy(hook: str) -> Any:
         return [*registry.lazy(hook), *([(source, spec)] if hook == "vajra_latency_models" else [])]
 
-    own = replace(registry, lazy=lazy)
+    own = structs.replace(registry, lazy=lazy)
     experiment = {**SMALL, "backend": {"simulator": {"latency": {"type": "wrong"}}}}
     config = config_from_mapping(experiment, registry=own)
     with pytest.raises(ExecutorError, match="latency model: a step cannot last"):

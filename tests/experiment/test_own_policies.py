@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from pydantic import BaseModel, ConfigDict, field_validator
 
 import vajra_py as vajra
@@ -92,7 +93,7 @@ def with_predictor(registry: Registry) -> Registry:
     def lazy(hook: str) -> Any:
         return [*registry.lazy(hook), *([(source, spec)] if hook == "vajra_output_length_predictors" else [])]
 
-    return replace(registry, lazy=lazy)
+    return structs.replace(registry, lazy=lazy)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_the_described_devices_have_the_figures_of_their_data_sheets() -> None:
 @pytest.mark.parametrize("name", device_names())
 def test_every_figure_has_a_source_and_every_share_is_one(name: str) -> None:
     device, sources = load_device(name), device_sources(name)
-    assert set(sources) | {"name", "priced_as"} == set(type(device).__dataclass_fields__)
+    assert set(sources) | {"name", "priced_as"} == set(device.__struct_fields__)
     assert all(len(source) >= len("assumption") for source in sources.values())
     shares = [
         *device.compute_fraction.values(),

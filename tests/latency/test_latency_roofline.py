@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vajra_py.contract.latency import BatchFeatures, LatencyModel
 from vajra_py.errors import ConfigError
@@ -156,7 +156,7 @@ def test_merging_over_kv_groups_costs_time() -> None:
 def test_an_eight_bit_cache_halves_its_reading() -> None:
     model, device = load_model("Llama-3.1-8B"), load_device("h100")
     wide = RooflineModel(model, device)
-    narrow = RooflineModel(replace(model, kv_dtype="fp8"), device)
+    narrow = RooflineModel(structs.replace(model, kv_dtype="fp8"), device)
     shape = BatchFeatures(64, 64 * 4096)
     assert narrow.breakdown_s(shape)["decode_attention"] == pytest.approx(
         wide.breakdown_s(shape)["decode_attention"] / 2
@@ -237,7 +237,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sizes() -> None:
 
 
 def test_impossible_splits_and_dtypes_are_refused_together() -> None:
-    model = replace(load_model("Qwen3-0.6B"), dtype="fp8")
+    model = structs.replace(load_model("Qwen3-0.6B"), dtype="fp8")
     with pytest.raises(ConfigError) as caught:
         Deployment(model, load_device("a100"), Parallelism(3, 40))
     text = str(caught.value)

@@ -22,7 +22,8 @@ from vajra_py.metrics.comparison.metrics import METRICS
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.summary.summary import summarise
-from vajra_py.metrics.tables.requests import RequestRow, RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables.request_row import RequestRow
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
 from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.requests.running_set import NO_CHANGES

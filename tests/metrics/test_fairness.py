@@ -170,7 +170,8 @@ def test_neither_names_nor_order_change_a_measure_and_the_index_stays_in_its_bou
     rows = list(range(len(service.tenant)))
     chance.shuffle(rows)  # type: ignore[attr-defined]
     other = Service(
-        np.array(swapped)[service.tenant][rows], *(getattr(service, name)[rows] for name in Service.__slots__[1:])
+        np.array(swapped)[service.tenant][rows],
+        *(getattr(service, name)[rows] for name in Service.__struct_fields__[1:]),
     )
     again = section_of(other, tenants)
     for name in ("jain_index", "max_service_difference", "num_backlogged", "max_service", "min_service"):

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from vajra_py.metrics.tables import columnar
 from vajra_py.metrics.tables import requests as tables
+from vajra_py.metrics.tables.request_row import RequestRow
 from vajra_py.metrics.tables.requests import (
     REQUEST_COLUMNS,
     TBT_COLUMNS,
     GapList,
-    RequestRow,
     RequestsBuilder,
     TbtBuilder,
     write_parquet,

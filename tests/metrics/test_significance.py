@@ -7,11 +7,11 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from scipy import stats
 
 from vajra_py.cli.main import vajra
@@ -75,7 +75,7 @@ def test_marks_claim_nothing_of_a_value_whose_difference_is_not_significant(comp
 
 def comparison_without(comparison: Comparison, name: str) -> Comparison:
     kept = [i for i, own in enumerate(comparison.names) if own != name]
-    return replace(
+    return structs.replace(
         comparison,
         names=tuple(comparison.names[i] for i in kept),
         stability=tuple(comparison.stability[i] for i in kept),
@@ -130,7 +130,7 @@ def test_runs_that_count_as_one_observation_have_no_interval_no_test_and_a_reaso
 ) -> None:
     runs = replicated(make_run, 3)
     reason = COPIED
-    settings = [replace(one, runs=one.runs[:1], num_seeds=3, note=reason) for one in group_replications(runs)]
+    settings = [structs.replace(one, runs=one.runs[:1], num_seeds=3, note=reason) for one in group_replications(runs)]
     monkeypatch.setattr(comparisons, "group_replications", lambda *_, **__: settings)
     found = compare(runs)
     assert found.replications == (1, 1, 1)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from vajra_py.metrics.definitions import Slo, SloDefaults, Window
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.summary.summary import MAX_GROUPS, OTHERS, Summary, summarise
-from vajra_py.metrics.tables.requests import RequestRow, RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.request_row import RequestRow
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
 NAN = float("nan")

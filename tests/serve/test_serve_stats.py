@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import PolicySwap
@@ -84,7 +85,7 @@ def test_a_model_that_predicts_nothing_is_asked_once() -> None:
             raise ExecutorError("nothing is known of this")
 
     harness = Harness("fcfs", "round_robin", "fixed_chunk", OPTIONS)
-    harness.replica().parts = replace(harness.replica().parts, latency=Silent(STEP_S))
+    harness.replica().parts = structs.replace(harness.replica().parts, latency=Silent(STEP_S))
     stats = ServerStats(harness.controller, 100)
     harness.controller.watch((stats,))
     harness.simulator(SimulationOptions()).run([RequestSpec("r", 0.0, 10, 8)])

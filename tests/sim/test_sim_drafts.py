@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, Refusal
@@ -73,7 +73,7 @@ def test_drafts_are_cut_by_budget_and_lengths() -> None:
     assert first.tokens == {"a": 3, "b": 3}
     assert second.tokens == {"a": 5, "b": 2}  # what the budget has left
     assert third.tokens == {"a": 1, "b": 4}  # no draft beyond max_tokens
-    past = harness(replace(FOUR, past_max_tokens=True), max_model_len=14)
+    past = harness(structs.replace(FOUR, past_max_tokens=True), max_model_len=14)
     past.submit("a", num_prompt_tokens=6, num_output_tokens=6, max_tokens=6)
     assert [step.num_tokens for step in past.steps_until_idle()] == [6, 5]
     past.submit("b", num_prompt_tokens=9, num_output_tokens=4, max_tokens=4)
@@ -82,7 +82,7 @@ def test_drafts_are_cut_by_budget_and_lengths() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 4])
 def test_drafts_are_cut_where_even_an_empty_memory_has_no_room_for_them(lookahead: int) -> None:
-    rules = replace(FOUR, past_max_tokens=True, lookahead_tokens=lookahead)
+    rules = structs.replace(FOUR, past_max_tokens=True, lookahead_tokens=lookahead)
     options = HarnessOptions(drafts=rules, acceptance=NONE, num_blocks=4, block_size=16)
     world = Harness("fcfs", "round_robin", "orca", options)
     request = world.submit("a", num_prompt_tokens=40, num_output_tokens=25, max_tokens=25)  # 64 of 65 tokens have KV
@@ -107,7 +107,7 @@ def test_no_drafts_are_looked_for_where_none_fit(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_blocks_of_rejected_drafts(keeps: bool) -> None:
-    rules = replace(FOUR, keeps_blocks=keeps)
+    rules = structs.replace(FOUR, keeps_blocks=keeps)
     world = harness(rules, NONE, block_size=4, num_blocks=6, reserve_prompt=False)
     request = world.submit("a", num_prompt_tokens=4, num_output_tokens=9, max_tokens=20)
     memory = world.replica().memory
@@ -122,7 +122,7 @@ def test_blocks_of_rejected_drafts(keeps: bool) -> None:
 
 
 def test_no_more_blocks_are_taken_than_the_drafts_fill() -> None:
-    world = harness(replace(FOUR, keeps_blocks=True), NONE, block_size=4, reserve_prompt=False)
+    world = harness(structs.replace(FOUR, keeps_blocks=True), NONE, block_size=4, reserve_prompt=False)
     request = world.submit("a", num_prompt_tokens=3, num_output_tokens=9, max_tokens=20)
     world.step()
     world.step()
@@ -140,7 +140,9 @@ def test_what_a_policy_reserved_stays() -> None:
 
 
 def test_lookahead_takes_blocks_too() -> None:
-    world = harness(replace(FOUR, lookahead_tokens=8, keeps_blocks=True), NONE, block_size=4, reserve_prompt=False)
+    world = harness(
+        structs.replace(FOUR, lookahead_tokens=8, keeps_blocks=True), NONE, block_size=4, reserve_prompt=False
+    )
     request = world.submit("a", num_prompt_tokens=4, num_output_tokens=9, max_tokens=20)
     world.step()
     world.step()
@@ -175,8 +177,8 @@ def submit_same(world: Harness, name: str, *, prompt: int, output: int) -> Any:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_who_is_admitted_with_a_token_left_has_places_for_drafts_if_wanted(keeps: bool) -> None:
-    rules = replace(FOUR, pads_admitted=True, keeps_blocks=keeps, past_max_tokens=True)
-    plain, padding = cached_world(replace(rules, pads_admitted=False), ALL), cached_world(rules, ALL)
+    rules = structs.replace(FOUR, pads_admitted=True, keeps_blocks=keeps, past_max_tokens=True)
+    plain, padding = cached_world(structs.replace(rules, pads_admitted=False), ALL), cached_world(rules, ALL)
     for world, tokens in ((plain, 1), (padding, 5)):
         submit_same(world, "a", prompt=9, output=1)
         world.steps_until_idle()
@@ -193,7 +195,7 @@ def test_who_is_admitted_with_a_token_left_has_places_for_drafts_if_wanted(keeps
 
 
 def test_places_that_do_not_fit_the_rest_of_the_budget_wait_and_those_beyond_it_are_left_out() -> None:
-    rules = replace(FOUR, pads_admitted=True, past_max_tokens=True)
+    rules = structs.replace(FOUR, pads_admitted=True, past_max_tokens=True)
     world = cached_world(rules, NONE, max_batch_tokens=8)
     submit_same(world, "a", prompt=9, output=1)
     world.steps_until_idle()
@@ -212,7 +214,7 @@ def test_places_that_do_not_fit_the_rest_of_the_budget_wait_and_those_beyond_it_
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_was_accepted_last_is_found_unless_it_is_published_with_the_next_step(is_late: bool) -> None:
-    world = cached_world(replace(FOUR, publishes_late=is_late), ALL)
+    world = cached_world(structs.replace(FOUR, publishes_late=is_late), ALL)
     content = PromptContent((("a", 4),))
     world.submit("a", num_prompt_tokens=4, num_output_tokens=6, max_tokens=6, content=content)
     world.steps_until_idle()  # 4 tokens, then five at once, of which the last ones fill the second block
@@ -223,7 +225,7 @@ def test_what_was_accepted_last_is_found_unless_it_is_published_with_the_next_st
 
 
 def test_the_last_hit_is_computed_anew_if_wanted_and_prompts_have_blocks_ahead() -> None:
-    rules = replace(FOUR, lookahead_tokens=4)
+    rules = structs.replace(FOUR, lookahead_tokens=4)
     world = cached_world(rules, NONE, PrefixCacheOptions(drop_last_hit=True))
     first = submit_same(world, "a", prompt=12, output=2)
     world.step()
@@ -282,7 +284,7 @@ def test_predictions_and_features_have_drafts() -> None:
                 seen.append((batch.features(), before, batch.predicted_time()))
             fill(replica, batch, lambda request, batch, replica: batch.max_chunk(request))
 
-    rules = replace(FOUR, step_s=0.5, token_s=0.25)
+    rules = structs.replace(FOUR, step_s=0.5, token_s=0.25)
     options = HarnessOptions(drafts=rules, acceptance=NONE, latency=AffineModel(base_s=1.0, per_token_s=0.01))
     world = Harness("fcfs", "round_robin", Looks(), options)
     for name in "ab":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from vajra_py.api import load
 from vajra_py.config import ExperimentConfig
@@ -34,7 +34,7 @@ def registry_with(layer: Layer, build: Callable[[], Any]) -> Registry:
     spec = PolicySpec(BROKEN, layer, NoParameters, lambda config, context: build(), "Breaks at its tenth request.")
     installed = load_registry()
     source = PluginSource("broken-policies", "1.0", "broken")
-    return replace(installed, policy_claims=[*installed.policy_claims, (source, spec)])
+    return structs.replace(installed, policy_claims=[*installed.policy_claims, (source, spec)])
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vajra_py.contract import Layer
 from vajra_py.latency import AffineModel
@@ -98,7 +99,7 @@ def test_with_one_replica_pull_is_round_robin(prioritizer: str, scheduler: Any) 
 
 def test_with_one_pipelined_replica_too() -> None:
     """A pipeline holds several steps, each with its own slots: pulling must fill them all."""
-    options = replace(OPTIONS, pipeline_stages=3, max_batch_size=2, latency=replace(latency(), num_stages=3))
+    options = replace(OPTIONS, pipeline_stages=3, max_batch_size=2, latency=structs.replace(latency(), num_stages=3))
     policies = ("fcfs", ("fixed_chunk", {"chunk_size": 64}))
     pull, bound = (
         story(workload(6), (policies[0], chooser, policies[1]), options) for chooser in ("pull", "round_robin")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vajra_py.contract import BatchBuilder, LocalReplicaView
 from vajra_py.contract.observer import EndReason
@@ -311,7 +312,7 @@ def test_replicasets_serve_side_by_side() -> None:
         harness.replicaset.name = name
         for replica in harness.replicaset.replicas:
             replica.replicaset = name
-            replica.parts = replace(replica.parts, executor=executor)
+            replica.parts = structs.replace(replica.parts, executor=executor)
         replicasets[name] = harness.replicaset
 
     def select(facts: RequestFacts) -> str:

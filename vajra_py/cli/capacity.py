@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import structs
 
 from vajra_py.cli.options import new_progress, on_option, overrides_option
 
@@ -103,7 +103,7 @@ def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: 
     if not quiet:
         for path in paths:
             click.echo(f"wrote {path}")
-        show_table(replace(table, notes=()))
+        show_table(structs.replace(table, notes=()))
         num_runs, num_new = (sum(getattr(one, name) for one in answers) for name in ("num_runs", "num_new"))
         click.echo(f"{num_runs} runs, {num_new} of them new")
     for note in answer_notes(answers):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -134,7 +134,7 @@ def print_step_times(runs: Sequence[RunData], comparison: Comparison | None = No
 
 def print_accuracy(accuracy: Accuracy, title: str = "") -> None:
     """Print the errors of a simulation of a measured run, one row per metric, and the origin of its step times."""
-    show_table(replace(accuracy.table(), title=title))
+    show_table(structs.replace(accuracy.table(), title=title))
     click.echo(f"step times: {accuracy.trust}")
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import Struct
 
 from vajra_py.cli.options import on_option, overrides_option
 from vajra_py.cli.progress import RunsDisplay
@@ -140,8 +140,7 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     return is_served
 
 
-@dataclass(frozen=True, slots=True)
-class _RunOptions:
+class _RunOptions(Struct, frozen=True):
     """Execution options of a run."""
 
     overwrite: bool

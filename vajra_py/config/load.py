@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec import Struct, structs
 from pydantic import ValidationError
 
 from vajra_py.config.choices import PluginParts
@@ -34,16 +34,14 @@ EXPERIMENT_KEYS = tuple(key for key in ExperimentConfig.model_fields if key not 
 """Keys that only experiments have; a file with any of them is an experiment, not a system."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """Origin of a configuration: the tree as written with overrides applied, and the points of its sweep once expanded."""
 
     root: Entries
     points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(Struct, frozen=True):
     """Context for checking a tree."""
 
     registry: Registry
@@ -194,7 +192,7 @@ def _check_one_setting(root: Any, place: Place, overrides: Iterable[str]) -> Non
 def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> SystemConfig:
     root, findings = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
     if any(key in root for key in EXPERIMENT_KEYS):
-        context = replace(context, may_be_system=False)
+        context = structs.replace(context, may_be_system=False)
     sweep, count = root.get("sweep"), _replications(root)
     if sweep is None and count == 1:
         config, more = _resolve(root.without("sweep"), context)

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,13 @@ def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions that determine a simulated result, except those of plug-ins."""
-    libraries = {name: metadata.version(name) for name in LIBRARIES}
+    libraries = {name: _version(name) for name in LIBRARIES}
     return {"vajra-py": __version__, "python": platform.python_version(), **libraries}
+
+
+def _version(library: str) -> str:
+    """Return the version that a library states as `__version__`, without parsing its metadata if it states one."""
+    return getattr(import_module(library), "__version__", None) or metadata.version(library)
 
 
 def environment() -> dict[str, Any]:

@@ -9,9 +9,10 @@ the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
+
+from msgspec import Struct
 
 from vajra_py.errors import Problem
 
@@ -19,8 +20,7 @@ Step: TypeAlias = str | int
 KeyPath: TypeAlias = tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Origin of a value."""
 
     source: str = ""
@@ -89,8 +89,7 @@ class PathError(ValueError):
     """Raised for a path that does not exist in a tree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """Mistake at a path, independent of its presentation."""
 
     place: Place

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.errors import did_you_mean
 
@@ -38,8 +39,7 @@ Value: TypeAlias = Callable[[str], "float | None"]
 """Function that reads a dotted path of a run's summary."""
 
 
-@dataclass(frozen=True, slots=True)
-class SloMetric:
+class SloMetric(Struct, frozen=True):
     """Metric of all requests, or of one group of them."""
 
     text: str
@@ -49,8 +49,7 @@ class SloMetric:
     """Name of an SLO class, tenant or replicaset; None for all requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(Struct, frozen=True):
     """A metric and its limit."""
 
     metric: SloMetric
@@ -81,8 +80,7 @@ class Condition:
         return self.limit * math.exp(inwards) if self.limit > 0 else self.limit + inwards
 
 
-@dataclass(frozen=True, slots=True)
-class Junction:
+class Junction(Struct, frozen=True):
     """Conjunction or disjunction of conditions."""
 
     kind: Literal["and", "or"]
@@ -92,8 +90,7 @@ class Junction:
 Expression: TypeAlias = Condition | Junction
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(Struct, frozen=True):
     """Parsed SLO expression."""
 
     text: str

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from vajra_py.config import DEFAULT_POOL, ReplicasetConfig, SystemConfig, system_from_mapping
 from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
@@ -191,7 +193,7 @@ class Engine:
         executors = {key: _executor(maker.options[key], config.backend.settings) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         served = config.backend.settings.served_models(replicasets)
-        controller = build_controller(config, replace(all_services, records_copies=True, served_models=served))
+        controller = build_controller(config, structs.replace(all_services, records_copies=True, served_models=served))
         replicas = {
             key: EngineReplica(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()

@@ -7,10 +7,10 @@ folder, or to the folder given as `base_folder` in pydantic's validation context
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from msgspec import structs
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from vajra_py.contract.latency import LengthEstimate
@@ -115,7 +115,7 @@ class RooflineConfig(SettingsModel):
         model = load_model(self.model)
         dtype = self.dtype or model.dtype
         kv_dtype = self.kv_dtype or ("bfloat16" if dtype == "fp8" else dtype)
-        return replace(model, dtype=dtype, kv_dtype=kv_dtype)
+        return structs.replace(model, dtype=dtype, kv_dtype=kv_dtype)
 
     def device_spec(self) -> DeviceSpec:
         """Return the described device."""

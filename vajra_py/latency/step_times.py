@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec import Struct, field, structs
 
 from vajra_py.contract.latency import DescribesModel, LatencyModel, ModelDescription, Origin
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(Struct, frozen=True):
     """Origin of step times, and their known errors."""
 
     kind: Origin
@@ -40,7 +40,7 @@ class StepTimes:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as plain values, with the sentence."""
-        return {**asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
+        return {**structs.asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
 
 
 LEAST_TRUSTED_FIRST: tuple[Origin, ...] = ("given", "analytic", "measured", "calibrated", "recorded", "real")

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from vajra_py.metrics.summary.stability import Stability, StabilityLabel
     from vajra_py.metrics.summary.summary import Summary, summarise
     from vajra_py.metrics.tables.recorder import Recorder
+    from vajra_py.metrics.tables.request_row import RequestRow
     from vajra_py.metrics.tables.requests import (
         GapList,
-        RequestRow,
         RequestsBuilder,
         TbtBuilder,
         write_parquet,
@@ -65,7 +65,8 @@ _PLACES = {
     "summary.stability": ("Stability", "StabilityLabel"),
     "tables.steps": ("StepRow", "StepsBuilder"),
     "summary.summary": ("Summary", "summarise"),
-    "tables.requests": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
+    "tables.request_row": ("RequestRow",),
+    "tables.requests": ("GapList", "RequestsBuilder", "TbtBuilder", "write_parquet"),
     "report.timeline": ("TimelineOptions", "write_timeline"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}

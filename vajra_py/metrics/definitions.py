@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
@@ -38,8 +38,7 @@ QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.
 _RANK_SLACK = 1.0 - 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """The measurement window, both ends included, in seconds on the run's clock.
 
     Latencies, counts, attainment and rates cover the requests that *arrived* in it, however late they ended;
@@ -65,8 +64,7 @@ class Window:
         return (at >= self.start_at) & (at <= self.end_at)
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(Struct, frozen=True):
     """Default SLO of a request without its own, in seconds; None: no SLO."""
 
     ttft_s: float | None = None
@@ -75,8 +73,7 @@ class Slo:
     tbt_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SloDefaults:
+class SloDefaults(Struct, frozen=True):
     """Default SLOs by class and for all other requests; each applies only to requests without an SLO of that kind."""
 
     everyone: Slo = field(default_factory=Slo)
@@ -111,8 +108,7 @@ class SloStatus(IntEnum):
     MET = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Outcomes:
+class Outcomes(Struct, frozen=True):
     """Columns that determine latencies and SLOs; one entry per request, times in seconds, NaN = never."""
 
     arrived_at: Floats
@@ -132,8 +128,7 @@ class Outcomes:
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Promises:
+class Promises(Struct, frozen=True):
     """SLOs, one entry per request, in seconds; NaN = none. `deadline_at` is a time on the run's clock, the others are
     durations.
     """
@@ -144,8 +139,7 @@ class Promises:
     tbt_s: Floats | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SloJudgement:
+class SloJudgement(Struct, frozen=True):
     """`SloStatus` of each request (int8), for each kind of SLO and for all of them together."""
 
     ttft: NDArray[np.int8]
@@ -279,8 +273,7 @@ def _ranks(count: int, fractions: Sequence[float]) -> Ints:
     return np.array([nearest_rank(count, fraction) for fraction in fractions], dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class GapStatistics:
+class GapStatistics(Struct, frozen=True):
     """Statistics of the gaps between one request's tokens as its client receives them, in seconds; NaN with fewer than
     two tokens.
     """
@@ -323,8 +316,7 @@ def jain_index(shares: Floats) -> float:
     return float(shares.sum()) ** 2 / (len(shares) * squares)
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceWeights:
+class ServiceWeights(Struct, frozen=True):
     """Weights of tokens and tenants for measuring service.
 
     The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from pydantic import BaseModel, ValidationError
 
 from vajra_py.contract import (
@@ -140,8 +140,7 @@ def build_latency_model(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLengthInputs:
+class OutputLengthInputs(Struct, frozen=True):
     """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]

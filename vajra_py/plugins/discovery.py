@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import TypeAlias
 
 import pluggy
+from msgspec import Struct
 
 from vajra_py import __version__
 from vajra_py.contract import hookspecs
@@ -38,7 +38,18 @@ def load_registry() -> Registry:
 
 @lru_cache(maxsize=4)
 def _cached_registry(disabled: str) -> Registry:
-    return build_registry(metadata.entry_points(group=GROUP), disabled)
+    return build_registry(_installed_entry_points(), disabled)
+
+
+def _installed_entry_points() -> list[metadata.EntryPoint]:
+    """Return the entry points of the group. Files that do not name it are not parsed; of a package that is installed
+    twice, the first on the path counts.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    for each in metadata.distributions():
+        if f"[{GROUP}]" in (each.read_text("entry_points.txt") or ""):
+            found.setdefault(normalised(each.name), each)
+    return [entry for each in found.values() for entry in each.entry_points.select(group=GROUP)]
 
 
 def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = "") -> Registry:
@@ -56,8 +67,7 @@ def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = 
     return Registry(tuple(sources), policies, presets, loader.claims_with_builtins)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loader:
+class _Loader(Struct, frozen=True):
     """Plug-in manager, and the source of each registered plug-in."""
 
     manager: pluggy.PluginManager

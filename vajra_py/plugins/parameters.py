@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from pydantic import BaseModel
 
 UNITS: Mapping[str, str] = {
@@ -22,8 +22,7 @@ UNITS: Mapping[str, str] = {
 """Unit by suffix of a field's name; the longest matching suffix counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(Struct, frozen=True):
     """One parameter of a policy, with texts for listings."""
 
     name: str

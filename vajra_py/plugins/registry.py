@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from msgspec import Struct, structs
 from pydantic import BaseModel
 
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec, RoutingPartKind, RoutingPartSpec
@@ -48,8 +48,7 @@ DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PluginSource:
+class PluginSource(Struct, frozen=True, order=True):
     """Origin of an offer: an entry point of a package at a version."""
 
     package: str
@@ -62,8 +61,7 @@ class PluginSource:
         return f"{self.entry_point!r} of {self.package} {self.version}"
 
 
-@dataclass(frozen=True, slots=True)
-class Offer(Generic[SpecT]):
+class Offer(Struct, Generic[SpecT], frozen=True):
     """Named object offered by a plug-in."""
 
     spec: SpecT
@@ -80,8 +78,7 @@ class Offer(Generic[SpecT]):
         return self.source.version
 
 
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[SpecT]):
+class Kind(Struct, Generic[SpecT], frozen=True):
     """Kind of policy that belongs to no layer, or kind of part of a policy.
 
     Attributes:
@@ -122,8 +119,7 @@ Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Pairs of a plug-in and one of the values that its hook returned."""
 
 
-@dataclass(frozen=True, eq=False)
-class Registry:
+class Registry(Struct, frozen=True, eq=False, dict=True):
     """Offers of the installed plug-ins, by name.
 
     `lazy` calls one hook of every plug-in; it is called at most once for each kind of offer, on first use.
@@ -148,7 +144,7 @@ class Registry:
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]
         policies = [one for one in given if not isinstance(one[1], _OTHERS)]
-        return replace(
+        return structs.replace(
             self,
             policy_claims=[*self.policy_claims, *policies],
             given_others=[*self.given_others, *others],

@@ -7,8 +7,10 @@ recorded as an input, so that a replay with the same inputs makes the same decis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
+
+from msgspec import structs
 
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.observer import EndReason
@@ -135,7 +137,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.advance_to(now)
         on_their_way, self._on_their_way = self._on_their_way, []
         for one in on_their_way:
-            self._driver.events.push(now, Phase.TRANSFER, replace(one, tick=now))
+            self._driver.events.push(now, Phase.TRANSFER, structs.replace(one, tick=now))
         return now
 
     def at(self, tick: int, inputs: Sequence[Input]) -> None:
@@ -174,7 +176,7 @@ class RouteCore(Backend[BackendReplica]):
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
         now = self._begin(clock)
-        self._apply_kv_report(replace(report, tick=now))
+        self._apply_kv_report(structs.replace(report, tick=now))
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
@@ -200,8 +202,7 @@ class RouteCore(Backend[BackendReplica]):
 
     def _happen(self, clock: int, what: Failure | Restart | Abandonment) -> None:
         now = max(clock, self._driver.now + _NANOSECOND)
-        given = {name: getattr(what, name) for name in type(what).__dataclass_fields__ if name != "tick"}
-        self.advance(now, (Phase.FAILURE, type(what)(now, **given)))
+        self.advance(now, (Phase.FAILURE, structs.replace(what, tick=now)))
 
     def _apply_report(self, report: ServerReport) -> None:
         replica = self._ones[report.replicaset, report.replica_id].replica

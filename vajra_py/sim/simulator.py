@@ -7,8 +7,9 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from msgspec import Struct, structs
 
 from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
@@ -49,8 +50,7 @@ from vajra_py.workload.followers import Followers
 _STEP_END, _ARRIVAL = Phase.STEP_END, Phase.ARRIVAL
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationOptions:
+class SimulationOptions(Struct, frozen=True):
     """Options of one simulation."""
 
     horizon_s: float | None = None
@@ -80,8 +80,7 @@ class SimulationOptions:
     """Real seconds after which a policy call counts as a violation of the contract; None: no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
+class Acceptance(Struct, frozen=True):
     """A request that is accepted at a different time than the client sent it."""
 
     spec: RequestSpec
@@ -229,7 +228,7 @@ class Simulator(Backend[SimReplica]):
         if isinstance(payload, Acceptance):
             spec, arrived_at, salt, reads = payload.spec, payload.arrived_at, payload.salt, payload.reads_cache
             if not payload.is_queued and (seen_at := self._next_scheduling()) > self.now:
-                self.inject(seen_at, Phase.ARRIVAL, replace(payload, is_queued=True))
+                self.inject(seen_at, Phase.ARRIVAL, structs.replace(payload, is_queued=True))
                 return
         else:
             spec, arrived_at, salt, reads = payload, None, None, True

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+from msgspec import structs
 
 from vajra_py.config.adapters import AdapterConfig, AdaptersConfig
 from vajra_py.contract import AdmissionDecision, ProgramView, ReplicaState, RequestView
@@ -359,7 +360,9 @@ PROGRAMS = Scenario(
 )
 PIPELINED = Scenario(
     "two pipeline stages",
-    replace(SMALL, pipeline_stages=2, num_blocks=24, max_batch_tokens=64, latency=replace(STEP_TIME, num_stages=2)),
+    replace(
+        SMALL, pipeline_stages=2, num_blocks=24, max_batch_tokens=64, latency=structs.replace(STEP_TIME, num_stages=2)
+    ),
     _spread(12, 0.4, (16, 200), (4, 30)),
 )
 KV_PARALLEL = Scenario(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -371,7 +371,7 @@ class Connector:
         """Return the report with `sent` replaced by the ended requests that need their blocks no longer."""
         for request in report.sent:
             late.sent(request)
-        return replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
+        return structs.replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
 
     def _report(self, output: Any) -> KvReport:
         for name in output.finished_recving or ():

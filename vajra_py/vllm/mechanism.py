@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from vajra_py.config import PolicyChoice, ReplicaConfig, SystemConfig
 from vajra_py.contract import Layer, ReplicaLimits
@@ -307,16 +309,16 @@ class Mechanism(Backend[_VllmReplica]):
             self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
             if self._is_gate_new:
                 self._is_gate_new = False
-                self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
+                self._driver.events.push(self._turn, Phase.FAILURE, structs.replace(self._gate, tick=self._turn))
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
         """Change the gate from the open turn on, or from the next one; see `Gate`."""
-        self._gate = replace(self._gate, **changes)
+        self._gate = structs.replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True
         else:
-            self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
+            self._driver.events.push(self._turn, Phase.FAILURE, structs.replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
         """Add a request to the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""

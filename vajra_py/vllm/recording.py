@@ -8,8 +8,9 @@ receives them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import structs
 
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.vllm.mechanism import ConnectorRules, EndReason, Mechanism, Request, Submission
@@ -66,7 +67,7 @@ def facts_of(
 ) -> Mapping[str, Any]:
     """Return the facts about a vLLM for replays and readers of the results; `connector` holds its connector's rules."""
     return {
-        **({} if connector is None else {"connector": asdict(connector)}),
+        **({} if connector is None else {"connector": structs.asdict(connector)}),
         **({"drafts_unseen": True} if sizes.drafts.unseen else {}),
         **model_facts_of(vllm_config),
         "forward": "vllm " + ".".join(map(str, sizes.version)),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 __all__ = ["F64", "I64", "BoolArray", "ObjectArray", "StringColumn", "int64s", "objects"]
 
@@ -30,8 +30,7 @@ def objects(values: Sequence[object]) -> ObjectArray:
     return array
 
 
-@dataclass(frozen=True, slots=True)
-class StringColumn:
+class StringColumn(Struct, frozen=True):
     """Column of strings in 12 bytes per row: a label from a small table, and optionally a number (>= 0) after it.
 
     The string of a row is `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`.

@@ -7,12 +7,12 @@ requests that it follows); an absent column stands for the default of `RequestSp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field, structs
 
 from vajra_py.contract.facts import FACTS, Fact
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
@@ -34,8 +34,7 @@ _make_request = maker(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(Struct, frozen=True):
     """Columns of a workload.
 
     None is stored as -1 in `max_tokens` and `follows` (a row number), and as NaN in floats.
@@ -63,7 +62,7 @@ class Columns:
 
     def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
         """Return a copy with the columns of these facts replaced."""
-        return replace(self, stated=in_order({**self.stated, **changes}))
+        return structs.replace(self, stated=in_order({**self.stated, **changes}))
 
     def values(self, name: str) -> list[Any]:
         """Return the value of a fact for each request."""
@@ -98,19 +97,18 @@ class Columns:
         A parent that is not among them is replaced by its nearest ancestors that are.
         """
         changed: dict[str, Any] = {}
-        for column in fields(self):
-            value = getattr(self, column.name)
-            if value is None or column.name in ("follows", "joins"):
+        for column, value in structs.asdict(self).items():
+            if value is None or column in ("follows", "joins"):
                 continue
-            if column.name == "stated":
+            if column == "stated":
                 changed["stated"] = {name: _taken(one, rows) for name, one in self.stated.items()}
             else:
-                changed[column.name] = _taken(value, rows)
+                changed[column] = _taken(value, rows)
         if self.joins is not None:
             changed |= follow_columns(_kept_parents(self.parents, len(self), rows))
         elif self.follows is not None:
             changed["follows"] = _kept_ancestors(self.follows, rows)
-        return replace(self, **changed)
+        return structs.replace(self, **changed)
 
     def sorted_by_arrival(self) -> Columns:
         """Return the requests in order of arrival; ties keep their order."""
@@ -131,7 +129,7 @@ class Columns:
             changes["parent_calls"] = objects(
                 [tuple(prefix + parent for parent in parents) for parents in self.values("parent_calls")]
             )
-        return replace(
+        return structs.replace(
             self.stating(changes),
             request_id=self.request_id.renamed(prefix),
             content=None if self.content is None else self.content.renamed(prefix, share=share_content),
@@ -307,7 +305,7 @@ def _shifted(part: Columns, offset: int) -> Columns:
     joins = part.joins
     if joins is not None:
         joins = objects([tuple(row + offset for row in rows) for rows in joins])
-    return replace(part, follows=np.where(part.follows < 0, -1, part.follows + offset), joins=joins)
+    return structs.replace(part, follows=np.where(part.follows < 0, -1, part.follows + offset), joins=joins)
 
 
 def concat_columns(parts: Sequence[Columns]) -> Columns:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.workload.arrays import I64, int64s
 from vajra_py.workload.request import PromptContent, SegmentId
@@ -23,8 +24,7 @@ _RECENT_PROMPTS = 1024
 _Segments: TypeAlias = tuple[tuple[SegmentId, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentSpace:
+class SegmentSpace(Struct, frozen=True):
     """Rule that maps numbers to segment ids.
 
     By kind, the id of a number is:
@@ -107,8 +107,7 @@ class ContentStore:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ContentColumn:
+class ContentColumn(Struct, frozen=True):
     """Content of each request: a node of the store, or NO_NODE if it is unknown."""
 
     store: ContentStore

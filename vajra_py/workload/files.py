@@ -12,13 +12,13 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from vajra_py.errors import WorkloadError, did_you_mean
 
@@ -133,8 +133,7 @@ It is called with single cells to find a rejected one.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Struct, frozen=True):
     """Column to read from a table and store under `key`: its parser and allowed values (a sentence without full stop)."""
 
     key: str

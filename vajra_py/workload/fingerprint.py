@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from vajra_py.workload.arrays import StringColumn
 from vajra_py.workload.columns import Columns
@@ -34,12 +34,11 @@ def fingerprint(columns: Columns) -> str:
 
 
 def _named(columns: Columns) -> Iterator[tuple[str, Any]]:
-    for column in fields(columns):
-        value = getattr(columns, column.name)
-        if column.name == "stated":
+    for name, value in structs.asdict(columns).items():
+        if name == "stated":
             yield from columns.stated.items()
         elif value is not None:
-            yield column.name, value
+            yield name, value
 
 
 def _parts(value: Any) -> list[Any]:

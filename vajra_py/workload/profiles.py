@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, structs
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from vajra_py.errors import WorkloadError, did_you_mean
@@ -46,8 +46,7 @@ class RequestClass(BaseModel):
     output_tokens: Distribution
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileInfo:
+class ProfileInfo(Struct, frozen=True):
     """Description of a built-in profile.
 
     `source` has repository, commit, licence and citation of the trace. `figures` are statistics of the trace (tokens,
@@ -225,5 +224,5 @@ def _mixed_requests(classes: Sequence[RequestClass], arrivals: ArrivalProcess, r
         tokens=np.concatenate([shared, own]),
     )
     columns = Columns(times, shared[prefix_of] + own, output, StringColumn.numbered("", rows))
-    columns = replace(columns, content=ContentColumn(store, rows + len(prefixes)))
+    columns = structs.replace(columns, content=ContentColumn(store, rows + len(prefixes)))
     return Workload(columns, "classes", {})

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from vajra_py.contract.facts import StatedFacts
 
 __all__ = ["MetadataValue", "PromptContent", "RequestSpec", "SegmentId"]
@@ -44,8 +46,7 @@ class _NoMetadata(Mapping[str, MetadataValue]):
 NO_METADATA: Mapping[str, MetadataValue] = _NoMetadata()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptContent:
+class PromptContent(Struct, frozen=True):
     """Content of a prompt as segments, which other prompts may share.
 
     `segments` are pairs (segment id, number of tokens >= 1) in prompt order. A token is identified by its segment's id

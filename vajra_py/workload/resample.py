@@ -12,10 +12,10 @@ reject such traces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
@@ -83,7 +83,7 @@ def random_window(
             raise WorkloadError(workload.name, None, message, f"first below {total:,}")
         skip = int(rng.integers(0, total - num_requests + 1))
         columns = workload.slice(skip=skip, first=num_requests).columns
-        columns = replace(columns, arrived_at=columns.arrived_at - columns.arrived_at[0])
+        columns = structs.replace(columns, arrived_at=columns.arrived_at - columns.arrived_at[0])
         return _noted(workload, columns, op="window", skip=skip, num_requests=num_requests)
     assert duration_s is not None  # checked by the caller
     span_s = float(times[-1] - times[0]) if total else 0.0
@@ -222,7 +222,7 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
         ]
         changes |= follow_columns(parents)
     stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # these are old ids
-    copied = replace(replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
+    copied = structs.replace(structs.replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}
     renamed = {
         fact: StringColumn.of(

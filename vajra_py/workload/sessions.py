@@ -6,10 +6,10 @@ text. So the history of a session, and across sessions the system prompt, are pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct, structs
 from pydantic import BaseModel, ConfigDict, Field
 
 from vajra_py.errors import WorkloadError
@@ -87,8 +87,7 @@ class Sessions(BaseModel):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
+class _Turns(Struct, frozen=True):
     """Turns of all sessions, session after session; arrays have one element per turn."""
 
     session: I64
@@ -144,7 +143,7 @@ def sessions_workload(
     content = _content(turns, columns.request_id, system_of, system_tokens)
     order = np.argsort(columns.arrived_at, kind="stable")
     facts: dict[str, Any] = {"kind": "sessions", "num_sessions": len(starts), "num_turns_cut": num_cut}
-    return Workload(replace(columns, content=content).take(order), "sessions", facts)
+    return Workload(structs.replace(columns, content=content).take(order), "sessions", facts)
 
 
 def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions: int) -> tuple[I64, I64]:

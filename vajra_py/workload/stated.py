@@ -6,10 +6,10 @@ This module depends only on the kinds of facts, not on individual facts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, structs
 
 from vajra_py.contract.facts import FACTS, Fact, FactKind
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
@@ -24,8 +24,7 @@ FactColumn: TypeAlias = F64 | I64 | StringColumn | ObjectArray
 _NO_INTEGER = np.iinfo(np.int64).min
 
 
-@dataclass(frozen=True, slots=True)
-class FactFormat:
+class FactFormat(Struct, frozen=True):
     """Storage and parsing of values of one kind.
 
     Attributes:
@@ -67,7 +66,7 @@ def _bounded(plain: FactFormat, least: int) -> FactFormat:
         return numbers
 
     words = f"A whole number >= {least}"
-    return replace(
+    return structs.replace(
         plain,
         read_json=read_json,
         json_allowed=words,

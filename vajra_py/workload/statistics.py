@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 
 import numpy as np
+from msgspec import Struct, structs
 
 from vajra_py.workload.arrays import F64, I64
 from vajra_py.workload.columns import Columns
@@ -15,8 +15,7 @@ from vajra_py.workload.request import SegmentId
 __all__ = ["LengthStatistics", "WorkloadStatistics", "mean_rate", "shared_prompt_tokens", "workload_statistics"]
 
 
-@dataclass(frozen=True, slots=True)
-class LengthStatistics:
+class LengthStatistics(Struct, frozen=True):
     """Mean, percentiles (linear interpolation) and extremes of lengths in tokens; all 0 for an empty workload."""
 
     mean: float
@@ -37,8 +36,7 @@ class LengthStatistics:
         return cls(float(lengths.mean()), p5, p50, p90, p95, p99, int(lengths.min()), int(lengths.max()))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadStatistics:
+class WorkloadStatistics(Struct, frozen=True):
     """Statistics of one workload.
 
     Attributes:
@@ -72,7 +70,7 @@ class WorkloadStatistics:
 
     def to_dict(self) -> dict[str, object]:
         """Return the statistics as JSON values, by name."""
-        return asdict(self)
+        return {**structs.asdict(self), "prompt": structs.asdict(self.prompt), "output": structs.asdict(self.output)}
 
 
 def mean_rate(arrived_at: F64) -> float:

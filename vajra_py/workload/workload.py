@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import numpy as np
+from msgspec import structs
 
 from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.errors import WorkloadError, did_you_mean
@@ -111,7 +112,7 @@ class Workload(Sequence[RequestSpec]):
         if self.columns.follows is None:
             return self
         rows = np.nonzero(self.columns.follows < 0)[0].astype(np.int64)
-        alone = replace(self.columns, follows=None, joins=None, think_time_s=None)
+        alone = structs.replace(self.columns, follows=None, joins=None, think_time_s=None)
         return Workload(alone.take(rows), self.name, self.source)
 
     @property
@@ -178,7 +179,7 @@ class Workload(Sequence[RequestSpec]):
         if not factor or not all(np.isfinite(times).all() for times in (arrived_at, think_time_s) if times is not None):
             message = f"{operation}: {factor:g} times as long, times would be infinite or all 0"
             raise WorkloadError(self.name, None, message, "A change that doubles can hold")
-        return replace(columns, arrived_at=arrived_at, think_time_s=think_time_s)
+        return structs.replace(columns, arrived_at=arrived_at, think_time_s=think_time_s)
 
     def _checked_factor(self, operation: str, factor: float) -> float:
         if not (math.isfinite(factor) and factor > 0):
@@ -203,7 +204,7 @@ class Workload(Sequence[RequestSpec]):
         columns = self.columns.take(np.arange(low, max(low, high), dtype=np.int64))
         origin = (start_s or 0.0) if not skip or not len(columns) else float(columns.arrived_at[0])
         if origin:
-            columns = replace(columns, arrived_at=columns.arrived_at - origin)
+            columns = structs.replace(columns, arrived_at=columns.arrived_at - origin)
         return self._derived(columns, op="slice", start_s=start_s, end_s=end_s, skip=skip, first=first)
 
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
@@ -228,7 +229,9 @@ class Workload(Sequence[RequestSpec]):
         if max_tokens < 1:
             raise WorkloadError(self.name, None, f"max_tokens is too small ({max_tokens})", "A whole number >= 1")
         column = np.full(len(self), max_tokens, dtype=np.int64)
-        return self._derived(replace(self.columns, max_tokens=column), op="with_max_tokens", max_tokens=max_tokens)
+        return self._derived(
+            structs.replace(self.columns, max_tokens=column), op="with_max_tokens", max_tokens=max_tokens
+        )
 
     def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
         """Draw a priority for each session, or for each request without one, by relative shares."""
@@ -314,7 +317,7 @@ class Workload(Sequence[RequestSpec]):
             ceiling = np.iinfo(np.int64).max if max_total_tokens is None else max_total_tokens
             shortest = min(ceiling - 1, ceiling if max_prompt_tokens is None else max_prompt_tokens)
             prompts = np.minimum(prompts, shortest)
-            columns = replace(
+            columns = structs.replace(
                 self.columns, num_prompt_tokens=prompts, num_output_tokens=np.minimum(outputs, ceiling - prompts)
             )
             return self._derived(columns, **facts, num_clipped=num_over)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep, load_config
 from vajra_py.errors import ConfigError, Problem, RunError, did_you_mean
 from vajra_py.experiment.atlas.entries import Entry
@@ -217,7 +219,7 @@ def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> Swe
         return None
 
     def report(index: int, status: PointStatus) -> None:
-        progress(num_before + index, replace(status, label=_words(plan, status.label)))
+        progress(num_before + index, structs.replace(status, label=_words(plan, status.label)))
 
     return report
 
@@ -237,7 +239,7 @@ def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadCo
     positions = {plan.places[runs[setting.positions[0]].name]: i for i, setting in enumerate(settings)}
     named = {i: f"{policy}, {load}" if len(plan.loads) > 1 else policy for (policy, load), i in positions.items()}
     names = tuple(named[i] for i in range(len(settings)))
-    comparison = replace(comparison, names=names, primary=present or tuple(keys))
+    comparison = structs.replace(comparison, names=names, primary=present or tuple(keys))
     description = str(runs[0].config.get("description") or "")
     return WorkloadComparison(
         plan.name, description, comparison, [entry.name for entry in asked.rows], plan.loads, positions

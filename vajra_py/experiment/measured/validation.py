@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig, TypedChoice
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem, RunError
@@ -115,4 +117,4 @@ def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None)
     if not engine.sampling.ignore_eos:
         specs = [replace(spec, num_output_tokens=max(1, lengths.get(spec.request_id, 1))) for spec in workload]
         workload = Workload.from_requests(specs, workload.name)
-    return SimulatedRun(replace(run, workload=workload, seeds=run.seeds if seed is None else SeedTree(seed)))
+    return SimulatedRun(structs.replace(run, workload=workload, seeds=run.seeds if seed is None else SeedTree(seed)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
+
+from msgspec import Struct, field
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel
@@ -21,8 +22,7 @@ Progress = Callable[[int, int, float], None]
 """Called repeatedly with (ended requests, total requests, seconds on the run's clock)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Inputs of one run."""
 
     config: ExperimentConfig
@@ -32,8 +32,7 @@ class Run:
     progress: Progress | None = None
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """Result of a backend that has finished."""
 
     ended_at: float

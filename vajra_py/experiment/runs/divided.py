@@ -9,9 +9,10 @@ replicas. A run that cannot be divided exactly is not divided; `why_whole` retur
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import HandlesWakes, Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
@@ -181,7 +182,7 @@ class PartOfRun(SimulatedRun):
 
     def __init__(self, run: Run, part: Part) -> None:
         seeds = NotedSeeds(run.seeds)
-        super().__init__(replace(run, seeds=seeds))
+        super().__init__(structs.replace(run, seeds=seeds))
         division = divide(self, run.config, seeds, part.count)
         rows, self._replicas = self._plan(division, part.index)
         self._rows = rows.tolist()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vajra_py.config.sweeps import values_of_label
 
 
-@dataclass(frozen=True, slots=True)
-class PointStatus:
+class PointStatus(Struct, frozen=True):
     """Status of one point of a sweep."""
 
     label: str

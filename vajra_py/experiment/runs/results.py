@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field, structs
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.device_figures import pools_of
@@ -37,8 +37,7 @@ IdealMakespans: TypeAlias = Callable[[ArrowTable], Mapping[str, float]]
 _WARMUP_OFF = (0.0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(Struct, frozen=True):
     """Recorded tables of a run."""
 
     requests: RequestsBuilder
@@ -127,7 +126,7 @@ def _while_active(
     for name, one in devices.items():
         replicaset = one.replicaset or name
         if replicaset in scaled:
-            found[name] = replace(one, active=active_times(replicas, replicaset, replica_ids=one.replica_ids))
+            found[name] = structs.replace(one, active=active_times(replicas, replicaset, replica_ids=one.replica_ids))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.devices import DeviceSpec
@@ -14,8 +14,7 @@ LOGIT_ROWS = 256
 """Number of rows of logits for which memory is reserved, in float32 and twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelism:
+class Parallelism(Struct, frozen=True):
     """Number of devices that share a replica's work, by axis."""
 
     tensor: int = 1
@@ -26,8 +25,7 @@ class Parallelism:
     """Data-parallel ranks that divide the routed experts among them; affects memory only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(Struct, frozen=True):
     """One replica: a model on devices of one type.
 
     Raises:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field, structs
 from numpy.typing import NDArray
 
 from vajra_py.errors import ConfigError
@@ -15,8 +15,7 @@ from vajra_py.latency.hardware.catalog import device_name, read_device_file
 POWER_FIELDS = ("idle_w", "decode_w", "prefill_w", "saturating_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePower:
+class DevicePower(Struct, frozen=True):
     """Electrical power of one device by kind of work, in watts.
 
     Decoding one sequence leaves the arithmetic units idle (`decode_w`); prefills use them fully (`prefill_w`). In
@@ -36,8 +35,7 @@ class DevicePower:
         return power
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCosts:
+class DeviceCosts(Struct, frozen=True):
     """Costs of one device: price per hour and power; None if unknown."""
 
     device: str
@@ -51,7 +49,7 @@ class DeviceCosts:
         watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
         power = self.power
         if watts and power is not None:
-            power = replace(power, **watts)
+            power = structs.replace(power, **watts)
         elif set(watts) == set(POWER_FIELDS):
             power = DevicePower(**watts)
         price = given.get("price_per_hour", self.price_per_hour)

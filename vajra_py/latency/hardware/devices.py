@@ -8,9 +8,9 @@ bandwidths per direction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
+from msgspec import Struct, structs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
@@ -18,8 +18,7 @@ from vajra_py.latency.hardware.catalog import device_name, device_names, read_de
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
+class DeviceSpec(Struct, frozen=True):
     """One device of a replica, with its links to peers and to the host."""
 
     name: str
@@ -125,9 +124,9 @@ class DeviceConfig(BaseModel):
         given = {key: value for key, value in self.model_dump(exclude={"base"}).items() if value is not None}
         figures = {**_figures(self.base), **given} if self.base else given
         problems = [
-            Problem(f"device.{key}", "is missing", "Give it, or name a shipped device as base")
-            for key, field in DeviceSpec.__dataclass_fields__.items()
-            if key not in figures and key != "name" and field.default is MISSING
+            Problem(f"device.{one.name}", "is missing", "Give it, or name a shipped device as base")
+            for one in structs.fields(DeviceSpec)
+            if one.required and one.name not in figures and one.name != "name"
         ]
         peaks = figures.get("peak_flops", {})
         fractions = figures.get("compute_fraction", {})

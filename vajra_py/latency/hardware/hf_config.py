@@ -8,8 +8,9 @@ files omit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, Experts, LatentAttention, ModelSpec
@@ -24,8 +25,7 @@ _DTYPE_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
+class _Family(Struct, frozen=True):
     """Properties of a model family that its configuration file does not state."""
 
     norms_per_layer: int = 2

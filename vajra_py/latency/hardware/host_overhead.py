@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from msgspec import Struct, structs
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
@@ -11,8 +12,7 @@ CAPTURE_LIMIT = 512
 """Largest batch for which vLLM captures a CUDA graph, in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostOverhead:
+class HostOverhead(Struct, frozen=True):
     """Time that scheduling, input preparation, sampling and output processing add to steps and requests, in seconds.
 
     Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step
@@ -67,4 +67,4 @@ def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:
     if name not in HOST_OVERHEADS:
         raise ConfigError(Problem("host", f"is not known ({name!r})", did_you_mean(name, HOST_OVERHEADS)))
     given = {key: value for key, value in changes.items() if value is not None}
-    return replace(HOST_OVERHEADS[name], **given)  # type: ignore[arg-type]
+    return structs.replace(HOST_OVERHEADS[name], **given)

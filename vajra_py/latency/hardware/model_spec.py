@@ -6,14 +6,13 @@ others they only omit biases and unusual norms. Matrix products count two operat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes per number, by the dtype names of configurations."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Struct, frozen=True):
     """Sizes of multi-head latent attention, which caches one compressed vector per token (DeepSeek-V2, arXiv:2405.04434)."""
 
     kv_rank: int
@@ -23,8 +22,7 @@ class LatentAttention:
     q_rank: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Struct, frozen=True):
     """The mixture-of-experts layers of a model: their number and dimensions."""
 
     num_layers: int
@@ -37,8 +35,7 @@ class Experts:
     """True if a learned gate weights the shared experts (Qwen2-MoE)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(Struct, frozen=True):
     """Dimensions of one decoder-only transformer, and the arithmetic that follows from them.
 
     `dtype` is the dtype of the weights.

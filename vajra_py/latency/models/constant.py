@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from vajra_py.contract.latency import BatchFeatures
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantModel:
+class ConstantModel(Struct, frozen=True):
     """Latency model with `step_time_s` for every step, divided equally over `num_stages` stages."""
 
     step_time_s: float
@@ -32,8 +30,7 @@ class ConstantModel:
         return np.full(num_steps, self.step_time_s)
 
 
-@dataclass(frozen=True, slots=True)
-class AffineModel:
+class AffineModel(Struct, frozen=True):
     """Latency model with a base time plus a time per token, request and attended token, all in seconds.
 
     With `overlap`, the time of tokens and pairs (arithmetic) and that of decodes' cached tokens (memory) overlap: the

@@ -7,10 +7,10 @@ All arithmetic is on integers modulo 2**64, so decoding is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -23,8 +23,7 @@ _EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTimes:
+class PackedTimes(Struct, frozen=True):
     """Runs of steps; the steps of a run follow one another without pause.
 
     In ticks; one value per run, except `bends`.

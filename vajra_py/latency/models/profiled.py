@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.errors import ConfigError, Problem
@@ -117,7 +118,7 @@ class Profile:
             "coefficients": dict(fit.coefficients),
         }
         if self.variation is not None:
-            data["variation"] = {name: list(factors) for name, factors in asdict(self.variation).items()}
+            data["variation"] = {name: list(factors) for name, factors in structs.asdict(self.variation).items()}
         partial = path.with_suffix(path.suffix + ".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.replace(path)

@@ -10,11 +10,11 @@ multiplications. Times are non-decreasing in every feature of the batch. Method:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, structs
 
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
@@ -31,8 +31,7 @@ KERNELS_PER_EXPERT_LAYER = 16
 sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCoefficients:
+class LayerCoefficients(Struct, frozen=True):
     """Seconds per unit of work over all layers of the model, on one tensor-parallel rank."""
 
     dense_weights_s: float
@@ -64,8 +63,7 @@ class LayerCoefficients:
     merge_token_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepCoefficients:
+class StepCoefficients(Struct, frozen=True):
     """Seconds per unit of work outside the layers, and of decode attention."""
 
     decode_key_s: float
@@ -105,7 +103,7 @@ class RooflineModel:
         self.deployment = Deployment(model, device, parallelism or Parallelism())
         self.num_stages: int = self.deployment.parallelism.pipeline
         layers = layer_coefficients(self.deployment)
-        self._layers: tuple[float, ...] = astuple(layers)
+        self._layers: tuple[float, ...] = structs.astuple(layers)
         self._prefill = (layers.pair_s, layers.key_s, layers.window_pair_s, layers.window_key_s)
         self._step = step_coefficients(self.deployment)
         self._window = layers.window

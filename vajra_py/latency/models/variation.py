@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 _MOST_FACTORS = 100
 
@@ -16,8 +16,7 @@ Factors: TypeAlias = tuple[float, ...]
 """Equally likely multiples, ascending, with mean 1, since predictions are the mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variation:
+class Variation(Struct, frozen=True):
     """Variation of equal steps, separately for steps of decodes only and for steps with prompts.
 
     Raises `ValueError` for invalid `Factors`.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from msgspec import structs
 from pydantic import Field
 
 from vajra_py.errors import ConfigError
@@ -93,7 +93,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         model = load_model(name)
         weights, _, cache = bundle.variant.partition("-kv")
         dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "fp32": "float32"}.get(weights, model.dtype)
-        return replace(
+        return structs.replace(
             model, dtype=dtype, kv_dtype="fp8" if cache == "fp8" else "bfloat16" if dtype == "fp8" else dtype
         )
 

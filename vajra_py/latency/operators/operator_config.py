@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from msgspec import structs
 from pydantic import Field
 
 from vajra_py.errors import ConfigError
@@ -75,7 +75,7 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
     def model_spec(self) -> ModelSpec:
         """Return the model; weights of 4 bits count as 8 bits when memory is sized."""
         dtype = "bfloat16" if self.precision == "bfloat16" else "fp8"
-        return replace(load_model(self.model), dtype=dtype, kv_dtype=self.kv_dtype)
+        return structs.replace(load_model(self.model), dtype=dtype, kv_dtype=self.kv_dtype)
 
     def device_spec(self) -> DeviceSpec | None:
         """Return the system's device, which describes memory and link; None if it is not described."""

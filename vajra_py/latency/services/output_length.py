@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import exp
 from statistics import NormalDist, fmean
 from typing import cast
+
+from msgspec import Struct
 
 from vajra_py.contract.latency import LengthEstimate
 from vajra_py.contract.requests import EndReason, RequestView
@@ -27,8 +28,7 @@ _P90 = NormalDist().inv_cdf(0.9)
 _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 
-@dataclass(frozen=True, slots=True)
-class NoLengths:
+class NoLengths(Struct, frozen=True):
     """Predictor without estimates."""
 
     def predict(self, request: object) -> LengthEstimate | None:
@@ -49,8 +49,7 @@ class UnansweredLengths:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantLengths:
+class ConstantLengths(Struct, frozen=True):
     """Predictor with one estimate for all requests."""
 
     estimate: LengthEstimate
@@ -149,8 +148,7 @@ class HistoryLengths:
         return request.tenant if self._by_tenant else ""
 
 
-@dataclass(frozen=True, slots=True)
-class OracleLengths:
+class OracleLengths(Struct, frozen=True):
     """Predictor with the true lengths, an upper bound for the benefit of predictions."""
 
     num_output_tokens: Mapping[str, int]
@@ -161,8 +159,7 @@ class OracleLengths:
         return None if truth is None else LengthEstimate(float(truth), float(truth), float(truth))
 
 
-@dataclass(frozen=True, slots=True)
-class NoisyOracleLengths:
+class NoisyOracleLengths(Struct, frozen=True):
     """Predictor with the true length times exp(sigma z).
 
     Z is standard normal and depends only on the seed and the request's id.

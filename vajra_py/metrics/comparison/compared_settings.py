@@ -8,8 +8,10 @@ the same load, and only if they kept up with it. With replications, differences 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
+
+from msgspec import Struct, field
 
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
@@ -28,8 +30,7 @@ _QUIET_ZEROS = (
 Row = tuple[float | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSettings:
+class ComparedSettings(Struct, frozen=True, dict=True):
     """Values of several settings by scope and metric."""
 
     names: tuple[str, ...]
@@ -63,8 +64,6 @@ class ComparedSettings:
     """Sentence, without its full stop, if workloads differ in more than their rate; else empty."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Counts per setting of each reason for a move, deferral or refusal (means over replications)."""
-    _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
-    """Adjusted p-values by scope, computed once."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -161,6 +160,11 @@ class ComparedSettings:
                 is_alone = len(own) == 1 and len(worse) == len(others)
                 found |= dict.fromkeys(own, BEST if is_alone else arrow) | dict.fromkeys(worse, WORSE)
         return found
+
+    @cached_property
+    def _adjusted(self) -> dict[str, dict[tuple[str, int, int], float]]:
+        """Adjusted p-values by scope, computed once."""
+        return {}
 
     def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
         """Return the comparison of a setting with a baseline in one metric. All tables and files use this one

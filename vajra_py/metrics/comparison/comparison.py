@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison.compared_settings import OVERALL, ComparedSettings, Row
@@ -33,8 +34,7 @@ _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
 """Stability labels from the least to the most serious."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison(ComparedSettings):
+class Comparison(ComparedSettings, frozen=True):
     """Comparison of several settings, with exports to data frames, CSV, JSON, Markdown, LaTeX and terminal tables."""
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
@@ -66,7 +66,7 @@ class Comparison(ComparedSettings):
     def to_markdown(self, scope: str = OVERALL) -> str:
         """Return a Markdown table with a row per metric and the best value of each in bold."""
         table = value_table(self, scope, self.shown(scope), by_setting=False)
-        return markdown(replace(table, notes=(*table.notes, *origins(self))))
+        return markdown(structs.replace(table, notes=(*table.notes, *origins(self))))
 
     def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
         """Return a LaTeX table (package booktabs) that fits a page, with its legend in the caption.
@@ -78,7 +78,7 @@ class Comparison(ComparedSettings):
         if metrics is None and len(self.names) > WIDE:
             metrics = [metric for metric in self.shown(scope, 2) if metric.key in self.primary]
         table = value_table(self, scope, metrics, by_setting=True if columns else None)
-        return latex(replace(table, notes=(*table.notes, *origins(self))))
+        return latex(structs.replace(table, notes=(*table.notes, *origins(self))))
 
     def render(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> TerminalTable:
         """Return a table to print with rich on a terminal; the best value of each metric is bold and marked.

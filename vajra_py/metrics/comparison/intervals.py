@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.metrics.definitions import Floats
 
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Struct, frozen=True):
     """Confidence interval of the mean over all seeds, at level `CONFIDENCE`, in the unit of the value."""
 
     low: float

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval
 from vajra_py.metrics.definitions import Floats
@@ -19,8 +19,7 @@ from vajra_py.metrics.definitions import Floats
 SIGNIFICANT_P = 1 - CONFIDENCE
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """Difference between two settings, positive if the first is higher."""
 
     mean: float

@@ -9,8 +9,9 @@ p-values are not adjusted, and they have no verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
+
+from msgspec import Struct
 
 from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, Difference, difference, holm
@@ -23,8 +24,7 @@ Samples = Mapping[str, float]
 """Values by seed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Versus:
+class Versus(Struct, frozen=True):
     """Comparison of one setting with another in one metric."""
 
     position: int
@@ -76,8 +76,7 @@ class Versus:
         return "better" if (self.difference.mean < 0) == lower_is_better else "worse"
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Struct, frozen=True):
     """Inputs of the tests between settings in one scope."""
 
     names: tuple[str, ...]

@@ -5,7 +5,8 @@ Markdown, LaTeX, CSV and HTML.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 BEST = "*"
 LOWEST = "↓"
@@ -13,8 +14,7 @@ HIGHEST = "↑"
 WORSE = "†"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """One displayed value."""
 
     text: str
@@ -40,8 +40,7 @@ class Cell:
         return " ".join(filter(None, (self.text + self.mark, self.spread)))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """Row heading and cells."""
 
     head: str
@@ -50,8 +49,7 @@ class Row:
     """True if a rule is drawn above the row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True):
     """Table, or one piece of a split table."""
 
     corner: str
@@ -77,10 +75,10 @@ class Table:
 
     def part(self, columns: Sequence[int]) -> Table:
         """Return the table with only these columns, in this order, and without names for CSV."""
-        return replace(
+        return structs.replace(
             self,
             heads=tuple(self.heads[i] for i in columns),
-            rows=tuple(replace(row, cells=tuple(row.cells[i] for i in columns)) for row in self.rows),
+            rows=tuple(structs.replace(row, cells=tuple(row.cells[i] for i in columns)) for row in self.rows),
             text_columns=frozenset(at for at, i in enumerate(columns) if i in self.text_columns),
             keys=(),
             csv_only=frozenset(),
@@ -97,7 +95,7 @@ def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
     """Return cells that bound a column's minimum width from below; in a wrapped text column, one cell per word."""
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
-        cells = [replace(cell, text=word) for cell in cells for word in cell.text.split()]
+        cells = [structs.replace(cell, text=word) for cell in cells for word in cell.text.split()]
     return [*map(Cell, table.heads[column].split()), *cells]
 
 
@@ -126,7 +124,7 @@ def fold(
         parts[-1].append(i)
         used += needed
     return [
-        replace(
+        structs.replace(
             table.part(part),
             title=table.title if number == 0 else "",
             notes=table.notes if number == len(parts) - 1 else (),

@@ -7,8 +7,9 @@ import io
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Table, fold, least_cells
 
@@ -38,8 +39,7 @@ def stacked(cell: Cell) -> int:
     return max(len(cell.text) + len(cell.mark), len(cell.spread))
 
 
-@dataclass(frozen=True, slots=True)
-class TerminalTable:
+class TerminalTable(Struct, frozen=True):
     """Table that is laid out when it is printed, for the terminal's width.
 
     If the table is too wide with intervals beside the values, they are placed below the values; if that is still too

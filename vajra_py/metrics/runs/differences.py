@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from vajra_py.config.sweeps import short_names
 from vajra_py.metrics.runs.run_data import RunData
@@ -25,8 +26,7 @@ ABSENT = "–"
 _IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Struct, frozen=True):
     """One configuration path that was varied between runs."""
 
     path: str

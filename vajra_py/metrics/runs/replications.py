@@ -8,7 +8,8 @@ measured rates and are still the same load.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vajra_py.metrics.runs.copies import (
     COPIED,
@@ -25,8 +26,7 @@ from vajra_py.metrics.runs.naming import distinct
 from vajra_py.metrics.runs.run_data import RunData
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """One configuration with its runs, one per seed without repeated runs, in the order given."""
 
     name: str

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.latency.hardware.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
@@ -26,8 +26,7 @@ _JOULES_PER_KWH = 3.6e6
 _MILLION = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicasetDevices:
+class ReplicasetDevices(Struct, frozen=True):
     """Devices of one replicaset, or of one of its pools."""
 
     costs: DeviceCosts

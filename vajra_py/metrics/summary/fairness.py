@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from vajra_py.metrics.definitions import (
@@ -44,8 +44,7 @@ _MOST_WORK = 5e7
 _LEAST_CELLS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(Struct, frozen=True):
     """Tenant, waiting time and received service, one entry per request of the run. Times in seconds, NaN = never."""
 
     tenant: Ints
@@ -65,8 +64,7 @@ class Service:
         return np.where(np.isnan(left_at), end_at, left_at)
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceGaps:
+class ServiceGaps(Struct, frozen=True):
     """Differences of service between tenants that are backlogged at the same time."""
 
     edges: Floats
@@ -79,8 +77,7 @@ class ServiceGaps:
     """Tenants with the most and with the least service in this window."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackloggedService:
+class BackloggedService(Struct, frozen=True):
     """Cumulative service of tenants at the edges of a grid, and the cells in which each was backlogged throughout."""
 
     edges: Floats

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct, field
 
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_of_run, of_pool
@@ -24,8 +25,7 @@ _RESOURCES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Struct, frozen=True):
     """A pool of a replicaset."""
 
     replicaset: str
@@ -45,8 +45,7 @@ def titles_of(pools: Sequence[Pool]) -> list[str]:
     return [pool.name if is_one else pool.key for pool in pools]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolInputs:
+class PoolInputs(Struct, frozen=True):
     """Inputs of the section `pools`."""
 
     steps: ArrowTable

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, structs
 
 from vajra_py.metrics.definitions import Floats, Window, nearest_rank
 
@@ -35,8 +35,7 @@ _FEW_WAVES = 0.5
 _MOSTLY_DRAIN = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class RateTime:
+class RateTime(Struct, frozen=True):
     """Time spans over which a run's rates are computed, seconds; None where undefined."""
 
     duration_s: float | None
@@ -54,7 +53,7 @@ class RateTime:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        return asdict(self)
+        return structs.asdict(self)
 
 
 def rate_time(

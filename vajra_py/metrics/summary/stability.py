@@ -36,10 +36,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.metrics.definitions import Bools, Floats, Ints, Window
 
@@ -62,8 +62,7 @@ class StabilityLabel(Enum):
     OVERLOADED = "overloaded"
 
 
-@dataclass(frozen=True, slots=True)
-class Stability:
+class Stability(Struct, frozen=True):
     """Stability label and the numbers on which it is based."""
 
     label: StabilityLabel
@@ -86,8 +85,7 @@ class Stability:
     """Mean number of requests that were admitted and had not ended over the window."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lifetimes:
+class Lifetimes(Struct, frozen=True):
     """Times and sizes of requests, one entry per request of the whole run; times in seconds, NaN = never."""
 
     arrived_at: Floats
@@ -124,8 +122,7 @@ def assess(lifetimes: Lifetimes, window: Window) -> Stability:
     return Stability(label, reason, *growths, stocks[2].quarters, stocks[0].quarters, shed, waiting, in_service)
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
+class _Growth(Struct, frozen=True):
     """Growth of a stock from the second quarter to the last."""
 
     unit: str

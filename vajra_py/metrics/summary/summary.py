@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
@@ -68,8 +68,7 @@ STEPS_READ = (
 Section: TypeAlias = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """Nested summary of one run, as in `summary.json`.
 
     Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates`
@@ -114,8 +113,7 @@ class Summary:
         return cls(data)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
+class _Columns(Struct, frozen=True):
     """The requests table as arrays with derived values, one entry per request of the whole run."""
 
     outcomes: Outcomes

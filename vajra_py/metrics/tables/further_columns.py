@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from vajra_py.metrics.tables.tier_log import TierLog
@@ -18,8 +17,7 @@ any).
 """
 
 
-@dataclass(frozen=True, slots=True)
-class FurtherColumns:
+class FurtherColumns(Struct, frozen=True):
     """Selection of optional columns of a requests table.
 
     Attributes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import EndReason, Observer
@@ -35,8 +36,7 @@ target to be admitted.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(Struct, frozen=True):
     """Links between the replicas of one replicaset."""
 
     pools: Sequence[str]
@@ -69,8 +69,7 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
     return found
 
 
-@dataclass(slots=True)
-class _Journey:
+class _Journey(Struct):
     """State of a request that is moving: the fields of its current row, and the number of rows written before
     (`stage`).
     """

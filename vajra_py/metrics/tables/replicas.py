@@ -8,10 +8,10 @@ replicaset, replica and time; a replica without requests when it starts to drain
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.contract import ReplicaId, ReplicaState
 from vajra_py.contract.observer import Observer
@@ -67,8 +67,7 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ActiveTimes:
+class ActiveTimes(Struct, frozen=True):
     """Periods in seconds, one per entry, during which a replica of a replicaset was in selected states."""
 
     starts: Floats

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
+from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.metrics.definitions import (
     COMPLETED_REASONS,
     REASONS,
@@ -45,6 +44,8 @@ from vajra_py.runtime.records.arrow_arrays import arrow_array, call, cast, is_am
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from vajra_py.metrics.tables.request_row import RequestRow
+
     ArrowTable: TypeAlias = pa.Table
     ArrowSchema: TypeAlias = pa.Schema
 else:
@@ -60,38 +61,6 @@ _COMPRESSION_LEVEL = 3
 _NAN = float("nan")
 _DISTINCT = ("request_id", "session_id", "program_id")
 """Text columns with mostly distinct values."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRow(StatedFacts):
-    """Facts of a request at its end, or at the end of the run. Times in seconds on the run's clock, NaN = never.
-
-    Facts stated by the client have the form that policies see: `deadline_at`, not `deadline_s`.
-    """
-
-    request_id: str
-    index: int
-    """Submission order over the whole run."""
-    replicaset: str
-    replica_id: int
-    """Replica on which it ran last; -1 if it never reached one."""
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    arrived_at: float
-    admitted_at: float
-    """Time of the first admission."""
-    first_token_at: float
-    ended_at: float
-    reason: str
-    """An `EndReason` value, or `UNFINISHED`."""
-    detail: str
-    tbt_p50_s: float
-    tbt_p99_s: float
-    tbt_max_s: float
-    """Together with the two above: `gap_statistics` of the request."""
-    deadline_at: float | None = None
 
 
 def _stated(*kinds: FactKind) -> tuple[str, ...]:
@@ -486,7 +455,6 @@ __all__ = [
     "TEXT_COLUMNS",
     "UNFINISHED",
     "GapList",
-    "RequestRow",
     "RequestsBuilder",
     "TableBuilder",
     "TbtBuilder",

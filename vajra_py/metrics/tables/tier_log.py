@@ -5,10 +5,10 @@ links.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import Observer, TierTransfer
@@ -34,8 +34,7 @@ def is_of_tiers(column: str) -> bool:
     return column == LOAD_TIME or column.startswith(_HITS)
 
 
-@dataclass(frozen=True, slots=True)
-class TierLink:
+class TierLink(Struct, frozen=True):
     """Link of one tier in one replicaset."""
 
     bandwidth: float
@@ -58,8 +57,7 @@ def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
     return found
 
 
-@dataclass(slots=True)
-class Flow:
+class Flow(Struct):
     """Total of transfers from one memory to another in one replicaset."""
 
     num_transfers: int = 0

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from msgspec import Struct
 
 from vajra_py.runtime.kv.content_events import ContentEvents
 
@@ -35,8 +36,7 @@ _FRESH_BLOCKS = 256
 """Number of never-used blocks put at the bottom of the free stack at once when it runs short."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixCacheOptions:
+class PrefixCacheOptions(Struct, frozen=True):
     """Order of reuse and rules of lookup of a prefix cache; the defaults are vLLM's."""
 
     reuse_order: ReuseOrder = "lru"

@@ -8,11 +8,12 @@ content can be evicted, the end of a chain first.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf, isfinite
 from numbers import Real
 from typing import Any
+
+from msgspec import Struct, structs
 
 from vajra_py.contract.retention import ExpiresContent, RetentionPolicy
 from vajra_py.errors import PolicyError
@@ -20,8 +21,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions, requir
 from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """Retention policy of one replica, with its name for errors."""
 
     policy: RetentionPolicy
@@ -53,7 +53,7 @@ class RetainedBlockPool(BlockPool):
         super().__init__(num_blocks, options)
         defaults = PrefixCacheOptions()
         free = {"unscheduled": defaults.unscheduled, "max_pinned_fraction": defaults.max_pinned_fraction}
-        if replace(options, **free) != defaults:  # type: ignore[arg-type]  # fields of their own types
+        if structs.replace(options, **free) != defaults:
             raise ValueError(
                 f"prefix_cache: a retention policy orders what these options order themselves (got {options}). "
                 "Allowed: their defaults."

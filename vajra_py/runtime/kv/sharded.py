@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import inf
+
+from msgspec import Struct
 
 from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
@@ -27,8 +28,7 @@ from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.runtime.queues import HitChanges, NoHits
 
 
-@dataclass(frozen=True, slots=True)
-class KvGroups:
+class KvGroups(Struct, frozen=True):
     """Sizes of KV parallelism."""
 
     num_groups: int

@@ -14,8 +14,9 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_hashes import FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH, BlockHashes, reads_cache
@@ -29,8 +30,7 @@ DEVICE = "device"
 """Name of the memory above the first tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierRules:
+class TierRules(Struct, frozen=True):
     """Rules by which one tier gets and keeps content."""
 
     write: WriteRule = "write_back"
@@ -60,8 +60,7 @@ class _OnDevice:
         self.num_uses = num_uses
 
 
-@dataclass(frozen=True, slots=True)
-class TierLoad:
+class TierLoad(Struct, frozen=True):
     """Load of blocks from the first tier to the device, in order of their chain."""
 
     blocks: Sequence[TierBlock]
@@ -69,8 +68,7 @@ class TierLoad:
     """True if an exclusive tier dropped its copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierFetch:
+class TierFetch(Struct, frozen=True):
     """Fetch of blocks from one lower tier to the first one, in order of their chain: (block there, block in the first
     tier).
     """

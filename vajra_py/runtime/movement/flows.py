@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
 class Link:
@@ -20,8 +21,7 @@ class Link:
         """Transfers that use the link, or wait for it (`exclusive`), in order."""
 
 
-@dataclass(eq=False, slots=True)
-class Flow:
+class Flow(Struct, eq=False):
     """One transfer under way."""
 
     transfer_id: Hashable
@@ -50,8 +50,7 @@ class Flow:
         return max(0, self.work_left - self.rate * (now - self.since))
 
 
-@dataclass(slots=True)
-class Release:
+class Release(Struct):
     """Work that becomes available in equal parts, the last of them after `ticks`."""
 
     start: int
@@ -76,8 +75,7 @@ class Release:
         return self.work - self.work * self.num_done // self.num_parts
 
 
-@dataclass(eq=False, slots=True)
-class Feed:
+class Feed(Struct, eq=False):
     """Bytes of a transfer that become available while it is under way."""
 
     transfer: Flow

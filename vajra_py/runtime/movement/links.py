@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, alone_on
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
@@ -39,8 +40,7 @@ _MIN_EVENTS = 64
 _ENDS, _FLOWS, _RELEASES = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
+class LinkOptions(Struct, frozen=True):
     """Sizes of a network and its rule of sharing."""
 
     bandwidth: float | None = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.runtime.movement.links import LinkOptions
 
 
-@dataclass(frozen=True, slots=True)
-class HandOffRules:
+class HandOffRules(Struct, frozen=True):
     """Rules for moving requests with their KV from one replica to another; see `HandOffConfig`."""
 
     settings: HandOffConfig

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vajra_py.runtime.movement.links import LinkOptions
 
 
-@dataclass(frozen=True, slots=True)
-class SwapRules:
+class SwapRules(Struct, frozen=True):
     """Link between a replica's device and its host memory, one way out and one way in; see `SwapLinkConfig`."""
 
     links: LinkOptions

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.runtime.movement.links import LinkOptions
 
@@ -14,8 +15,7 @@ LoadRule: TypeAlias = Literal["in_turn", "reserved"]
 LoadOrder: TypeAlias = Literal["begin", "urgency"]
 
 
-@dataclass(frozen=True, slots=True)
-class TierMovesRules:
+class TierMovesRules(Struct, frozen=True):
     """Links of the tiers, nearest first, and the rules of prefetches and loads; see `TiersConfig`."""
 
     links: Sequence[LinkOptions]

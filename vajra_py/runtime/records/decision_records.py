@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
@@ -34,8 +34,7 @@ DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
 """Lists whose numbers rarely repeat, but are close to their neighbours."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(Struct, frozen=True):
     """Requests that arrived; records name them by index, and the file gives each id once."""
 
     indices: Ints
@@ -47,8 +46,7 @@ class Arrivals:
         return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(Struct, frozen=True):
     """Records of a decision log, as columns.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from vajra_py.contract import EmitFigure, RequestView
 
@@ -67,8 +68,7 @@ class EmittedFigures:
         return self.series.index(series)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyDiary:
+class PolicyDiary(Struct, frozen=True):
     """Results of a run's policies in addition to their decisions."""
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)

@@ -7,9 +7,10 @@ log) and the generated tokens, they determine all decisions of a run. Complete u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
+
+from msgspec import Struct, field, structs
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
@@ -35,8 +36,7 @@ _FACTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyChange:
+class PolicyChange(Struct, frozen=True):
     """Request to replace the policy in one layer of one replicaset."""
 
     replicaset: str
@@ -44,8 +44,7 @@ class PolicyChange:
     choice: PolicyChoice
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     """A request that was accepted.
 
     Attributes:
@@ -79,40 +78,35 @@ class Arrival:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True):
     """The abort of a request by its client."""
 
     tick: int
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Expiry:
+class Expiry(Struct, frozen=True):
     """The expiry of a request that waited longer than it allowed."""
 
     tick: int
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramIdle:
+class ProgramIdle(Struct, frozen=True):
     """The end of a program that had no call for the idle time."""
 
     tick: int
     program_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Readmission:
+class Readmission(Struct, frozen=True):
     """The admission policy was called again for a request that it had deferred until then."""
 
     tick: int
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """The loss of a replica.
 
     Attributes:
@@ -128,8 +122,7 @@ class Failure:
     guilty: Sequence[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(Struct, frozen=True):
     """The return of a lost replica."""
 
     tick: int
@@ -137,8 +130,7 @@ class Restart:
     replica_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Abandonment:
+class Abandonment(Struct, frozen=True):
     """The end of the requests that waited for a replica while none was up."""
 
     tick: int
@@ -146,8 +138,7 @@ class Abandonment:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(Struct, frozen=True):
     """The replacement of a policy by another; `layer` as in settings."""
 
     tick: int
@@ -163,8 +154,7 @@ class Swap:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyViolation:
+class PolicyViolation(Struct, frozen=True):
     """A policy's violation of the contract, which put its replicaset out of service; a replay reproduces it by itself."""
 
     tick: int
@@ -172,8 +162,7 @@ class PolicyViolation:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(Struct, frozen=True):
     """A change of the work that the executing side allows a replica.
 
     Attributes:
@@ -190,8 +179,7 @@ class Gate:
     bars_preempted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReset:
+class CacheReset(Struct, frozen=True):
     """The emptying of a replica's KV memory: its running requests wait again, the latest admitted first; the cache is empty."""
 
     tick: int
@@ -199,16 +187,14 @@ class CacheReset:
     replica_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(Struct, frozen=True):
     """A stall of a replicaset's policies: they scheduled nothing although requests waited, for longer than the limit."""
 
     tick: int
     replicaset: str
 
 
-@dataclass(frozen=True, slots=True)
-class WakeUp:
+class WakeUp(Struct, frozen=True):
     """A policy was woken.
 
     Attributes:
@@ -225,8 +211,7 @@ class WakeUp:
     key: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaChange:
+class ReplicaChange(Struct, frozen=True):
     """Change of a replica's state by a scaler: start, up, drain or down. A replay makes it without calling the scaler.
 
     Attributes:
@@ -239,8 +224,7 @@ class ReplicaChange:
     state: str
 
 
-@dataclass(frozen=True, slots=True)
-class TransferEnd:
+class TransferEnd(Struct, frozen=True):
     """The arrival of a request's KV, or of a part of it, at the replica that continues it.
 
     Attributes:
@@ -253,8 +237,7 @@ class TransferEnd:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterEnd:
+class AdapterEnd(Struct, frozen=True):
     """The end of an adapter's load into its slot.
 
     Attributes:
@@ -267,8 +250,7 @@ class AdapterEnd:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class TierEnd:
+class TierEnd(Struct, frozen=True):
     """The arrival of KV in a lower memory tier of a replica, or on its device.
 
     Attributes:
@@ -280,16 +262,14 @@ class TierEnd:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
+class Retry(Struct, frozen=True):
     """Another attempt of requests whose target was full (`hand_off.when_full: retry`)."""
 
     tick: int
     replicaset: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """News about a request from the server to which a router sent it.
 
     Attributes:
@@ -306,8 +286,7 @@ class Answer:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerReport:
+class ServerReport(Struct, frozen=True):
     """Figures reported by a server: running and waiting requests, and the fraction of its KV memory in use."""
 
     tick: int
@@ -318,8 +297,7 @@ class ServerReport:
     kv_fraction: float
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(Struct, frozen=True):
     """Change of the content of a server's prefix cache, according to its KV events.
 
     Attributes:
@@ -341,8 +319,7 @@ Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews | Verification
 """An action of the executing side on a replica or on its policies."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageEnd:
+class StageEnd(Struct, frozen=True):
     """The end of a step's first pipeline stage, after which the next step could enter it."""
 
     tick: int
@@ -417,7 +394,7 @@ class InputLog(JsonLinesFile):
             self.write(_arrival_row(entry))
         else:
             kind = next(name for name, one in _KINDS.items() if isinstance(entry, one))
-            self.write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
+            self.write({"kind": kind, **structs.asdict(entry)})
 
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
@@ -482,8 +459,7 @@ def _segment(name: Any) -> SegmentId:
     return tuple(name) if isinstance(name, list) else name
 
 
-@dataclass(slots=True)
-class RecordedOutput:
+class RecordedOutput(Struct):
     """Output of one request."""
 
     token_ids: list[int] = field(default_factory=list)

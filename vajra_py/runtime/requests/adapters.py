@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.contract import Refusal, RequestView
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -35,8 +36,7 @@ ChoosesVictim: TypeAlias = Callable[[Sequence[str], float], str]
 """`EvictsAdapters.evict_adapter`."""
 
 
-@dataclass(eq=False, slots=True)
-class AdapterLoad:
+class AdapterLoad(Struct, eq=False):
     """Adapter that is in a slot, or being loaded into it.
 
     Attributes:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
+
+from msgspec import Struct
 
 from vajra_py.contract import PriorityKey, RequestView
 from vajra_py.runtime.requests.kv_inputs import KvNews
@@ -63,8 +64,7 @@ class FormedStep(Protocol):
         """Return True if the step computes a running request."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvReport:
+class KvReport(Struct, frozen=True):
     """Report of a connector's workers with a step."""
 
     received: Collection[Request] = ()
@@ -79,8 +79,7 @@ class KvReport:
     """Number of steps that have completed with the report, if steps are formed ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorRules:
+class ConnectorRules(Struct, frozen=True):
     """Rules by which a replica uses its connector."""
 
     holding_order: Literal["begin", "urgency"] = "begin"
@@ -103,22 +102,19 @@ class ConnectorRules:
     """
 
 
-@dataclass(slots=True)
-class _Load:
+class _Load(Struct):
     num_tokens: int
     """Leading tokens whose KV the request's blocks hold after the load."""
     is_over: bool = False
 
 
-@dataclass(slots=True)
-class _Kept:
+class _Kept(Struct):
     num_tokens: int
     """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 
-@dataclass(frozen=True, slots=True)
-class FailedLoads:
+class FailedLoads(Struct, frozen=True):
     """Requests affected by failed loads."""
 
     waiting: Sequence[Request]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class KvAnswer:
+class KvAnswer(Struct, frozen=True):
     """An answer of the connector about a waiting request.
 
     Attributes:
@@ -23,8 +23,7 @@ class KvAnswer:
     is_async: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KvEnd:
+class KvEnd(Struct, frozen=True):
     """Answer of the connector about a request that ended.
 
     Attributes:
@@ -38,8 +37,7 @@ class KvEnd:
     keeps: bool
 
 
-@dataclass(frozen=True, slots=True)
-class KvLook:
+class KvLook(Struct, frozen=True):
     """An attempt to form a step on an idle replica, since answers may have changed."""
 
     tick: int
@@ -47,8 +45,7 @@ class KvLook:
     replica_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvNews:
+class KvNews(Struct, frozen=True):
     """Report of the connector's workers; see `KvReport`.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from msgspec import Struct
 
 from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer
@@ -26,11 +27,8 @@ _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
 """Kind of a request's first chunk after its admission, by its earlier state; for other states "resumed"."""
 
 
-@dataclass(eq=False, slots=True)
-class Held:
-    """KV that stays on a replica when its request leaves. Never modified; not a frozen dataclass, because those are
-    slower to create.
-    """
+class Held(Struct, frozen=True, eq=False):
+    """KV that stays on a replica when its request leaves."""
 
     num_tokens: int
     """Tokens whose KV is on this replica; elsewhere the request may have computed more."""

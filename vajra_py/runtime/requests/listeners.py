@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct, structs
 
 from vajra_py.contract import EndedRun, EndedStep
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
@@ -13,8 +14,7 @@ Callback = Callable[..., None]
 """A listening method of `ListensToRequests`, with errors attributed to its policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listeners:
+class Listeners(Struct, frozen=True):
     """Methods to call by event, in the order of the policies' layers.
 
     See `vajra_py.contract.ListensToRequests` and `ListensToCaches`.
@@ -41,7 +41,7 @@ class Listeners:
     @property
     def listen_only_to_steps(self) -> bool:
         """True if no listener listens to any event other than the ends of steps."""
-        return replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
+        return structs.replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property
     def listen_to_each_step(self) -> bool:
@@ -89,7 +89,7 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
             (policy, _under_name(notify, name)) for policy, notify, name in program_ends if notify is not None
         ),
     )
-    return replace(listeners, across_replicas=listeners != NOBODY)
+    return structs.replace(listeners, across_replicas=listeners != NOBODY)
 
 
 def _under_name(method: Callback, name: str) -> Callback:

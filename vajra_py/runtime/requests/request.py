@@ -13,6 +13,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from msgspec import Struct
+
 from vajra_py.contract.facts import FACTS, StatedFacts
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.kv import BlockHashes
@@ -95,8 +97,7 @@ class RequestFacts(StatedFacts):
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA, hash=False)
 
 
-@dataclass(slots=True)
-class Admission:
+class Admission(Struct):
     """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
+from msgspec import Struct, structs
 from sortedcontainers import SortedKeyList
 
 from vajra_py.contract import (
@@ -49,8 +49,7 @@ MakeHashes = Callable[[int], BlockHashes | None]
 _COUNTED_TICKS = to_ticks(DEFERRALS_S)
 
 
-@dataclass(eq=False, slots=True)
-class Deferral:
+class Deferral(Struct, eq=False):
     """One deferred request.
 
     Attributes:
@@ -81,9 +80,9 @@ class Deferral:
     def following(self, until: int | None, holds_rest: bool, now: int) -> Deferral:
         """Return the deferral that follows this one."""
         if until is None:
-            return replace(self, until=None, holds_rest=holds_rest, is_void=False)
+            return structs.replace(self, until=None, holds_rest=holds_rest, is_void=False)
         counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
-        return replace(
+        return structs.replace(
             self,
             until=until,
             counted_from=counted_from,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from vajra_py.contract import Layer
 from vajra_py.errors import PolicyError
@@ -15,8 +16,7 @@ MAX_WAKES_PER_TICK = 1000
 """Largest number of calls of one policy at one tick, or at consecutive ticks; more count as an endless loop."""
 
 
-@dataclass(eq=False, slots=True)
-class Repeats:
+class Repeats(Struct, eq=False):
     """Calls of one policy at one tick, or at consecutive ticks."""
 
     last_tick: int = -1
@@ -31,8 +31,7 @@ class Repeats:
         return self.num_calls > MAX_WAKES_PER_TICK
 
 
-@dataclass(eq=False, slots=True)
-class Sleeper:
+class Sleeper(Struct, eq=False):
     """A policy that may set wake-ups."""
 
     replicaset: str
@@ -54,8 +53,7 @@ class Sleeper:
             raise error.at(self.index, 0) if self.slot == Layer.REPLICA_SCHEDULER.value else error
 
 
-@dataclass(eq=False, slots=True)
-class Alarm:
+class Alarm(Struct, eq=False):
     """One future wake-up."""
 
     sleeper: Sleeper
@@ -65,8 +63,7 @@ class Alarm:
     is_void: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class AlarmClock:
+class AlarmClock(Struct, eq=False):
     """The wake-ups of a run; `connect` passes them, including those set before, to a driver."""
 
     _pending: dict[tuple[Sleeper, str | None], Alarm] = field(default_factory=dict)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.adapters import AdapterLoad
@@ -46,8 +48,7 @@ R = TypeVar("R", bound=BackendReplica)
 S = TypeVar("S", bound=BackendReplica, contravariant=True)
 
 
-@dataclass(eq=False, slots=True)
-class Transfer(Generic[R]):
+class Transfer(Struct, Generic[R], eq=False):
     """Transfer of a request's KV from one replica to blocks reserved on another.
 
     Attributes:
@@ -64,8 +65,7 @@ class Transfer(Generic[R]):
     end: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class TierCopy(Generic[R]):
+class TierCopy(Struct, Generic[R], frozen=True, eq=False):
     """Copy of KV blocks from a replica's device to slots of its first memory tier, or back.
 
     Attributes:

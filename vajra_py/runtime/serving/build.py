@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
+
+from msgspec import Struct, field, structs
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
 from vajra_py.config.adapters import AdaptersConfig
@@ -64,8 +66,7 @@ from vajra_py.runtime.support.seeds import SeedTree
 DEFAULT_MAX_MODEL_LEN = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True):
     """Sizes that follow from the model and its device, used if the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
@@ -77,8 +78,7 @@ class ModelFacts:
     num_layers: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicasetModel:
+class ReplicasetModel(Struct, frozen=True):
     """Model of one replicaset: its latency model and its sizes."""
 
     latency: LatencyModel
@@ -87,8 +87,7 @@ class ReplicasetModel:
     """Models by pool, if the pools' devices differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+class Services(Struct, frozen=True):
     """Services of a run for its policies and replicas."""
 
     registry: Registry
@@ -126,12 +125,12 @@ class Services:
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
         own = self.models.get(replicaset)
-        return self if own is None else replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
+        return self if own is None else structs.replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
 
     def of_pool(self, pool: str) -> Services:
         """Return the services for one pool of the replicaset."""
         own = self.pools.get(pool)
-        return self if own is None else replace(self, latency=own.latency, facts=own.facts)
+        return self if own is None else structs.replace(self, latency=own.latency, facts=own.facts)
 
 
 def build_controller(config: SystemConfig, services: Services) -> Controller:
@@ -299,8 +298,7 @@ def build_memory(
     return memory
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
+class ReplicaPlan(Struct, frozen=True):
     """Settings, limits, latency model, scheduler and retention policy of one replica."""
 
     settings: ReplicaConfig
@@ -381,7 +379,7 @@ def build_replicaset(
         return sleeper.policy
 
     def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
-        in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
+        in_force = [structs.replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
         return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
@@ -427,7 +425,7 @@ def _with_memory_below(
     replicaset.tiers, replicaset.swaps = tier_rules(sizes), swap_rules(sizes)
     if replicaset.tiers is None:
         return plans
-    return [replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
+    return [structs.replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
 
 
 def _is_split(plans: Sequence[ReplicaPlan]) -> bool:

@@ -9,11 +9,11 @@ between two ticks. A simulator that gets the events of an engine's run therefore
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop
 from typing import Any, Generic
 
+from msgspec import Struct, structs
 from sortedcontainers import SortedDict
 
 from vajra_py.contract import Layer, PoolRole
@@ -80,8 +80,7 @@ _IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
 FormStep = Callable[[Replica, int], StepPlan | None]
 
 
-@dataclass(frozen=True, slots=True)
-class DriverOptions:
+class DriverOptions(Struct, frozen=True):
     """Rules of one run.
 
     Attributes:
@@ -655,7 +654,7 @@ class Driver(Generic[R]):
                 movement.transfers_due()
             elif isinstance(what, Retry):
                 if movement.has_retry:
-                    self.record(replace(what, tick=self.now))
+                    self.record(structs.replace(what, tick=self.now))
                     movement.retry()
             elif movement.is_under_way(what.number):
                 self.record(what)
@@ -693,7 +692,7 @@ class Driver(Generic[R]):
         if adapters is None or not adapters.is_under_way(what.number):
             return
         self.touch(one)
-        self.record(replace(what, tick=self.now))
+        self.record(structs.replace(what, tick=self.now))
         adapters.end_load(what.number)
         self.wake(one, at_once=True)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaLoadView
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
@@ -17,8 +18,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
+class AdmissionLimits(Struct, frozen=True):
     """Limits on the waiting requests of a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None

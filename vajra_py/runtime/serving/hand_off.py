@@ -8,10 +8,11 @@ replicas take part at any time or only between two of their steps. The KV is sen
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Generic
+
+from msgspec import Struct
 
 from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
@@ -63,8 +64,7 @@ _WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)
 """Stages of a request without reserved blocks at its target."""
 
 
-@dataclass(eq=False, slots=True)
-class HandOff(Generic[R]):
+class HandOff(Struct, Generic[R], eq=False):
     """Hand-off of one request from one replica to another."""
 
     request: Request

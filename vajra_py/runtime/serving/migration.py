@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic
+
+from msgspec import Struct
 
 from vajra_py.config.hand_off import MigrationConfig
 from vajra_py.contract import Move
@@ -29,8 +30,7 @@ _HANDED_OFF = "it is handed off"
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
-@dataclass(eq=False, slots=True)
-class Migration(Generic[R]):
+class Migration(Struct, Generic[R], eq=False):
     """One running request whose KV is copied while it continues to compute."""
 
     request: Request

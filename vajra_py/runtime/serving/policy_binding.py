@@ -8,9 +8,10 @@ model of its replica; prefill times follow from their chunks, and the other two 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
+
+from msgspec import Struct, structs
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
@@ -45,8 +46,7 @@ each kind of replica.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPolicies:
+class LayerPolicies(Struct, frozen=True):
     """The policies of a layer (one per replica for replica schedulers, otherwise one) and the choice behind them."""
 
     choices: Sequence[PolicyChoice]
@@ -208,7 +208,7 @@ class Policies:
         found = listeners_among([*shared, *own])
         # Each replica has its own scheduler; one that listens only to steps sees only its replica's requests.
         knows_one = listeners_among(own).listen_only_to_steps and not listeners_among(shared).across_replicas
-        return replace(found, across_replicas=not knows_one)
+        return structs.replace(found, across_replicas=not knows_one)
 
     @property
     def asks_listeners_each_step(self) -> bool:

@@ -11,7 +11,8 @@ Errors are detected before anything is changed, or the change is undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 from vajra_py.contract import Layer, MovesRequests, PlacesAfterPrompt
 from vajra_py.contract.observer import PolicySwap
@@ -28,8 +29,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Swapped:
+class Swapped(Struct, frozen=True):
     """Result of a change of policy."""
 
     swap: PolicySwap
@@ -181,7 +181,7 @@ def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[Reques
     for replica in replicaset.replicas:
         replica_id = replica.replica_id
         replica.bind_policy(
-            replace(
+            structs.replace(
                 replica.parts,
                 queue=replica.queue if queues is None else queues[1 + replica_id],
                 policy=policies.schedulers[replica_id],

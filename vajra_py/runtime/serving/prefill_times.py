@@ -7,15 +7,15 @@ replicaset scheduler are built after that. If replica schedulers are swapped, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vajra_py.contract import PrefillTime, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.policies import ChunksSoloPrompts, SoloChunkSize
 from vajra_py.errors import ConfigError, Problem
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTable:
+class PrefillTable(Struct, frozen=True):
     """Prefill times on one kind of replica, and the longest request for which it has room."""
 
     max_request_tokens: int

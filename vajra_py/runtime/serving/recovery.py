@@ -7,8 +7,9 @@ policy broke the contract end, each with the reason, and no policy is called unt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import cast
+
+from msgspec import Struct, field, structs
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
@@ -21,8 +22,7 @@ from vajra_py.runtime.support.clock import to_seconds
 Ended = list[tuple[Request, EndReason]]
 
 
-@dataclass(slots=True)
-class Losses:
+class Losses(Struct):
     """Outcome of a lost replica for its requests."""
 
     ended: Ended = field(default_factory=list)
@@ -129,7 +129,7 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
     replicaset.newly_held_back.clear()
     replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
-        replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))
+        replica.bind_policy(structs.replace(replica.parts, queue=policies.new_queue()))
         replica.clear()
     for request in alive:
         if request.state is RequestState.ENDED:  # in the interrupted step, before anyone was notified

@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
+
+from msgspec import Struct
 
 from vajra_py.config import DEFAULT_POOL
 from vajra_py.contract import (
@@ -64,8 +65,7 @@ instance to time it.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaParts:
+class ReplicaParts(Struct, frozen=True):
     """Parts from which a replica is built."""
 
     replicaset: str

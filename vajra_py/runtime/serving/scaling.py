@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from vajra_py.contract import RandomStream, Scaler
 from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 _ACTIVE = (ReplicaState.STARTING, ReplicaState.UP)
 
 
-@dataclass(frozen=True, slots=True)
-class ElasticPool:
+class ElasticPool(Struct, frozen=True):
     """A pool whose number of replicas may change."""
 
     name: str
@@ -46,8 +47,7 @@ class ElasticPool:
     """True if running requests of a draining replica move to others; False if the replica finishes them."""
 
 
-@dataclass(eq=False, slots=True)
-class Start:
+class Start(Struct, eq=False):
     """Event at which a starting replica takes requests."""
 
     change: ReplicaChange

@@ -13,9 +13,10 @@ formed step overwrites is read before that step runs, other content of the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, cast
+
+from msgspec import Struct, field
 
 from vajra_py.contract.observer import TierTransfer
 from vajra_py.runtime.kv.block_hashes import reads_cache
@@ -34,8 +35,7 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 
-@dataclass(eq=False, slots=True)
-class _Transfer(Generic[R]):
+class _Transfer(Struct, Generic[R], eq=False):
     """Transfer of blocks over the link of one tier."""
 
     one: R
@@ -52,8 +52,7 @@ class _Transfer(Generic[R]):
     """The backend's number of the copy; None if the links are modelled."""
 
 
-@dataclass(eq=False, slots=True)
-class _Prefetch(Generic[R]):
+class _Prefetch(Struct, Generic[R], eq=False):
     """Prefetch of one request's prefix into the first tier."""
 
     request: Request
@@ -68,8 +67,7 @@ class _Prefetch(Generic[R]):
     """True if the request was considered for admission meanwhile."""
 
 
-@dataclass(eq=False, slots=True)
-class _Load(Generic[R]):
+class _Load(Struct, Generic[R], eq=False):
     """Load of one request's prefix to its device blocks."""
 
     request: Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.requests.request import Request
@@ -16,8 +16,7 @@ class IllegalPlan(ValueError):
         self.request_id = request.request_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRules:
+class DraftRules(Struct, frozen=True, kw_only=True):
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
@@ -50,8 +49,7 @@ class DraftRules:
         return self.step_s + num_tokens * self.token_s if num_tokens else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class BuilderOptions:
+class BuilderOptions(Struct, kw_only=True):
     """Options of plan building, from the replica's configuration and from the executing side."""
 
     reserve_prompt: bool

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
 from typing import NamedTuple, Protocol, overload
+
+import msgspec
+from msgspec import Struct, field
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.kv import BlockCopy
@@ -107,14 +109,10 @@ class _DraftsOf(Mapping[Request, PlannedDrafts]):
         return dict(zip(all_of.requests, made, strict=True))
 
 
-@dataclass(eq=False, slots=True)
-class StepPlan:
+class StepPlan(Struct, eq=False):
     """Work of one step. Created only by the batch builder; read by executors and observers.
 
     It is not changed while its step is in flight; afterwards, a plan of decodes may be reused for its repetition.
-
-    Neither frozen nor a tuple: one is created for every step, which would take several times as long with a frozen
-    dataclass, and it is read dozens of times, which would take several times as long with a tuple's fields.
     """
 
     step_index: int
@@ -218,8 +216,7 @@ def in_batch_order(
     yield from chunks[position:]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None if tokens have no ids
@@ -233,8 +230,8 @@ class StepResult:
 
     tokens: Sequence[tuple[Request, int]] | None = None
     stopped: frozenset[Request] = frozenset()
-    failed: Mapping[Request, str] = field(default_factory=dict)
-    accepted: Mapping[Request, int] = field(default_factory=dict)
+    failed: Mapping[Request, str] = msgspec.field(default_factory=dict)
+    accepted: Mapping[Request, int] = msgspec.field(default_factory=dict)
     report: KvReport | None = None
     """Report of a connector's workers; None without a connector or a report."""
     is_ahead: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, StringColumn
@@ -24,8 +25,7 @@ SESSION_FIELDS = ("id", "block_size", "tool_tokens", "system_tokens", "requests"
 TURN_LENGTH = 9
 
 
-@dataclass(frozen=True, slots=True)
-class AgenticTurn:
+class AgenticTurn(Struct, frozen=True):
     """One request of a session: its time, lengths, think time and blocks.
 
     Times are in seconds, from the session's start; blocks are runs of (first block id, number of blocks).
@@ -38,8 +38,7 @@ class AgenticTurn:
     runs: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AgenticSession:
+class AgenticSession(Struct, frozen=True):
     """A session; its prompts begin with `tool_tokens` tokens of tool definitions and `system_tokens` of system prompt."""
 
     session_id: str

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field, structs
 
 from vajra_py.contract.facts import FACTS
 from vajra_py.errors import WorkloadError, did_you_mean
@@ -52,8 +52,7 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
 PREFIX_BLOCKS = re.compile(r"prefix_block_ids_(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class CsvLayout:
+class CsvLayout(Struct, frozen=True):
     """Mapping of columns to fields of requests, and options of reading.
 
     `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata;
@@ -141,7 +140,7 @@ def read_csv(file: Path, layout: CsvLayout | None = None) -> Workload:
     for name in REQUIRED_FIELDS:
         if name not in columns:
             raise _no_column(file, name, header)
-    return _read(file, "csv", replace(layout, columns=columns))
+    return _read(file, "csv", structs.replace(layout, columns=columns))
 
 
 def read_lengths(
@@ -179,18 +178,18 @@ def read_lengths(
     elif "arrived_at" not in columns:
         raise _no_column(file, "arrived_at", header, "Give `arrivals` to draw them. ")
     blocks = [name for name in header if PREFIX_BLOCKS.fullmatch(name)]
-    table, requests, facts = _columns(file, "lengths", replace(layout, columns=columns, blocks=blocks[:1]))
+    table, requests, facts = _columns(file, "lengths", structs.replace(layout, columns=columns, blocks=blocks[:1]))
     wanted = len(requests) if num_requests is None else num_requests
     if sample is not None:
         rows = sample.integers(0, len(requests), wanted)
-        requests = replace(requests.take(rows), request_id=StringColumn.numbered("", np.arange(wanted)))
+        requests = structs.replace(requests.take(rows), request_id=StringColumn.numbered("", np.arange(wanted)))
     elif wanted > len(requests):
         allowed = "At most so many, or sample: true to draw rows with replacement"
         raise WorkloadError(file, None, f"has {len(table)} rows of lengths ({wanted} asked for)", allowed)
     elif wanted < len(requests):
         requests = requests.take(np.arange(wanted, dtype=np.int64))
     if arrivals is not None:
-        requests = replace(requests, arrived_at=arrivals(wanted))
+        requests = structs.replace(requests, arrived_at=arrivals(wanted))
     return Workload(requests, _stem(file), facts)
 
 
@@ -257,7 +256,7 @@ def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, 
     rows = np.nonzero(keep)[0].astype(np.int64)
     requests = _all_rows(table, layout).take(rows)
     if "arrived_at" in layout.columns:
-        requests = replace(requests, arrived_at=_seconds(table["arrived_at"][rows], layout)).sorted_by_arrival()
+        requests = structs.replace(requests, arrived_at=_seconds(table["arrived_at"][rows], layout)).sorted_by_arrival()
     return table, requests, facts
 
 

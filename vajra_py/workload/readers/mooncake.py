@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
@@ -21,8 +21,7 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 LARGEST_TOKENS = np.iinfo(np.int32).max
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeOptions:
+class MooncakeOptions(Struct, frozen=True):
     """Options of reading the trace.
 
     `block_tokens` is the length of a hashed block in tokens; `tick_s` > 0 adds a delay drawn uniformly from [0, tick_s)
