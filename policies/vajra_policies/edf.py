@@ -49,7 +49,7 @@ SPEC = PolicySpec(
     summary="Earliest deadline first; deadlines follow from predicted prefill times.",
     source="Vajra's scheduling architecture, EDF prioritizer",
     advice=(
-        "Use it where requests have deadlines that can be kept. Not in overload: everybody becomes late together "
+        "Use it where requests have deadlines that can be met. Not in overload: all requests become late together "
         "(`qoserve`)."
     ),
 )

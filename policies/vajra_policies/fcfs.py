@@ -58,7 +58,6 @@ SPEC = PolicySpec(
     summary="First come, first served.",
     source="Vajra's scheduling architecture, FCFS prioritizer",
     advice=(
-        "Use it as the baseline, and where requests are alike. Not where long prompts come beside short ones, "
-        "which wait behind them."
+        "Use it as the baseline, and where requests are similar. Not where short prompts would wait behind long ones."
     ),
 )

@@ -49,5 +49,8 @@ SPEC = PolicySpec(
     summary="Each arriving request to the least loaded replica, by requests or by tokens.",
     source="Join-the-shortest-queue (Winston 1977)",
     aliases=("join_shortest_queue",),
-    advice=("Use it as the simple answer to uneven loads. Not where prompts share prefixes: it scatters them."),
+    advice=(
+        "Use it as the simple way to balance uneven loads. Not where prompts share prefixes: it spreads them over all "
+        "replicas."
+    ),
 )

@@ -59,11 +59,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LrsConfig,
     build=_build,
-    summary="Least relative slack to the deadline; length-aware, progress-aware and moving with time.",
+    summary="Least relative slack to the deadline first; it depends on length, progress and time.",
     source="Medha (arXiv:2409.17264), LARS; Vajra's scheduling architecture, LRS prioritizer",
     aliases=("lars",),
     advice=(
-        "Use it where prompts of very different lengths share replicas: short ones age fast, long ones are not "
-        "forgotten. Not without a latency model for the prompts' times."
+        "Use it where prompts of very different lengths share replicas: short ones age fast, and long ones are not "
+        "starved. Not without a latency model that predicts prefill times."
     ),
 )

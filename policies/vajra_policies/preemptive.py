@@ -165,10 +165,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=PreemptiveConfig,
     build=Preemptive,
-    summary="The most urgent requests run, and those that run are paused or preempted for more urgent ones that wait.",
+    summary="Runs the most urgent requests; running requests are paused or preempted for more urgent waiting ones.",
     source="FastServe (arXiv:2305.05920); LTR (arXiv:2408.15792)",
     advice=(
-        "Use it with a router that binds at arrival: from `pull`, a full replica does not see who waits. Not with "
-        "prioritizers whose keys cross all the time (`vtc`). A step costs a sort of what runs."
+        "Use it with a router that binds on arrival: with `pull`, a full replica does not see waiting requests. Not "
+        "with prioritizers whose keys change their order all the time (`vtc`). Each step sorts the running requests."
     ),
 )

@@ -186,10 +186,13 @@ SPEC = AdmissionSpec(
     name="mooncake",
     config=MooncakeConfig,
     build=Mooncake,
-    summary="Refuses a request whose predicted TTFT or TBT exceeds its promise; also by predicted load of the decode replicas.",
+    summary=(
+        "Refuses a request whose predicted TTFT or TBT exceeds its SLO; optionally by the predicted load of the "
+        "decode replicas."
+    ),
     source="Mooncake (FAST'25), Algorithm 1; arXiv 2407.00079",
     advice=(
-        "Use it where an answer that is late is worth nothing, and a client does better to go elsewhere at once. Not "
-        "without promised times, or with a latency model that errs by much."
+        "Use it where a late answer is worthless, and a client should try another server immediately. Not for "
+        "requests without SLOs, or with a latency model that has large errors."
     ),
 )

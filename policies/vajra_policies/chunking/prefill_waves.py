@@ -95,9 +95,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=PrefillWavesConfig,
     build=PrefillWaves,
-    summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
+    summary="Pure decode steps while decodes fill the batch; otherwise a bounded number of prompts at once.",
     source="vLLM, pull request 56455",
-    advice=(
-        "Use it for backlogs where steps of decodes alone are faster (CUDA graphs). Not for low times to first token."
-    ),
+    advice="Use it for backlogs where pure decode steps are faster (CUDA graphs). Not where TTFT must be low.",
 )

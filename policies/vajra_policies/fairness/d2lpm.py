@@ -81,7 +81,7 @@ SPEC = PolicySpec(
     summary="The longest cached prefix among the replicas where the tenant has not used up its quantum.",
     source="D2LPM (Cao et al., arXiv:2501.14312)",
     advice=(
-        "Use it with `dlpm` for tenants with prefixes of their own on several replicas. Not with one tenant "
+        "Use it with `dlpm` for tenants that each have their own prefixes, on several replicas. Not with one tenant "
         "(`lmetric`)."
     ),
 )

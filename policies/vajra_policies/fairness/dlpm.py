@@ -136,7 +136,7 @@ SPEC = PolicySpec(
     source="DLPM (Cao et al., arXiv:2501.14312)",
     aliases=("deficit_longest_prefix_match",),
     advice=(
-        "Use it where tenants bring prefixes of their own: nearly the hits of `lpm`, and a bounded gap between "
-        "tenants, 2 (U + Q) with U as for `vtc`. Not without a prefix cache (`vtc`)."
+        "Use it where each tenant has its own prefixes: nearly the hit rate of `lpm`, and a bounded difference of "
+        "service between tenants, 2 (U + Q) with U as for `vtc`. Not without a prefix cache (`vtc`)."
     ),
 )

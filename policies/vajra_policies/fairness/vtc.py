@@ -166,10 +166,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=VtcConfig,
     build=_build,
-    summary="Virtual token counter: the tenant that has been served the fewest weighted tokens first.",
+    summary="Virtual token counter: the tenant that has received the fewest weighted tokens goes first.",
     source="VTC (Sheng et al., OSDI'24, arXiv:2401.00588)",
     advice=(
-        "Use it where tenants share replicas and one may flood them; who asks for less than its share gets it at "
-        "once. Not beside a scheduler that preempts by urgency: counters change places all the time."
+        "Use it where tenants share replicas and one of them may send too many requests; a tenant that demands less "
+        "than its share is served at once. Not with a replica scheduler that preempts by urgency: the order of "
+        "counters changes all the time."
     ),
 )

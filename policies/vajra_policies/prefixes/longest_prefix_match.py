@@ -87,7 +87,7 @@ SPEC = PolicySpec(
     source="SGLang (Zheng et al., arXiv:2312.07104)",
     aliases=("longest_prefix_match",),
     advice=(
-        "Use it where prompts share prefixes and the cache is too small for all of them. Not where a request "
-        "without a cached prefix may not wait for ever (`dlpm`, `residual_sjf`)."
+        "Use it where prompts share prefixes and the cache is too small for all of them. Not where a request without "
+        "a cached prefix must not starve (`dlpm`, `residual_sjf`)."
     ),
 )

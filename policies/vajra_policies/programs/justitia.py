@@ -120,10 +120,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=JustitiaConfig,
     build=Justitia,
-    summary="Agents one after the other, in the order in which they would end under even sharing of the memory.",
+    summary="Agents one after the other, in the order in which they would end if all shared the memory evenly.",
     source="Justitia (arXiv:2510.17015)",
     advice=(
-        "Use it for agents with many calls side by side: they end one after the other, hardly any later than "
+        "Use it for agents with many parallel calls: they end one after the other, hardly any of them later than "
         "under even sharing. Not where costs cannot be estimated beforehand."
     ),
 )

@@ -164,11 +164,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LeastAttainedServiceConfig,
     build=_build,
-    summary="The program with the least service of late first, mixed with the wait of its first request.",
+    summary="The program with the least recent service first, combined with the wait of its first request.",
     source="llm-d's program-aware fairness, strategy las",
     aliases=("las", "program_aware_fairness"),
     advice=(
-        "Use it for programs that come and go: who has used little lately goes first. Not for exact shares "
-        "(`vtc`). Unlike `plas`, service fades, and counts tokens."
+        "Use it for programs that come and go: programs with little recent service go first. Not for exact shares "
+        "(`vtc`). Unlike in `plas`, service is counted in tokens and decays with time."
     ),
 )

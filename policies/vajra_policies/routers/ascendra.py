@@ -114,10 +114,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=AscendraConfig,
     build=Ascendra,
-    summary="The least loaded of most replicas; who would be late there moves to one of the few that are kept for that.",
+    summary=(
+        "The least loaded of most replicas; requests that would be late there move to one of a few replicas reserved "
+        "for this."
+    ),
     source="Ascendra (arXiv:2504.20828)",
     advice=(
-        "Use it where bursts or long prompts make first tokens late on some replicas at a time. Not near full "
-        "load: the replicas that are kept are missed by the others."
+        "Use it where bursts or long prompts delay first tokens on some replicas at a time. Not near full load: the "
+        "other replicas then lack the capacity of the reserved ones."
     ),
 )

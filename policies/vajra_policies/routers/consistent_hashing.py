@@ -79,10 +79,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=ConsistentHashingConfig,
     build=_build,
-    summary="Each session to its place on a ring of replicas, or to the next with room.",
+    summary="Each session to its position on a ring of replicas, or to the next replica with room.",
     source="Karger et al. (STOC'97); bounded loads (Mirrokni et al., SODA'18)",
     advice=(
-        "Use it where routers must agree without talking, or caches are invisible to them. Not with few sessions "
-        "and long prefixes on many replicas: `lmetric` sees the caches."
+        "Use it where several routers must make the same choice without communication, or cannot see the caches. Not "
+        "with few sessions and long prefixes on many replicas: `lmetric` reads the caches."
     ),
 )

@@ -190,12 +190,16 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=DynaserveConfig,
     build=Dynaserve,
-    summary="Requests cut at one token into two parts, on the two least loaded replicas, so that both have the same work.",
+    summary=(
+        "Each request cut at one token into two parts, on the two least loaded replicas, so that both have the same "
+        "work."
+    ),
     source="DynaServe (arXiv:2504.09285)",
     advice=(
-        "Use it with the replica scheduler `micro_requests` and fast links, where replicas are few, requests "
-        "large and shapes change, so that no ratio of pools is right for long. Not where many requests run on "
-        "each replica: the shortest queue is even then, and a second part waits for its first one."
+        "Use it with the replica scheduler `micro_requests` and fast links, where there are few replicas, requests "
+        "are large, and their mix of prompt and output lengths changes, so that no ratio of pools suits for long. Not "
+        "where many requests run on each replica: loads are balanced anyway then, and the second part of a request "
+        "has to wait for its first one."
     ),
 )
 REPLICA_SPEC = PolicySpec(

@@ -92,10 +92,12 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=MooncakeConductorConfig,
     build=_build,
-    summary="Each arriving request to the replica with the least predicted time to first token, queues and cached prefixes included.",
+    summary=(
+        "Each arriving request to the replica with the least predicted TTFT, including queueing and cached prefixes."
+    ),
     source="Mooncake (FAST'25, arXiv:2407.00079), Algorithm 1",
     advice=(
-        "Use it for low times to first token with shared prefixes. Not where decodes are what is short. "
-        "`mooncake` refuses by the same prediction."
+        "Use it for a low TTFT with shared prefixes. Not where decoding is the bottleneck. `mooncake` refuses by the "
+        "same prediction."
     ),
 )

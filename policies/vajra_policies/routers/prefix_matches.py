@@ -157,7 +157,7 @@ SPECS = (
         kind=RoutingPartKind.PRODUCER,
         config=ApproximateConfig,
         build=_approximate,
-        summary="Prefixes by what the router itself sent to each replica, in an LRU of blocks.",
+        summary="Prefixes of the prompts that this router has sent to each replica, in an LRU list of blocks.",
         source="llm-d approx-prefix-cache-producer",
     ),
     RoutingPartSpec(
@@ -165,7 +165,7 @@ SPECS = (
         kind=RoutingPartKind.PRODUCER,
         config=PreciseConfig,
         build=_precise,
-        summary="Prefixes by what the replicas' caches hold now.",
+        summary="Prefixes that the replicas' caches hold now.",
         source="llm-d precise-prefix-cache-producer",
     ),
 )

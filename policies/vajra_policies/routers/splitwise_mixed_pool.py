@@ -188,7 +188,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=MixedPoolConfig,
     build=MixedPool,
-    summary="Prompts and decodes in pools of their own that lend each other replicas while one is full.",
+    summary="Separate pools for prompts and decodes, which lend each other replicas while one is full.",
     source="Splitwise (ISCA'24, arXiv:2311.18677); splitwise-sim, MixedPoolScheduler",
-    advice=("Use it with pools of prompts and decodes whose load changes. Not with one pool."),
+    advice="Use it with pools for prompts and decodes whose load changes. Not with one pool.",
 )

@@ -125,10 +125,10 @@ SPEC = ScalerSpec(
     name="target_utilization",
     config=TargetUtilizationConfig,
     build=_build,
-    summary="As many replicas as keep a load figure (KV usage, requests, queued tokens) at its target.",
+    summary="The number of replicas that keeps a load figure (KV usage, requests, queued tokens) at its target.",
     source="Kubernetes, HorizontalPodAutoscaler",
     advice=(
-        "Use it where one figure of load shows when replicas are full, as for services on Kubernetes. Not where "
-        "replicas take longer to start than a peak lasts: it reacts, and does not predict."
+        "Use it where one load figure shows when replicas are full, as for services on Kubernetes. Not where replicas "
+        "take longer to start than a peak lasts: it reacts, and does not predict."
     ),
 )

@@ -49,11 +49,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=HighestResponseRatioConfig,
     build=HighestResponseRatio,
-    summary="Highest response ratio next: the longest wait in relation to the expected size.",
+    summary="Highest response ratio next: the longest wait relative to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),
     advice=(
-        "Use it for most of the gain of `sjf` without starvation, at no cost: keys are straight lines in time. "
+        "Use it for most of the gain of `sjf` without starvation, and as cheaply: keys are straight lines in time. "
         "Not for tight deadlines (`lrs`, `edf`)."
     ),
 )

@@ -48,6 +48,6 @@ SPEC = PolicySpec(
     aliases=("shortest_job_first",),
     advice=(
         "Use it for a low mean latency where lengths can be estimated beforehand. Not where no request may starve: "
-        "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
+        "the wait of a long request is unbounded (see `hrrn`, `ltr`)."
     ),
 )

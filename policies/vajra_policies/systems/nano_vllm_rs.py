@@ -206,7 +206,7 @@ SPEC = PolicySpec(
     summary="Rust nano-vllm: mixed steps, chunks, priorities, preemption to host memory with resume.",
     source="nano-vllm-rs, scheduler document",
     advice=(
-        "Use it to predict the Rust nano-vllm. Not as the example of a short policy: it repeats a system's rules one "
-        "by one (`preemptive`)."
+        "Use it to predict the Rust nano-vllm. Not as an example of a short policy: it reproduces a system's rules "
+        "one by one (`preemptive`)."
     ),
 )

@@ -230,7 +230,7 @@ SPEC = PolicySpec(
     summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
     source="vLLM 0.33, V1 scheduler",
     advice=(
-        "Use it to predict a vLLM, or as the baseline that most papers mean. Not for promised times between tokens: "
-        "no step is sized by the time that it takes."
+        "Use it to predict vLLM, or as the baseline of most papers. Not for TBT SLOs: chunks are not sized by the "
+        "time of the step."
     ),
 )
