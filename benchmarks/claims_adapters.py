@@ -202,14 +202,14 @@ def _placed(cells: Cells, names: Sequence[str], *, is_even: bool) -> Verdict:
 CLAIMS = [
     Claim(
         "chameleon",
-        "no queue gives more than its quota, but to a request that it has alone; all returns; the adapter with the least score goes",
+        "no queue exceeds its quota except for a single request; all quota returns; the adapter with the least score is evicted",
         "exact",
         1,
         test=CHAMELEON,
     ),
     Claim(
         "chameleon",
-        "P99 TTFT of short requests beside long ones is below that of a line in order of arrival",
+        "P99 TTFT of short requests among long ones is below that of a queue in order of arrival",
         "-80.7 % (of all)",
         2,
         lambda cells: _waits(cells, "short", ("chameleon", "fifo")),

@@ -58,10 +58,10 @@ CLAIMS = [
     _exact("probabilistic_shedding", "requests are shed as often as the formula says", ADMISSION),
     _exact("priority_holdback", "ceilings by hand; the urgent stay fast, and nobody is lost", ADMISSION),
     _exact("soft_reflective_ceiling", "ceilings open every so many cycles, by the formula", ADMISSION),
-    *(_exact(one, "what goes first, by hand", KEPT) for one in ("lru", "mru", "lfu", "fifo", "filo", "slru", "ttl")),
+    *(_exact(one, "eviction order, by hand", KEPT) for one in ("lru", "mru", "lfu", "fifo", "filo", "slru", "ttl")),
     _exact(
         "priority",
-        "of cached content, what only less urgent requests used goes first",
+        "of cached content, content used only by less urgent requests is evicted first",
         KEPT,
         card="reference/policies.md#priority-of-cached-content",
     ),
@@ -78,5 +78,5 @@ CLAIMS = [
         SCALERS,
         card=f"{SCALING}#target_utilization",
     ),
-    _exact("dynamo_planner", "thresholds, budgets and promises by hand", SCALERS, card=f"{SCALING}#dynamo_planner"),
+    _exact("dynamo_planner", "thresholds, budgets and SLOs by hand", SCALERS, card=f"{SCALING}#dynamo_planner"),
 ]

@@ -78,7 +78,7 @@ CLAIMS = [
     ),
     Claim(
         "adaserve",
-        "near the capacity fewer requests miss their pace than with any fixed number of drafts",
+        "near the capacity fewer requests miss their TPOT SLO than with any fixed number of drafts",
         "up to 4.3 times fewer",
         2,
         _paces,

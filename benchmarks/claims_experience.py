@@ -210,5 +210,5 @@ CLAIMS = [
         2,
         _gradient,
     ),
-    Claim("polyserve", "both promises are kept for 99 % of the requests", "92.5 % of the optimal goodput", 2, _kept),
+    Claim("polyserve", "both SLOs are met for 99 % of the requests", "92.5 % of the optimal goodput", 2, _kept),
 ]

@@ -211,7 +211,7 @@ CLAIMS = [
     Claim("lpm", "the longest match goes first, and in order of arrival while too many wait", "exact", 1, test=TEST),
     Claim(
         "lpm",
-        "cached tokens a request are above those of FCFS",
+        "cached tokens per request are above those of FCFS",
         "above",
         2,
         partial(_served, "hits", " tokens", {"fcfs": "fcfs", "lpm": LPM}),
@@ -241,14 +241,14 @@ CLAIMS = [
     ),
     Claim(
         "d2lpm",
-        "mean TTFT of light tenants beside a heavy one is below that under affinity",
+        "mean TTFT of light tenants together with a heavy one is below that under affinity",
         "up to 7.18 times lower",
         2,
         partial(_routed, "light", " s", {"d2lpm": D2LPM, "affinity": AFFINITY}),
     ),
     Claim(
         "d2lpm",
-        "cached tokens a request are above those of the shortest queue",
+        "cached tokens per request are above those of the shortest queue",
         "above",
         2,
         partial(_routed, "hits", " tokens", {"shortest queue": "least_loaded", "d2lpm": D2LPM}),

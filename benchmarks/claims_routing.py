@@ -196,7 +196,7 @@ CLAIMS = [
     ),
     Claim(
         "consistent_hashing",
-        "the keys of a replica that goes alone move; no replica exceeds the bound",
+        "only the keys of a removed replica move; no replica exceeds the bound",
         "exact",
         1,
         test=TEST,
@@ -291,7 +291,7 @@ CLAIMS = [
     ),
     Claim(
         "splitwise_mixed_pool",
-        "decodes go by memory, prompts by pending tokens; a lent replica returns when idle; bursts wait less than in fixed pools",
+        "decodes are placed by memory, prompts by pending tokens; a lent replica returns when idle; bursts wait less than in fixed pools",
         "exact",
         1,
         test="tests/policies/test_splitwise_mixed_pool.py",
@@ -305,7 +305,7 @@ CLAIMS = [
     ),
     Claim(
         "cascadeinfer",
-        "ranges and their replicas have the least cost of all; who has outgrown its range moves on",
+        "ranges and their replicas have the least cost; requests that have outgrown their range move",
         "exact",
         1,
         test="tests/policies/test_cascadeinfer.py",

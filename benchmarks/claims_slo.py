@@ -370,14 +370,14 @@ CLAIMS = [
     Claim("hygen", "tokens a second rise with the budget, to a multiple of online alone", "3.87 times", 3, _throughput),
     Claim(
         "scorpio",
-        "a request promised k times the tightest time per token runs in every k-th step",
+        "a request with k times the tightest TPOT SLO runs in every k-th step",
         "exact",
         1,
         test=TEST,
     ),
     Claim(
         "scorpio",
-        "at 1.5 times the load more keep both promises than under FCFS",
+        "at 1.5 times full load more requests meet both SLOs than under FCFS",
         "up to +46.5 %",
         2,
         _at_high_load,

@@ -1,6 +1,6 @@
 """Read YAML files with line numbers.
 
-YAML 1.2 (`yes` and `on` are words, `012` is twelve), one document, keys are names, each key once in its mapping.
+YAML 1.2 (`yes` and `on` are strings, `012` is twelve), one document, keys are names, each key once in its mapping.
 Anchors, aliases and `<<` work; dates stay text; other tags are refused.
 """
 

@@ -79,7 +79,7 @@ class BatchBuilder(Protocol):
         """Requests preempted in this step so far."""
 
     def __contains__(self, request: object) -> bool:
-        """Return whether the request is in the batch."""
+        """Return True if the request is in the batch."""
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.

@@ -94,7 +94,7 @@ class StepRun:
     first_context_tokens: int
     """Tokens in KV before the first step; each step adds `num_decodes`."""
     free_blocks: Sequence[int]
-    """Right after each step was formed."""
+    """Free KV blocks right after each step was formed."""
     num_waiting: Sequence[int]
     num_running: int
 

@@ -46,11 +46,11 @@ class ProgramView(Protocol):
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds on the run's clock: the latest `program_slo_s` that a call stated, from `arrived_at`."""
+        """Deadline, seconds on the run's clock: `arrived_at` plus the `program_slo_s` stated last by a call."""
 
     @property
     def num_calls(self) -> int:
-        """Calls that have arrived, those that were refused among them."""
+        """Calls that have arrived, including refused ones."""
 
     @property
     def num_alive(self) -> int:
@@ -101,7 +101,7 @@ class ProgramView(Protocol):
 
     @property
     def end_reason(self) -> ProgramEnd | None:
-        """Reason that it ended; None: it goes on."""
+        """Reason of its end; None while it continues."""
 
     def siblings(self, request: RequestView) -> Sequence[str]:
         """Return the ids of the other calls that have arrived with the same `parent_calls`, in order of arrival.

@@ -137,15 +137,15 @@ class RequestView(Protocol):
 
     @property
     def ttft_slo_s(self) -> float | None:
-        """Promised time to first token, seconds from arrival."""
+        """SLO for the time to first token, seconds from arrival; None without one."""
 
     @property
     def tpot_slo_s(self) -> float | None:
-        """Promised mean time per output token after the first, seconds."""
+        """SLO for the mean time per output token after the first, seconds; None without one."""
 
     @property
     def tbt_slo_s(self) -> float | None:
-        """Promised longest time between two tokens in a row, seconds."""
+        """SLO for the longest time between two consecutive tokens, seconds; None without one."""
 
     @property
     def last_token_at(self) -> float | None:
@@ -160,7 +160,7 @@ class RequestView(Protocol):
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds on the run's clock."""
+        """Deadline of its end, seconds on the run's clock; None without one."""
 
     @property
     def session_id(self) -> str:
@@ -196,7 +196,7 @@ class RequestView(Protocol):
 
     @property
     def program_slo_s(self) -> float | None:
-        """Promised time from its program's first call to the program's end, seconds."""
+        """SLO for the time from the first call of its program to the program's end, seconds; None without one."""
 
     @property
     def program(self) -> ProgramView | None:

@@ -67,7 +67,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def limits(self) -> ReplicaLimits:
-        """Its sizes."""
+        """Sizes of the replica."""
 
     @property
     def free_blocks(self) -> int:
@@ -110,7 +110,7 @@ class LocalReplicaView(Protocol):
         """Running requests with more than one token left, most urgent first by the prioritizer's key now."""
 
     def waiting(self) -> Iterator[RequestView]:
-        """Requests not admitted yet (preempted ones among them), most urgent first; lazy, so the head is cheap.
+        """Requests not admitted yet, including preempted ones, most urgent first; lazy, so the head is cheap.
 
         Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
         whose adapter is being loaded, or has no slot, are omitted.
@@ -146,7 +146,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def state(self) -> ReplicaState:
-        """Stage of its life."""
+        """State in its life cycle."""
 
     @property
     def is_up(self) -> bool:
@@ -271,7 +271,7 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Waiting requests of all queues; deferred ones are not among them."""
+        """Waiting requests of all queues, without deferred ones."""
 
     @property
     def num_queued_tokens(self) -> int:

@@ -87,7 +87,7 @@ class Messages:
             self.next.clear_numbered(self._managed.take_cleared())
         return self.next.take()
 
-    # One by one
+    # Single entries
 
     def _add_chunks(
         self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts] = MappingProxyType({})
@@ -151,7 +151,7 @@ class Messages:
         record.num_sent = len(table)
         return table[known:]
 
-    # All at once
+    # Decodes in bulk
 
     def _add_decodes(self, plan: StepPlan) -> None:
         assert plan.pool is not None

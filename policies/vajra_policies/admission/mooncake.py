@@ -110,7 +110,7 @@ class Mooncake:
         ):
             promised_s = default_s if stated_s is None else stated_s
             if promised_s is not None and predicted_s > promised_s:
-                return Refuse(f"its predicted {noun} exceeds what was promised")
+                return Refuse(f"its predicted {noun} exceeds its SLO")
         return ACCEPT
 
     # Prompts

@@ -66,7 +66,7 @@ class Equinox:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a tenant."""
+        """Return 0: requests of one tenant are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:

@@ -55,7 +55,7 @@ class Vtc:
         """Heap of (counter, tenant) of tenants that have left; some may have returned, or been forgotten."""
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a tenant."""
+        """Return 0: requests of one tenant are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:

@@ -95,7 +95,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Even sharing has served as much as the replica's memory allows."""
+        """Advance even sharing by the KV tokens of the replica's memory."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -63,7 +63,7 @@ class LeastAttainedService:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a program."""
+        """Return 0: requests of one program are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:

@@ -198,10 +198,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=EndpointPickerPolicyConfig,
     build=build,
-    summary=(
-        "Filters, weighted scorers and a picker, selected by name; each arriving request to the replica with the best "
-        "score."
-    ),
+    summary="Filters, weighted scorers and a picker, selected by name; each arriving request to the best replica.",
     source="llm-d endpoint picker (llm-d-router)",
     advice="Use it to compose a router from parts, and to compare with llm-d. Not where a single rule suffices.",
 )

@@ -42,7 +42,7 @@ def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
 
 
 def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
-    """The replicas with a place for their figures."""
+    """Return the replicas as `Candidates`, whose figures are read on demand."""
     return replicas if isinstance(replicas, Candidates) else Candidates(replicas)
 
 

@@ -78,7 +78,7 @@ class ApproximatePrefixMatches:
         return found
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Each replica that was chosen has the prompt's blocks from now on."""
+        """Record that each chosen replica has the prompt's blocks."""
         blocks = self._blocks(request)
         for replica in placements.values():
             self._sent.add(blocks, replica.replica_id)

@@ -40,7 +40,7 @@ class HighestResponseRatio:
         return intercept + slope * now
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._lengths.forget(requests)
 
 

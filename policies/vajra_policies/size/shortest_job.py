@@ -34,7 +34,7 @@ class ShortestJobFirst:
         return self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._lengths.forget(requests)
 
 

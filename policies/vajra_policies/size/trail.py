@@ -47,7 +47,7 @@ class Trail:
         return (0.0 if stays else 1.0, self._lengths.remaining(request))
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._first.forget(requests)
 
 

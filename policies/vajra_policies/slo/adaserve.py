@@ -43,12 +43,12 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """Tokens that a decode needs of a step, and the chance of its drafts."""
+    """Tokens that a decode needs from a step, and the probability that its drafts are accepted."""
 
     needed: float
-    """A(r): tokens that it needs of this step to meet its SLO."""
+    """A(r): tokens that it needs from this step to meet its SLO."""
     chance: float
-    """Chance that a draft is accepted, given that those before it are."""
+    """Probability that a draft is accepted, given that all earlier ones are."""
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:

@@ -83,7 +83,7 @@ class Andes:
         self._num_preemptions += 1
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Readers receive tokens."""
+        """Add the tokens of the step to the buffers of the requests' readers."""
         self._step_s += 0.1 * (step.duration_s - self._step_s)
         for request in step.requests:
             reading = self._reading(request)

@@ -82,7 +82,7 @@ class PastFuture(FixedChunk):
         self._slack_tokens = limits.block_size - 1
         self._recent: deque[int] = deque()
         self._lengths: list[int] = []
-        """The same, ascending."""
+        """The recent output lengths, ascending."""
         self._entries: list[tuple[float, float]] | None = None
         self._is_closed = False
 

@@ -96,7 +96,7 @@ class Qoserve:
                 self._reprieve(step.ended_at)
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps without prompts do not count."""
+        """Do nothing: steps without prompts do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""

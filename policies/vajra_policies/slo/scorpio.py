@@ -115,7 +115,7 @@ class Scorpio(FixedChunk):
             promised_s = request.ttft_slo_s
             is_new = not request.num_output_tokens and not request.num_preemptions
             if is_new and promised_s is not None and now + ahead_s + prefill_s > request.arrived_at + promised_s:
-                batch.drop(request, f"its first token would be later than the promised {promised_s:g} s")
+                batch.drop(request, f"its first token would miss its TTFT SLO of {promised_s:g} s")
             else:
                 ahead_s += prefill_s
 

@@ -208,7 +208,7 @@ class VllmV1:
             if batch.blocks_needed(request, must_fit, in_steps=must_fit > end) + watermark > batch.free_blocks:
                 break
             if watermark and must_fit > end and batch.blocks_needed(request, end) + watermark > batch.free_blocks:
-                break  # of a prompt that windows leave in part, the chunk can need more than the whole
+                break  # with sliding windows, a chunk can need more blocks at once than the whole prompt
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
                 continue  # a request that waits for its KV or adapter does not block those behind it

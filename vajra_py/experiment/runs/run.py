@@ -124,7 +124,8 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if run.config.backend.kind != "simulator":  # a simulation without such changes saves the observer's time
+        # In a simulation no replica is lost and no policy is swapped, so the observer is left out.
+        if run.config.backend.kind != "simulator":
             self._observers.append(self._changes)
         logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)
         self._observers += [one for one in logs if one is not None]

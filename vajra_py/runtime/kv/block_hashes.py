@@ -28,7 +28,7 @@ FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
-"""Most segments that a prompt may add to a known prompt and still be found to continue it."""
+"""Largest number of segments that a prompt may have beyond a stored prompt to be recognised as its continuation."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
 """Salt, tokens of a block, number of segments, and the last segment with its length."""
@@ -154,7 +154,7 @@ class TokenBlockHashes:
 
 
 def root_digest(salt: str) -> bytes:
-    """Return what the first block of content with this salt follows."""
+    """Return the digest that stands for the missing previous block of the first block of content with this salt."""
     return xxh3_128_digest(salt.encode())
 
 
@@ -196,7 +196,7 @@ class SegmentBlockHashes:
         *,
         recent: RecentPrompts | None = None,
     ) -> None:
-        """`recent`: earlier prompts, from one of which this one takes the hashes of what it continues."""
+        """`recent`: earlier prompts; the hashes of one that this prompt continues are reused."""
         self._block_size = _checked_block_size(block_size)
         known = None if recent is None else recent.longest_prefix(segments, block_size, salt)
         if known is None:
@@ -270,15 +270,15 @@ class SegmentBlockHashes:
 
 
 class RecentPrompts:
-    """The latest prompts made of segments, with their hashes: a call of a program continues the one before it.
+    """The latest prompts made of segments, with their hashes: a call of a program continues the previous one.
 
-    What a prompt takes from here is what it would have made itself.
+    Reused hashes equal those that the prompt would compute itself.
     """
 
     __slots__ = ("_capacity", "_prompts")
 
     def __init__(self, capacity: int = 1024) -> None:
-        """Create an empty store of at most `capacity` prompts; the one without a follow-up for longest is dropped
+        """Create an empty store of at most `capacity` prompts; the one that was continued least recently is dropped
         first.
         """
         self._capacity = capacity
@@ -303,7 +303,7 @@ class RecentPrompts:
         return None
 
     def add(self, segments: Sequence[tuple[SegmentId, int]], salt: str, hashes: SegmentBlockHashes) -> None:
-        """Keep a prompt, in the place of another that ends like it."""
+        """Store a prompt; it replaces one with the same number of segments and the same last segment."""
         if not segments:
             return
         key = (salt, hashes._block_size, len(segments), segments[-1])

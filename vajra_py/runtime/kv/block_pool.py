@@ -6,9 +6,10 @@ hash until it is handed out again.
 
 The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
 without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
-no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
-them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order is
-that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are not free.
+no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices, so
+their cost does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any
+other order is that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are
+not free.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """Positions within a block, by computed tokens, at which the blocks of a decode change, if the memory recycles."""
+        """If the memory recycles: values of (computed tokens modulo block size) at which a decode takes, fills or
+        leaves a block.
+        """
 
     @property
     def lagging(self) -> Collection[KvRequest]:
@@ -141,7 +143,7 @@ class KvMemory(Protocol):
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken at most at any time if several steps computed these tokens."""
+        """Return the largest number of free blocks taken at any one time if several steps compute these tokens."""
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Note that this many tokens after the cached ones will be loaded, not computed, into blocks that a waiting
@@ -286,7 +288,7 @@ class KvMemory(Protocol):
         """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""
+        """Largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
         """Count a computed chunk."""

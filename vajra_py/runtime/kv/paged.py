@@ -739,7 +739,7 @@ class PagedKvMemory:
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain."""
+        """Largest chunk after `num_done_tokens` tokens: all remaining tokens."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:

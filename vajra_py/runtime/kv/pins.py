@@ -36,7 +36,7 @@ class Pins:
         return () if pin is None else pin.hashes
 
     def add(self, name: Hashable, hashes: Sequence[Hashable], until: float) -> None:
-        """Note a pin; there is none of this name."""
+        """Add a pin, whose name must be new."""
         number = next(self._numbers)
         self._pins[name] = _Pin(hashes, until, number)
         heappush(self._ends, (until, number, name))

@@ -58,7 +58,7 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            # After new keys, every request that was not yielded yet is still to be yielded, wherever it ranks now.
+            # Once keys were re-read, start again from the first rank: requests not yet yielded may now rank anywhere.
             if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)

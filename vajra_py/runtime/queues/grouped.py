@@ -104,7 +104,7 @@ class GroupedQueue(RankedQueue):
         del self._group_of[request]
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
-        # While every request given so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while True:
             head = self._head()
             if head is None:
@@ -175,7 +175,7 @@ class GroupedQueue(RankedQueue):
         return None
 
     def _settle(self) -> None:
-        """Re-read the keys of groups named as fallen, and move groups whose key or head has changed to their positions."""
+        """Re-read the keys of groups that were reported as fallen, and re-insert groups whose key or head has changed."""
         fallen = self._fallen
         if fallen is not None and fallen.num_named != self._num_read:
             names = fallen.since(self._num_read)

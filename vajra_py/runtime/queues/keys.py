@@ -246,7 +246,9 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
 
 
 def _number(part: object) -> float | int | None:
-    """Convert part of a key to a finite Python number, None if it is none; NumPy's numbers compare slowly and overflow."""
+    """Convert part of a key to a Python number (NumPy's compare slowly and overflow); None if it is not a finite
+    number.
+    """
     if type(part) is not float:
         if isinstance(part, Integral):
             return int(part)

@@ -48,7 +48,7 @@ class NamedFallsQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         given: set[int] = set()
-        # While every request yielded so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while True:
             head = self._head(now)
             if head is None:

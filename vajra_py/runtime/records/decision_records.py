@@ -43,7 +43,7 @@ class Arrivals:
     ids: NDArray[np.object_]
 
     def take(self, which: NDArray[Any] | slice) -> Arrivals:
-        """Return these of the arrivals."""
+        """Return the selected arrivals."""
         return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
 
 
@@ -110,7 +110,7 @@ class Records:
         return self.rows[:, _COLUMN_OF[name]]
 
     def take(self, order: Ints, arrivals: NDArray[Any]) -> Records:
-        """Return these records in this order, and these arrivals."""
+        """Return the selected records in the given order, and the selected arrivals."""
         return Records(
             self.replicasets,
             np.asfortranarray(self.rows.take(order, axis=0)),  # whose columns are read

@@ -73,7 +73,7 @@ class Program:
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds."""
+        """Deadline, seconds."""
         return None if self._slo_s is None else self.arrived_at + self._slo_s
 
     @property

@@ -54,7 +54,7 @@ _is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
-"""Number of steps in a row that may preempt without running anything before the policy is held to be stuck."""
+"""Number of steps in a row that may preempt without running anything before the policy counts as stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -580,7 +580,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or if a request is to move here after
         this step.
         """
-        # Requests that were handed off may have to stay.
+        # A request that leaves after this step may have to stay on this replica, so its decode steps are not repeated.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
