@@ -74,7 +74,7 @@ def _paces(cells: Cells) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "adaserve", "its greedy choice of drafts is as good as exhaustive search, needs first", "exact", 1, test=TEST
+        "adaserve", "its greedy choice of drafts, needs first, is as good as exhaustive search", "exact", 1, test=TEST
     ),
     Claim(
         "adaserve",

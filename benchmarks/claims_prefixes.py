@@ -208,7 +208,9 @@ def _asked(metric: str, policies: dict[str, PolicySource], cells: Cells) -> Verd
 
 
 CLAIMS = [
-    Claim("lpm", "the longest match goes first, and in order of arrival while too many wait", "exact", 1, test=TEST),
+    Claim(
+        "lpm", "the longest match goes first; order is by arrival while too many requests wait", "exact", 1, test=TEST
+    ),
     Claim(
         "lpm",
         "cached tokens per request are above those of FCFS",
@@ -267,7 +269,7 @@ CLAIMS = [
         "bounded by ageing",
         2,
         partial(_slowdown, "p99", {"preflow": "preflow", "srpt": SRPT}),
-        why="within the error: under either order it is of short prompts that wait for one chunk of 2,048 tokens of a long one. With "
+        why="within the error: under either order P99 is the slowdown of short prompts that wait for one 2,048-token chunk of a long prompt. With "
         "chunks of 256 tokens it holds: 12.0, 16.7 (6 seeds, difference 4.7 ± 1.6)",
     ),
     Claim(
@@ -277,7 +279,13 @@ CLAIMS = [
         2,
         partial(_slowdown, "longest", {"preflow": "preflow", "srpt": SRPT}),
     ),
-    Claim("residual_sjf", "the fewest blocks left first, until a request has waited too long", "exact", 1, test=TEST),
+    Claim(
+        "residual_sjf",
+        "the request with the fewest remaining blocks goes first, until another has waited too long",
+        "exact",
+        1,
+        test=TEST,
+    ),
     Claim(
         "residual_sjf",
         "mean TTFT is below that of SJF by whole prompts",

@@ -192,7 +192,7 @@ CLAIMS = [
     ),
     Claim(
         "qlm",
-        "groups by deadline once one would be late; waits within a tenth for 60 requests ahead",
+        "groups are ordered by deadline once one would be late; predicted waits are within a tenth for 60 requests ahead",
         "exact",
         1,
         test=TEST,
@@ -230,7 +230,7 @@ CLAIMS = [
     Claim("equinox", "counters combine service received and resources used", "exact", 1, test=TEST),
     Claim(
         "equinox",
-        "tenants of opposite shapes differ less in device time than under vtc",
+        "tenants with opposite ratios of prompt to output tokens differ less in device time than under vtc",
         "13 % more fairness",
         2,
         _shared,

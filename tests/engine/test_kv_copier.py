@@ -288,7 +288,7 @@ def test_a_copy_that_does_not_end_keeps_what_it_uses() -> None:
     copier = KvCopier(runner, lambda move, error: None)
     runner.allocate(4, 4)
     copier.begin(down(0, 0, 0))
-    with pytest.raises(ExecutorError, match="does not come back from a copy"):
+    with pytest.raises(ExecutorError, match="does not return from a copy"):
         copier.close(0.0)
     runner.gate.release()
     copier.close()

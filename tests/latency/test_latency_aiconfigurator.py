@@ -270,7 +270,7 @@ def test_a_table_with_a_time_that_is_none_is_refused_with_its_row(tables: Path, 
     table = pq.read_table(path).to_pydict()
     table["latency"][3] = float("nan")
     pq.write_table(pa.table(table), path)
-    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: row 3: has a time that is none \(nan ms\)"):
+    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: row 3: has an invalid time \(nan ms\)"):
         of(broken)
     pq.write_table(pa.table({name: values for name, values in table.items() if name != "k"}), path)
     with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: has no columns k"):

@@ -407,7 +407,7 @@ def test_memory_comes_from_the_device_that_the_bundle_names(
 ) -> None:
     assert 25_000 < of(bundle).kv_blocks(16) < 40_000
     edit(bundle / "meta.yaml", "hardware: RTXPRO6000", "hardware: A card of mine")
-    with pytest.raises(ConfigError, match="nothing says how much memory the GPU has"):
+    with pytest.raises(ConfigError, match="the memory size of the GPU is unknown"):
         of(bundle).kv_blocks(16)
     with pytest.raises(ConfigError, match=r"fallback: needs a described device, and A card of mine is not one"):
         of(bundle, fallback="roofline")

@@ -132,7 +132,7 @@ def test_wrong_scores_name_their_scorer(answer: list[Any], message: str) -> None
             return answer
 
     made = router(services=own_parts(Wrong()), scorers=["told"])
-    with pytest.raises(ValueError, match=rf"scorer .told. gave .*{message}"):
+    with pytest.raises(ValueError, match=rf"scorer .told. returned .*{message}"):
         made.assign(Request(), replicas(num_waiting=[0, 0]), 0.0)
 
 
@@ -367,8 +367,8 @@ def test_decode_replicas_compute_what_the_decider_keeps_there_in_a_run() -> None
     ("params", "message"),
     [
         ({"profiles": {"prefill": {}}}, "one named decode"),
-        ({"profiles": {"decode": {}}, "scorers": ["queue-scorer"]}, "beside them"),
-        ({"profiles": {"decode": {}}, "picker": "random-picker"}, "beside them"),
+        ({"profiles": {"decode": {}}, "scorers": ["queue-scorer"]}, "also filters"),
+        ({"profiles": {"decode": {}}, "picker": "random-picker"}, "also filters"),
         ({"disaggregation": {}}, "needs profiles"),
         ({"profiles": {"encode": {}}}, "decode"),
         (
@@ -461,7 +461,7 @@ def test_it_is_offered_with_its_source() -> None:
 
 
 def test_contexts_without_parts_say_so() -> None:
-    with pytest.raises(ValueError, match="no routing parts here"):
+    with pytest.raises(ValueError, match="routing parts are not available"):
         router(services=replace(context(), build_part=no_routing_parts))
 
 

@@ -67,7 +67,7 @@ def test_the_planner_keeps_the_contract_with_every_target(params: dict[str, Any]
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"by_load": False}, "nothing decides"),
+        ({"by_load": False}, "no rule is active"),
         ({"min_devices": 5, "max_devices": 4}, "min_devices (5) is above max_devices (4)"),
         ({"target": "load"}, "needs kv_up_fraction and kv_down_fraction"),
     ],

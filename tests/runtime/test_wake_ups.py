@@ -146,11 +146,15 @@ def test_a_policy_that_wakes_itself_without_end_at_one_time_is_named() -> None:
         def on_wake(self, key: str, now: float) -> None:
             self.wake.at(now, key)
 
-    with pytest.raises(PolicyError, match=rf"Endless.*again and again at one time \({MAX_WAKES_PER_TICK} times\)"):
+    with pytest.raises(
+        PolicyError, match=rf"Endless.*sets alarms for one time without end \({MAX_WAKES_PER_TICK} times\)"
+    ):
         Harness(Endless, "round_robin", "fixed_chunk").run(requests(0.0))
 
 
-@pytest.mark.parametrize(("time_s", "key", "match"), [(float("inf"), "", "must be finite"), (1.0, 3, "is a string")])
+@pytest.mark.parametrize(
+    ("time_s", "key", "match"), [(float("inf"), "", "must be finite"), (1.0, 3, "must be a string")]
+)
 def test_a_wake_up_at_no_time_or_under_no_string_is_refused_with_the_policys_name(
     time_s: float, key: Any, match: str
 ) -> None:

@@ -141,7 +141,7 @@ def test_lengths_take_arrivals_from_outside_or_the_file(tmp_path: Path) -> None:
     assert len({request.request_id for request in drawn}) == 500
     with pytest.raises(WorkloadError, match=r"has no column for arrived_at.*Give `arrivals`"):
         read_lengths(file)
-    with pytest.raises(WorkloadError, match=r"has 3 rows of lengths \(4 asked for\)"):
+    with pytest.raises(WorkloadError, match=r"has 3 rows of lengths \(4 requested\)"):
         read_lengths(file, arrivals=lambda number: np.zeros(number), num_requests=4)
 
 

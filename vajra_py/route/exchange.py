@@ -198,7 +198,7 @@ class Exchange:
             if answer.status >= 500 or answer.status == 429:
                 text = await client.read(answer, session.settings.max_answer_bytes)
                 self._refused = answer.status, text, answer.content_type
-                raise ServerFault(f"it answered {answer.status}", status=answer.status)
+                raise ServerFault(f"it answered with status {answer.status}", status=answer.status)
             if answer.status == 200 and answer.content_type.lower().startswith("text/event-stream"):
                 is_at_end = await self._stream(place, answer)
             else:

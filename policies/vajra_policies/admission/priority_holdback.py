@@ -39,7 +39,7 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
         if any(not 0 < one <= 1 for one in found):
             raise ValueError(f"ceilings must be above 0 and at most 1 (got {found})")
         if found != sorted(found, reverse=True):
-            raise ValueError(f"ceilings must not rise with the priority's number (got {self.ceilings})")
+            raise ValueError(f"ceilings must not increase with the priority's number (got {self.ceilings})")
         return self
 
 

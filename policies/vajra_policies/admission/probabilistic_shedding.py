@@ -50,7 +50,7 @@ class ProbabilisticShedding:
         saturation = saturation_for(config, request, replicasets)
         probability = min(config.factor * saturation**config.power, 1.0)
         if self._stream.random() < probability:
-            return Refuse("the replicas are near saturation, and its priority is shed by lot")
+            return Refuse("the replicas are near saturation, and requests of its priority are shed at random")
         return ACCEPT
 
 

@@ -54,7 +54,7 @@ class _Bucket:
     """Time at which each deferred request is due."""
 
     def fill(self, now: float) -> None:
-        """Add the tokens of the time since the last call."""
+        """Add the tokens that have accrued since the last call."""
         self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
         self.filled_at = now
 

@@ -44,7 +44,7 @@ class AttainedServiceConfig(PolicyConfig):
     def _rising(self) -> AttainedServiceConfig:
         bounds = self.queue_bounds_s
         if any(later <= earlier for earlier, later in zip((0.0, *bounds), bounds, strict=False)):
-            raise ValueError(f"queue_bounds_s do not rise from above 0 ({bounds}). Allowed: rising seconds")
+            raise ValueError(f"queue_bounds_s are not ascending numbers above 0 ({bounds}). Allowed: ascending seconds")
         return self
 
 

@@ -61,7 +61,7 @@ class Normalization(PolicyConfig):
     @model_validator(mode="after")
     def _is_one(self) -> Normalization:
         if self.fixed_range is not None and self.adaptive_range is not None:
-            raise ValueError("gives both fixed_range and adaptive_range; one at most")
+            raise ValueError("sets both fixed_range and adaptive_range; at most one is allowed")
         return self
 
 

@@ -144,7 +144,7 @@ def loads_of(context: RoutingContext, name: str) -> InFlightLoads:
     """Return the router's producer of this name. Raises `ValueError` if it does not count in-flight load."""
     found = context.producer(name)
     if not isinstance(found, InFlightLoads):
-        raise ValueError(f"producer {name!r} does not count what is in flight; {IN_FLIGHT} does")
+        raise ValueError(f"producer {name!r} does not count requests in flight; {IN_FLIGHT} does")
     return found
 
 

@@ -139,7 +139,7 @@ def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
     """Return the router's producer of this name. Raises `ValueError` if it has no prefix figures."""
     found = context.producer(name)
     if not isinstance(found, PrefixMatches):
-        raise ValueError(f"producer {name!r} knows no prefixes; {APPROXIMATE} and {PRECISE} do")
+        raise ValueError(f"producer {name!r} does not match prefixes; {APPROXIMATE} and {PRECISE} do")
     return found
 
 

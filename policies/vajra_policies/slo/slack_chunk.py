@@ -36,7 +36,9 @@ class SlackChunkConfig(PreemptionConfig):
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value[0] < 1 or list(value) != sorted(set(value)):
-            raise ValueError(f"sizes do not ascend from 1 or more (got {value}). Allowed: such as [128, 512]")
+            raise ValueError(
+                f"sizes are not ascending numbers of at least 1 (got {value}). Allowed: such as [128, 512]"
+            )
         return value
 
 

@@ -30,7 +30,7 @@ class TierConfig(PolicyConfig):
     @classmethod
     def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if value[0] <= 0 or list(value) != sorted(set(value)):
-            raise ValueError(f"tiers_s do not rise from above 0 (got {value}). Allowed: such as [0.03, 0.1]")
+            raise ValueError(f"tiers_s are not ascending numbers above 0 (got {value}). Allowed: such as [0.03, 0.1]")
         return value
 
 

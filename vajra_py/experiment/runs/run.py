@@ -140,7 +140,7 @@ class _Attempt:
         except KeyboardInterrupt:
             self._write()
             self._place.note(INTERRUPTED, **self._facts())
-            raise RunInterrupted(f"interrupted; what was reached is in {self._place.path}") from None
+            raise RunInterrupted(f"interrupted; partial results are in {self._place.path}") from None
         except Exception as error:  # keep partial results after any failure
             self._write()
             self._place.note(FAILED, error=_error_text(error), **self._facts())
@@ -194,7 +194,7 @@ class _Attempt:
             lambda requests: ideal_makespans(run.config, run.workload, models, requests),
             self._tiers,
         )
-        with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+        with ThreadPoolExecutor(1) as beside:  # encoding mostly runs without the GIL
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
             if closing is not None:

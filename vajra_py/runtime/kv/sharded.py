@@ -97,7 +97,7 @@ class KvParallelMemory:
         _check_sizes(groups, block_size)
         if prefix_cache is not None:
             raise ValueError(
-                "KvParallelMemory: there is no prefix cache with KV parallelism, which would tie requests to groups "
+                "KvParallelMemory: prefix_cache ties requests to groups and cannot be combined with KV parallelism "
                 f"(got {prefix_cache}). Only None is allowed."
             )
         self.num_groups = groups.num_groups
@@ -428,7 +428,7 @@ class KvParallelMemory:
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Refuse: decodes have no drafts here."""
-        raise ValueError(f"KvParallelMemory.shrink: blocks are not given back one by one (to keep {num_blocks}).")
+        raise ValueError(f"KvParallelMemory.shrink: blocks cannot be freed one by one (to keep {num_blocks}).")
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
@@ -453,7 +453,7 @@ class KvParallelMemory:
     def reserve_blocks(self, num_blocks: int) -> None:
         """Refuse to reserve: each request grows in its own groups."""
         raise ValueError(
-            f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
+            f"KvParallelMemory.reserve_blocks: blocks cannot be reserved (got {num_blocks}). Check `can_reserve` first."
         )
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:

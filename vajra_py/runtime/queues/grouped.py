@@ -198,7 +198,7 @@ class GroupedQueue(RankedQueue):
         if key == group.key:
             return False
         if key < group.key:
-            what = f"group_key({group.name!r}) has fallen without being named (was {group.key!r}, got {key!r})"
+            what = f"group_key({group.name!r}) has decreased without being reported (was {group.key!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_groups; rises need not be."
             self._reader.blame(f"{what}. {allowed}")
         group.key = key

@@ -138,7 +138,7 @@ class NamedFallsQueue(RankedQueue):
         if key == rank[KEY]:
             return False
         if key < rank[KEY]:
-            what = f"key() has fallen without being named (was {rank[KEY]!r}, got {key!r})"
+            what = f"key() has decreased without being reported (was {rank[KEY]!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_requests, or from falls_at on; rises need not be."
             self._keys.blame(request, f"{what}. {allowed}")
         self._replace(rank, self._rank(request, now))

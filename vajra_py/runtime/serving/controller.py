@@ -415,7 +415,7 @@ class Controller:
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
         if replicaset.scaling is not None and not replicaset.can_go_on(request, to_seconds(now)):
-            message = f"keeps no replica of replicaset {replicaset.name!r} up that could go on {remain}"
+            message = f"leaves replicaset {replicaset.name!r} without an active replica that could continue {remain}"
             return PolicyError(replicaset.scaling.name, message, request_id=request.request_id)
         if request.state is RequestState.HELD:
             pool = "" if replica is None else f" in pool {replica.parts.pool!r}"

@@ -53,7 +53,7 @@ class ReplicasetPrefillTime:
 
     def _with_room(self, num_prompt_tokens: int) -> Sequence[PrefillTable]:
         if not self.tables:
-            message = "asks for prefill times while it is built; these follow from the chunks of the replica schedulers"
+            message = "needs prefill times while it is built, but these depend on the replica schedulers, which are built later"
             raise ConfigError(Problem("replica_scheduler", message, "Allowed: asking when it is asked for a step"))
         return [one for one in self.tables if num_prompt_tokens < one.max_request_tokens] or self.tables
 

@@ -163,7 +163,7 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
-        """True if something outside is reported with each step."""
+        """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended but not been reported, if the next step is formed before the report."""
         self._joins_at_once = False
@@ -245,7 +245,7 @@ class Replica:
         Raises `ConfigError` if the memory has KV parallelism.
         """
         if self.memory.num_groups > 1:
-            message = f"a connector loads to one group of blocks ({self.memory.num_groups} groups)"
+            message = f"a connector supports a single group of blocks ({self.memory.num_groups} groups)"
             raise ConfigError(Problem("replica.kv_parallel.groups", message, "Allowed: 1"))
         running_set, builder = self.running_set, self.builder
 
@@ -434,7 +434,7 @@ class Replica:
             if plan.chunks or plan.num_pool_decodes:
                 return plan
             builder.count_preempted(len(plan.preempted))
-        stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
+        stuck = PolicyError(self.parts.policy_name, "preempts in every step and never runs a request")
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
@@ -479,7 +479,7 @@ class Replica:
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # blocks, or a request that can run, may come with a report
+            return False  # a report may free blocks, or make a request runnable
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
