@@ -141,7 +141,7 @@ class Preemptive(FixedChunk):
         return False
 
     def _free_the_earliest(self, running: list[RequestView], batch: BatchBuilder) -> None:
-        """If no request can run, preempt the latest admitted ones until the earliest admitted one can."""
+        """Preempt the latest admitted requests, if no request can run, until the earliest admitted one can."""
         running.sort(key=_admission)
         first = running.pop(0)
         while running:

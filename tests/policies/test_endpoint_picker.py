@@ -409,7 +409,7 @@ def test_a_producer_is_given_once() -> None:
 
 def test_a_producer_of_another_kind_is_refused() -> None:
     scorer = {"scorer": "latency-scorer", "params": {"latency_prediction_info_producer_name": "inflight-load-producer"}}
-    with pytest.raises(Exception, match="predicts no latencies"):
+    with pytest.raises(Exception, match="does not predict latencies"):
         router(scorers=[scorer])
 
 

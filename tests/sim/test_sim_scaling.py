@@ -215,12 +215,12 @@ def test_a_replica_that_is_down_cannot_fail() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"default": 4}, "asked for 4 replicas of pool 'default' of replicaset 'default'. Allowed: whole numbers from 1 to 3"),
+        ({"default": 4}, "requested 4 replicas of pool 'default' of replicaset 'default'. Allowed: whole numbers from 1 to 3"),
         ({"default": 0}, "Allowed: whole numbers from 1 to 3"),
-        ({"default": 1.5}, "asked for 1.5 replicas"),
-        ({"default": True}, "asked for True replicas"),
+        ({"default": 1.5}, "requested 1.5 replicas"),
+        ({"default": True}, "requested True replicas"),
         ({"decode": 1}, "requested replicas of pool 'decode', which replicaset 'default' does not have. Its pools: default"),
-        (2, "answered 2 for replicaset 'default'"),
+        (2, "returned 2 for replicaset 'default'"),
     ],
 )  # fmt: skip
 def test_a_wrong_answer_names_policy_pool_and_bounds(answer: Any, words: str) -> None:

@@ -56,11 +56,11 @@ class BatchBuilder(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in the batch so far."""
+        """Number of query tokens in the batch so far."""
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch so far."""
+        """Number of requests in the batch so far."""
 
     @property
     def tokens_left(self) -> int:
@@ -76,7 +76,7 @@ class BatchBuilder(Protocol):
 
     @property
     def num_preempted(self) -> int:
-        """Requests preempted in this step so far."""
+        """Number of requests preempted in this step so far."""
 
     def __contains__(self, request: object) -> bool:
         """Return True if the request is in the batch."""

@@ -50,15 +50,15 @@ class ProgramView(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Calls that have arrived, including refused ones."""
+        """Number of calls that have arrived, including refused ones."""
 
     @property
     def num_alive(self) -> int:
-        """Calls that have arrived and not ended."""
+        """Number of calls that have arrived and not ended."""
 
     @property
     def num_ended(self) -> int:
-        """Calls that have ended, in whatever way."""
+        """Number of calls that have ended, in whatever way."""
 
     @property
     def num_declared(self) -> int | None:
@@ -66,15 +66,15 @@ class ProgramView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of ended calls that were admitted."""
+        """Number of prompt tokens of ended calls that were admitted."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens of the same calls that were prefix hits."""
+        """Number of prompt tokens of ended calls that were prefix hits."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that ended calls generated."""
+        """Number of tokens that ended calls generated."""
 
     @property
     def service_tokens(self) -> int:

@@ -57,7 +57,7 @@ class RequestView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
 
     @property
     def max_tokens(self) -> int:
@@ -65,35 +65,35 @@ class RequestView(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far; kept through preemption."""
+        """Number of tokens generated so far; kept through preemption."""
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus generated tokens."""
+        """Number of prompt and generated tokens."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV is in memory, or is being written by a step in flight."""
+        """Number of leading tokens whose KV is in memory, or is being written by a step in flight."""
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens not computed yet; 1 for a request that decodes."""
+        """Number of known tokens not computed yet; 1 for a request that decodes."""
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
-        """Prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
+        """Number of prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were a prefix hit at the first admission."""
+        """Number of prompt tokens that were a prefix hit at the first admission."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens that steps have verified for it so far."""
+        """Number of draft tokens that steps have verified for it so far."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens that became output so far."""
+        """Number of draft tokens that became output so far."""
 
     @property
     def num_preemptions(self) -> int:
@@ -133,7 +133,7 @@ class RequestView(Protocol):
 
     @property
     def slo_class(self) -> str:
-        """Name of its class of service; empty when none."""
+        """Name of its SLO class; empty without one."""
 
     @property
     def ttft_slo_s(self) -> float | None:

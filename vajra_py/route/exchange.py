@@ -220,7 +220,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
-        """Forward a stream; return whether its end was received.
+        """Forward a stream; return True if its end was received.
 
         Raises `ServerFault` only before anything is forwarded.
         """

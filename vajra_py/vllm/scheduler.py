@@ -370,7 +370,9 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """False while a connector loads or sends blocks, or a step writes them: a fallback may reassign all blocks."""
+        """Return False while a connector loads or sends blocks, or a step writes them, since a fallback may reassign
+        all blocks.
+        """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
     def _fall_back(self) -> StepPlan | None:

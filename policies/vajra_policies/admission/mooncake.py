@@ -170,7 +170,7 @@ class Mooncake:
         return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
 
     def _num_prefills(self, replica: ReplicaLoadView) -> int:
-        """Running requests of a replica whose prompt is still computed."""
+        """Number of running requests of a replica whose prompt is still computed."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id

@@ -50,7 +50,7 @@ class PrefillWaves(FixedChunk):
         super().__init__(config, context)
         self._wave_slots = config.wave_slots
         self._num_new = 0
-        """Waiting prompts that the wave may still take."""
+        """Number of waiting prompts that the wave may still take."""
         self._offered: RequestView | None = None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
@@ -79,7 +79,7 @@ class PrefillWaves(FixedChunk):
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if self._offered is not None and self._offered not in batch:
-            self._num_new += 1  # it was refused
+            self._num_new += 1  # the builder refused it, so the wave may take another prompt
         self._offered = None
         num_tokens = super()._next_chunk(request, batch, replica)
         if num_tokens and not request.is_resident:

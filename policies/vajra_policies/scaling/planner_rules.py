@@ -115,7 +115,7 @@ class EngineLoad:
     queued_kv: int = 0
     """Contexts of requests that wait to decode."""
     num_decodes: int = 0
-    """Requests that decode."""
+    """Number of requests that decode."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,13 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Tokens of known content; only blocks that end within them have a hash. Grows with generation."""
+        """Number of tokens of known content; only blocks that end within them have a hash. Grows with generation."""
 
     @property
     def num_public_tokens(self) -> int:
-        """Leading tokens that another request can name while this one lives; entering the rest in a cache can wait."""
+        """Number of leading tokens that another request can name while this one lives; entering the rest in a cache can
+        wait.
+        """
 
     @property
     def is_private_after_prompt(self) -> bool:
@@ -99,7 +101,7 @@ class TokenBlockHashes:
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Tokens of the prompt and of what was appended."""
+        """Number of tokens of the prompt and of what was appended."""
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 

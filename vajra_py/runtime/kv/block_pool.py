@@ -118,9 +118,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.options = options
         self.num_free = num_blocks
-        """Free blocks, idle ones with content included."""
+        """Number of free blocks, idle ones with content included."""
         self.num_cached = 0
-        """Blocks entered so far; unchanged means that nothing new can be found."""
+        """Number of blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
         """Counter that changes when a block with content becomes idle or is used again (not when it is evicted)."""
         self.removed: list[int] = []
@@ -206,7 +206,7 @@ class BlockPool:
 
     @property
     def num_without_content(self) -> int:
-        """Free blocks that are handed out before any content is lost."""
+        """Number of free blocks that are handed out before any content is lost."""
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
@@ -397,12 +397,12 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks of content that is pinned, in use or not."""
+        """Number of blocks of content that is pinned, in use or not."""
         return len(self._pins)
 
     @property
     def num_kept(self) -> int:
-        """Idle blocks that are not free, because their content is pinned."""
+        """Number of idle blocks that are not free, because their content is pinned."""
         return len(self._kept)
 
     def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:

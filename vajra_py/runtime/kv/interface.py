@@ -30,7 +30,7 @@ class KvRequest(Protocol):
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus generated tokens."""
+        """Number of prompt and generated tokens."""
 
     def __hash__(self) -> int:
         """Hash by identity."""
@@ -45,11 +45,11 @@ class KvMemory(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """KV-parallel groups; 1: a request's KV lies in one place."""
+        """Number of KV-parallel groups; with 1, a request's KV is not divided."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks in all."""
 
     @property
     def free_blocks(self) -> int:
@@ -67,13 +67,15 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """If the memory recycles: values of (computed tokens modulo block size) at which a decode takes, fills or
-        leaves a block.
+        """Values of (computed tokens modulo block size), for memory that recycles blocks, at which a decode takes,
+        fills or leaves a block.
         """
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """If the memory recycles: requests whose next token may free blocks at other positions than `due_places`."""
+        """Requests, in memory that recycles blocks, whose next token may free blocks at other positions than
+        `due_places`.
+        """
 
     @property
     def growth_headroom(self) -> int:
@@ -100,7 +102,7 @@ class KvMemory(Protocol):
         """Drop every request and the contents of every block: the devices have lost everything."""
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks of the request, shared ones included."""
+        """Number of device blocks of the request, shared ones included."""
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
         """Number of blocks that would become free if these resident requests were freed."""
@@ -218,7 +220,7 @@ class KvMemory(Protocol):
 
     @property
     def may_expire(self) -> bool:
-        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
+        """True unless nothing has been pinned yet and content cannot expire, so that `next_due` is infinite."""
 
     @property
     def repeat_headroom(self) -> int:
@@ -245,7 +247,7 @@ class KvMemory(Protocol):
         """
 
     def unpin(self, name: Hashable) -> bool:
-        """End a pin; False if there is none."""
+        """End a pin; return False if there is none."""
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a

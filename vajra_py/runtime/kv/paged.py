@@ -61,9 +61,9 @@ class _BlockTable:
         """True if a cache lookup can find anything; for private content, only blocks that the request itself freed."""
         self.blocks: list[int] = []
         self.num_cached = 0
-        """Leading blocks of the table that carry a hash."""
+        """Number of leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
+        """Number of leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -162,7 +162,7 @@ class PagedKvMemory:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks in all."""
         return self._pool.num_blocks
 
     @property
@@ -256,7 +256,7 @@ class PagedKvMemory:
         return sum(count == self._pool.num_references(block) for block, count in held.items())
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks in the request's table, shared ones included."""
+        """Number of device blocks in the request's table, shared ones included."""
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
@@ -579,7 +579,7 @@ class PagedKvMemory:
         return True
 
     def unpin(self, name: Hashable) -> bool:
-        """End a pin; False if there is none."""
+        """End a pin; return False if there is none."""
         hashes = self._pins.remove(name)
         if hashes:
             self._pool.unpin(hashes)

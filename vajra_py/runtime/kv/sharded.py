@@ -47,9 +47,9 @@ class _BlockTables:
         self.tables: list[list[int]] = []
         self.host: list[int] = []
         self.num_prefill_tokens = 0
-        """Tokens known at admission, whose prefill is work."""
+        """Number of tokens known at admission, whose prefill is work."""
         self.num_done_tokens = 0
-        """Leading tokens computed, by `on_chunk_done`."""
+        """Number of leading tokens computed, by `on_chunk_done`."""
 
     @property
     def num_blocks(self) -> int:
@@ -113,7 +113,7 @@ class KvParallelMemory:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of all groups."""
+        """Number of KV blocks of all groups."""
         return sum(pool.num_blocks for pool in self._pools)
 
     @property
@@ -182,7 +182,7 @@ class KvParallelMemory:
         return sum(map(self.num_held_blocks, requests))
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks of the request over all its groups."""
+        """Number of device blocks of the request over all its groups."""
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:

@@ -34,7 +34,7 @@ class TierBlock(CachedEntry):
         self.is_here = False
         """True once it is written."""
         self.num_locks = 1
-        """Transfers that read or write it."""
+        """Number of transfers that read or write it."""
         self.slot = -1
         """Slot of the tier in which it is stored; -1 where slots are not numbered."""
         self.source = -1

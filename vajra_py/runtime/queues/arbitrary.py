@@ -107,7 +107,7 @@ class ArbitraryQueue(RankedQueue):
         self._num_readings += 1
 
     def _extend(self) -> bool:
-        """Move the next rank from the heap to the sorted part; False if there was none."""
+        """Move the next rank from the heap to the sorted part; return False if there was none."""
         while self._rest:
             rank = heappop(self._rest)
             if self._ranks.get(rank[REQUEST]) is rank:

@@ -33,7 +33,7 @@ class NamedFallsQueue(RankedQueue):
         """Serial of each request's entry; its rank gets another one when its key moves."""
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
-        """Requests that have moved forward."""
+        """Number of requests that have moved forward."""
         self._asked_at = -inf
         """Latest time of a query: before it, keys may be lower without a named fall."""
 

@@ -106,14 +106,14 @@ class ConnectorRules:
 @dataclass(slots=True)
 class _Load:
     num_tokens: int
-    """Leading tokens whose KV the request's blocks hold after the load."""
+    """Number of leading tokens whose KV the request's blocks hold after the load."""
     is_over: bool = False
 
 
 @dataclass(slots=True)
 class _Kept:
     num_tokens: int
-    """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
+    """Number of leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 

@@ -33,7 +33,7 @@ class Held:
     """
 
     num_tokens: int
-    """Tokens whose KV is on this replica; elsewhere the request may have computed more."""
+    """Number of tokens whose KV is on this replica; elsewhere the request may have computed more."""
 
 
 class KeepsEnded(Protocol):

@@ -80,7 +80,7 @@ class RunningSet:
         self.adapters: Adapters | None = None
         """LoRA adapters; None: there are none."""
         self.num_running = 0
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
@@ -255,17 +255,17 @@ class StateView:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
         return self._running_set.num_running
 
     @property
     def num_decodes(self) -> int:
-        """Decodes that are not in flight."""
+        """Number of decodes that are not in flight."""
         return len(self._running_set.pool) + len(self._running_set.skipped)
 
     @property
     def num_partial_prefills(self) -> int:
-        """Partial prefills that are not in flight."""
+        """Number of partial prefills that are not in flight."""
         return len(self._running_set.partial)
 
     @property
@@ -282,7 +282,7 @@ class StateView:
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded."""
+        """Number of slots into which another adapter could be loaded."""
         adapters = self._running_set.adapters
         return 0 if adapters is None else adapters.num_available()
 

@@ -336,15 +336,15 @@ class _ReplicasetSight:
 
     @property
     def num_queued(self) -> int:
-        """Waiting requests of all queues."""
+        """Number of waiting requests of all queues."""
         return self._replicaset.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of queued requests that are left to compute."""
+        """Number of tokens of queued requests that are left to compute."""
         return self._replicaset.num_queued_tokens
 
     @property
     def num_deferred(self) -> int:
-        """Requests of the replicaset that are deferred."""
+        """Number of requests of the replicaset that are deferred."""
         return self._num_deferred[self.name]

@@ -155,8 +155,8 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """Build the admission policy over these replicasets, with the largest of all limits and the predictions of the
-    first.
+    """Build the admission policy of these replicasets. It gets the largest of all limits, and the predictors of the
+    first replicaset.
     """
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
@@ -312,7 +312,7 @@ class ReplicaPlan:
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
     num_layers: int | None = None
-    """Layers of its model; None: unknown."""
+    """Number of layers of its model; None: unknown."""
     tiers: KvTiers | None = None
     """Memory tiers below its device; None if there are none, or they are not built yet."""
 

@@ -79,7 +79,7 @@ class Controller:
 
     @property
     def num_alive(self) -> int:
-        """Requests accepted and not ended."""
+        """Number of requests accepted and not ended."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
@@ -112,7 +112,7 @@ class Controller:
         return replicas[0]
 
     def num_blocks_of(self, replicaset: str, replica_id: int) -> int:
-        """KV blocks of a replica."""
+        """Number of KV blocks of a replica."""
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
     def replicaset_for(self, facts: RequestFacts) -> Replicaset:

@@ -396,12 +396,12 @@ class Replica:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens left to prefill, waiting and running."""
+        """Number of tokens left to prefill, waiting and running."""
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.running_set.partial)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV is held for running requests."""
+        """Number of tokens whose KV is held for running requests."""
         running_set = self.running_set
         others = (*running_set.skipped, *running_set.partial, *running_set.in_flight)
         return running_set.pool.context_tokens + sum(one.num_computed_tokens for one in others)

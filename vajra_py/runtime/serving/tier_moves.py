@@ -76,7 +76,7 @@ class _Load(Generic[R]):
     one: R
     content: TierLoad
     num_tokens: int
-    """Tokens whose KV the request's blocks hold after the load."""
+    """Number of tokens whose KV the request's blocks hold after the load."""
     by_tier: Mapping[str, int]
     """Loaded tokens by the tier where they were found."""
     began_at: int
