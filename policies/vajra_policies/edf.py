@@ -25,7 +25,7 @@ class Edf:
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The deadline, seconds on the run's clock."""
+        """Return the deadline, seconds on the run's clock."""
         return request.arrived_at + self._deadlines.relative_s(request)
 
     def slack_s(self, request: RequestView, now: float) -> float:

@@ -31,7 +31,7 @@ class LeastLoaded(BindsOnArrival):
         self._load = load_in(config.by)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded replica that is up."""
+        """Return the least loaded replica that is up."""
         load = self._load
         best = min(those_up(replicas), key=lambda one: (load(one), one.replica_id), default=None)
         return None if best is None else best.replica_id

@@ -43,7 +43,7 @@ class PowerOfTwo(BindsOnArrival):
         self._stream = stream
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The less loaded of two."""
+        """Return the less loaded of two random replicas."""
         up = those_up(replicas)
         if len(up) < 2:
             return up[0].replica_id if up else None

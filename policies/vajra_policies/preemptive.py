@@ -152,7 +152,7 @@ class Preemptive(FixedChunk):
 
 
 def _is_protected(request: RequestView) -> bool:
-    """True for a prompt that is computed again after a preemption."""
+    """Return True for a prompt that is recomputed after a preemption."""
     return request.num_preemptions > 0 and not request.is_prefill_complete
 
 

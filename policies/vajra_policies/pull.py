@@ -44,7 +44,7 @@ class Pull:
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """The whole queue in order of urgency, for a replica that has room."""
+        """Return the whole queue in order of urgency, for a replica that has room."""
         return whole_queue(replica, queued, self._num_batches)
 
 

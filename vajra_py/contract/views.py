@@ -101,16 +101,17 @@ class LocalReplicaView(Protocol):
         """Return the size of a LoRA adapter in KV blocks; 0 if it is unknown or the replica lacks the adapter."""
 
     def running(self) -> Sequence[RequestView]:
-        """Every running request that is not in flight, in order of (latest) admission."""
+        """Return every running request that is not in flight, in order of (latest) admission."""
 
     def decodes(self) -> Sequence[RequestView]:
-        """Running requests with one token left, in order of admission."""
+        """Return the running requests with one token left, in order of admission."""
 
     def partial_prefills(self) -> Sequence[RequestView]:
-        """Running requests with more than one token left, most urgent first by the prioritizer's key now."""
+        """Return the running requests with more than one token left, most urgent first by the prioritizer's key now."""
 
     def waiting(self) -> Iterator[RequestView]:
-        """Requests not admitted yet, including preempted ones, most urgent first; lazy, so the head is cheap.
+        """Return the requests not admitted yet, including preempted ones, most urgent first; lazy, so the head is
+        cheap.
 
         Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
         whose adapter is being loaded, or has no slot, are omitted.

@@ -76,7 +76,7 @@ class DloraMigration(BindsOnArrival):
         """Number of ended requests of each adapter, and the sum of their times in seconds."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of least cost that is up."""
+        """Return the active replica of least cost."""
         self._looks.start(now)
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:

@@ -146,7 +146,7 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Seconds of a decode step of the least loaded replica, with this request."""
+        """Return the seconds of a decode step of the least loaded replica, with this request."""
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":
@@ -170,7 +170,7 @@ class Mooncake:
         return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
 
     def _num_prefills(self, replica: ReplicaLoadView) -> int:
-        """Number of running requests of a replica whose prompt is still computed."""
+        """Return the number of running requests of a replica whose prompt is still computed."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id

@@ -62,7 +62,7 @@ class SoftReflectiveCeiling(Holding):
         return self._open(line, request)
 
     def _cycle(self, request: RequestView, now: float) -> int:
-        """Number of this cycle of the request's band, from 1."""
+        """Return the number of this cycle of the request's band, from 1."""
         band = (request.replicaset, request.priority)
         at, number = self._cycles.get(band, (-1.0, 0))
         if at != now:

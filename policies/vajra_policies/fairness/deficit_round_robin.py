@@ -53,7 +53,7 @@ class DeficitRoundRobin:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:

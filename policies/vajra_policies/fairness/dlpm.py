@@ -61,11 +61,11 @@ class Dlpm:
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """0 with deficit left, else 1."""
+        """Return 0 for a tenant with deficit left, else 1."""
         return 0.0 if self._has_deficit(group) else 1.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:

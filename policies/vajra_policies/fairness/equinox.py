@@ -70,7 +70,7 @@ class Equinox:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:

@@ -59,11 +59,11 @@ class Vtc:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """The tenant's counter, weighted tokens."""
+        """Return the tenant's counter, weighted tokens."""
         self._accounts.collect(group)
         return self._counters.get(group, 0.0)
 
@@ -105,7 +105,7 @@ class Vtc:
         self._counters[tenant] = added(self._counters.get(tenant, 0.0), cost, times)
 
     def _level(self) -> float:
-        """The counter to which a tenant is lifted that begins to wait now."""
+        """Return the counter to which a tenant that begins to wait now is lifted."""
         level = self._least_waiting.value()
         return self.group_key(self._last_waiting) if level is None else level
 
@@ -142,7 +142,7 @@ class _LeastCounter:
             heappush(self._heap, (self._counter(tenant), tenant))
 
     def value(self) -> float | None:
-        """The least counter; None if the set is empty."""
+        """Return the least counter; None if the set is empty."""
         heap = self._heap
         while heap:
             known, tenant = heap[0]

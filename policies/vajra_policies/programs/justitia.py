@@ -82,7 +82,7 @@ class Justitia:
         self._tags: dict[ProgramView | RequestView, float] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """The agent's finish tag, KV tokens times steps of virtual time."""
+        """Return the agent's finish tag, KV tokens times steps of virtual time."""
         agent = request.program or request
         tag = self._tags.get(agent)
         if tag is None:

@@ -67,7 +67,7 @@ class LeastAttainedService:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The program."""
+        """Return the program."""
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
@@ -145,7 +145,7 @@ class LeastAttainedService:
 
 
 def _normalised(values: dict[str, float]) -> dict[str, float]:
-    """The values mapped to 0 .. 1, from the least to the most."""
+    """Return the values mapped to 0 .. 1, from the least to the most."""
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     span = most - least
     return {name: (value - least) / span if span > 0 else 0.0 for name, value in values.items()}

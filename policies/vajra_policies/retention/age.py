@@ -15,7 +15,7 @@ class OldestFirst:
     key_motion = KeyMotion.STATIC
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of entry."""
+        """Return the time of entry."""
         return block.stored_at
 
 

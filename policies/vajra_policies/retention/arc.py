@@ -40,7 +40,7 @@ class AdaptiveReplacement:
         """Evicted content of each list, the latest last, at most as much as the cache holds."""
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of the last use."""
+        """Return the time of the last use."""
         return block.last_used_at
 
     def segment(self, block: CachedBlock) -> int:

@@ -17,7 +17,7 @@ class LeastRecentlyUsed:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of the last use."""
+        """Return the time of the last use."""
         return block.last_used_at
 
 

@@ -58,7 +58,7 @@ class Ascendra(BindsOnArrival):
         """LP replica of each request with a TTFT SLO that waits there for the first time."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded LP replica."""
+        """Return the least loaded LP replica."""
         low, _ = self._split(replicas)
         if not low:
             return None

@@ -124,7 +124,7 @@ class Cascadeinfer(BindsOnArrival):
 
 
 def _pools(replicas: Sequence[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    """Replicas of each pool that are up, in order of their ids."""
+    """Return the replicas of each pool that are up, in order of their ids."""
     return by_pool(sorted(those_up(replicas), key=lambda one: one.replica_id))
 
 

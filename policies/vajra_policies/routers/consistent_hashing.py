@@ -49,7 +49,7 @@ class ConsistentHashing(BindsOnArrival):
         self._ring = sorted((_hash(place), one) for place, one in places)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The first replica on the ring with room."""
+        """Return the first replica on the ring with room."""
         up = {one.replica_id: one for one in those_up(replicas)}
         if not up:
             return None

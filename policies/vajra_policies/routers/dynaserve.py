@@ -82,7 +82,7 @@ class Dynaserve(BindsOnArrival):
         self._cuts = _cuts(context.shared).of
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of the first part."""
+        """Return the replica that computes the first part of the request."""
         self._cuts.pop(request, None)
         loads = self.loads(replicas)
         up = sorted((one.replica_id for one in those_up(replicas)), key=lambda one: (loads[one], one))
@@ -171,7 +171,7 @@ class MicroRequests(FixedChunk):
         super().schedule(replica, batch, now)
 
     def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
-        """The cut of a request whose first part is computed here."""
+        """Return the cut of a request whose first part is computed here."""
         cut = self._cuts.get(request)
         return cut if cut is not None and cut.first == replica.replica_id != cut.second else None
 

@@ -86,7 +86,7 @@ class Llumnix(BindsOnArrival):
     # Dispatch
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The freest replica that is up."""
+        """Return the freest replica that is up."""
         if self._config.migrates:
             self._looks.start(now)
         counted = self._config.dispatch_counts

@@ -43,7 +43,7 @@ class MooncakeConductor(BindsOnArrival):
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that is up with the least predicted time."""
+        """Return the active replica with the least predicted time."""
         self._forget(request)
         up = those_up(replicas)
         if not up:

@@ -111,7 +111,7 @@ class PrecisePrefixMatches:
         """Tokens of one of its blocks."""
 
     def num_blocks(self, request: RequestView) -> int:
-        """Number of full blocks of the prompt."""
+        """Return the number of full blocks of the prompt."""
         return request.num_prompt_tokens // self.block_size
 
     def matched_blocks(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:

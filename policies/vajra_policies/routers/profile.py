@@ -51,7 +51,7 @@ class Parts:
         return part
 
     def producer(self, name: str) -> Any:
-        """The producer of this name."""
+        """Return the producer of this name."""
         if name not in self._producers:
             choice = self._choices.get(name) or ProducerChoice(producer=name)
             self._producers[name] = self.build(choice)

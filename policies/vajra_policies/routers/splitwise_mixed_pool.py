@@ -62,7 +62,7 @@ class MixedPool(BindsOnArrival):
     # Placing
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of the prompt."""
+        """Return the replica that computes the prompt."""
         self._scheduled.forget(request)
         self._see(replicas)
         up = {one.replica_id: one for one in those_up(replicas)}

@@ -77,7 +77,7 @@ class ThunderAgent:
         return self._at(passage.replica, request, replicas)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Calls of resumed programs that are to go there, and requests for any replica."""
+        """Return the calls of resumed programs that are to go there, and requests for any replica."""
         if not has_room(replica):
             return ()
         ready = [*self._ready.get(replica.replica_id, {}).items(), *self._ready.get(_UNPLACED, {}).items()]

@@ -52,7 +52,7 @@ class DynamoPlanner:
         self._due.add(key)
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Replicas of each pool."""
+        """Return the replicas of each pool."""
         if not self._has_begun:
             self._has_begun, self._observed.since = True, now
             for key, interval_s in self._config.intervals_s.items():

@@ -35,7 +35,7 @@ class HighestResponseRatio:
         return request.arrived_at * slope, -slope
 
     def key(self, request: RequestView, now: float) -> float:
-        """The line at `now`."""
+        """Return the line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 

@@ -86,7 +86,7 @@ class Qlm:
         return request.arrived_at
 
     def group(self, request: RequestView) -> str:
-        """Number of the request's group."""
+        """Return the number of the request's group."""
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:

@@ -93,7 +93,7 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request for which a step has preempted all requests that it had admitted, in vain."""
+        """Request that still did not fit after a step had preempted all requests that the step had admitted."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""

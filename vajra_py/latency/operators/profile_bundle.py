@@ -319,7 +319,9 @@ class ProfileBundleModel:
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
-        """True if a step with prompts is not the sum of its attention and the terms cached by tokens and by sequences."""
+        """Return True if a step with prompts is not the sum of its attention and the terms cached by tokens and by
+        sequences.
+        """
         _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 

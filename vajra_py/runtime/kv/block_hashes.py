@@ -52,13 +52,13 @@ class BlockHashes(Protocol):
         """True if no other request can name the generated content before this one ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block, from 0. IndexError if the block's content is not wholly known."""
+        """Return the hash of one block, from 0. IndexError if the block's content is not wholly known."""
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks; none for content that no other request has."""
+        """Return the hashes of the prompt's full blocks; none for content that no other request has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -119,18 +119,18 @@ class TokenBlockHashes:
         self._tokens.extend(tokens)
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block. IndexError if the block is not full."""
+        """Return the hash of one block. IndexError if the block is not full."""
         return self.block_hashes(block_index, block_index + 1)[0]
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
+        """Return the hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
         digests = self._digests
         if stop > len(digests):
             self._hash_up_to(stop)
         return digests[start:stop]
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks."""
+        """Return the hashes of the prompt's full blocks."""
         return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
     def _copy_up_to(self, num_blocks: int) -> None:
@@ -236,17 +236,17 @@ class SegmentBlockHashes:
         self._ends = ends
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block."""
+        """Return the hash of one block."""
         return self.block_hashes(block_index, block_index + 1)[0]
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
         if stop > len(self._hashes):
             self._hash_up_to(stop)
         return self._hashes[start:stop]
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks."""
+        """Return the hashes of the prompt's full blocks."""
         return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
 
     def _hash_up_to(self, num_blocks: int) -> None:
@@ -331,7 +331,7 @@ class PrivateBlockHashes:
         return (self._request_id, block_index)
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
         return list(zip(repeat(self._request_id), range(start, stop)))
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:

@@ -74,7 +74,9 @@ class PrefixCacheOptions:
 
 
 _IDS: list[int] = []
-"""The first ids, as objects that all pools share: a thousand replicas have as many ids as one."""
+"""The first block ids, as objects that all pools share, so that a thousand replicas need no more memory for them than
+one.
+"""
 _IDS_GROW = Lock()
 
 
@@ -390,7 +392,7 @@ class BlockPool:
         self.removed.append(block)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of all content that can be found, in order of entry."""
+        """Return the hashes of all content that can be found, in order of entry."""
         return list(self._entries)
 
     # Pins

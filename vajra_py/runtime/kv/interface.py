@@ -82,7 +82,7 @@ class KvMemory(Protocol):
         """Number of requests that `grow_each` can serve now, whichever they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
         """Return True if a request of `num_tokens` tokens fits into the empty memory."""
@@ -102,13 +102,13 @@ class KvMemory(Protocol):
         """Drop every request and the contents of every block: the devices have lost everything."""
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Number of device blocks of the request, shared ones included."""
+        """Return the number of device blocks of the request, shared ones included."""
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed."""
+        """Return the number of blocks that would become free if these resident requests were freed."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Ids of the request's device blocks in order of tokens; not to be changed."""
+        """Return the ids of the request's device blocks in order of tokens; not to be changed."""
 
     # Prefix cache
 
@@ -281,16 +281,16 @@ class KvMemory(Protocol):
         """Groups that hold a resident request's KV, first tokens' group first."""
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`; not to be changed."""
+        """Return the request's block ids in each of `groups_of`; not to be changed."""
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
+        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
         """Count a computed chunk."""

@@ -199,7 +199,7 @@ class PagedKvMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -251,16 +251,16 @@ class PagedKvMemory:
         self._reserved = []
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed."""
+        """Return the number of blocks that would become free if these resident requests were freed."""
         held = Counter(block for request in requests for block in self._tables[request].blocks)
         return sum(count == self._pool.num_references(block) for block, count in held.items())
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Number of device blocks in the request's table, shared ones included."""
+        """Return the number of device blocks in the request's table, shared ones included."""
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Ids of the request's device blocks, first token's block first; a live view, not to be changed."""
+        """Return the ids of the request's device blocks, first token's block first; a live view, not to be changed."""
         return self._tables[request].blocks
 
     # Prefix cache
@@ -309,7 +309,7 @@ class PagedKvMemory:
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Blocks of the longest cached run of leading full blocks; not to be changed."""
+        """Return the blocks of the longest cached run of leading full blocks; not to be changed."""
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
             return []
@@ -727,7 +727,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`."""
+        """Return the request's block ids in each of `groups_of`."""
         return (self._tables[request].blocks,)
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
@@ -735,11 +735,11 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Largest chunk after `num_done_tokens` tokens: all remaining tokens."""
+        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:

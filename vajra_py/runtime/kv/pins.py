@@ -31,7 +31,7 @@ class Pins:
         return len(self._pins)
 
     def hashes_of(self, name: Hashable) -> Sequence[Hashable]:
-        """The contents of a pin; none without one."""
+        """Return the contents of a pin; none without one."""
         pin = self._pins.get(name)
         return () if pin is None else pin.hashes
 

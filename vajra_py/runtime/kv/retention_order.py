@@ -189,5 +189,5 @@ class _AsTheyBecameIdle:
     key_motion = KeyMotion.STATIC
 
     def key(self, block: object, now: float) -> float:
-        """The same for all."""
+        """Return the same key for all blocks."""
         return 0.0

@@ -142,7 +142,7 @@ class KvParallelMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -178,11 +178,13 @@ class KvParallelMemory:
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed: all, since none are shared."""
+        """Return the number of blocks that would become free if these resident requests were freed: all, since none are
+        shared.
+        """
         return sum(map(self.num_held_blocks, requests))
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Number of device blocks of the request over all its groups."""
+        """Return the number of device blocks of the request over all its groups."""
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
@@ -270,7 +272,7 @@ class KvParallelMemory:
         return self._tables_of[request].groups
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`."""
+        """Return the request's block ids in each of `groups_of`."""
         return self._tables_of[request].tables
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
@@ -287,7 +289,9 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens`
+        tokens.
+        """
         groups = self.active_groups(request, num_done_tokens)
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 

@@ -90,7 +90,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of content that can be read, in order of entry."""
+        """Return the hashes of content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Adding and removing

@@ -77,7 +77,7 @@ class RequestQueue(Protocol):
         """Have keys that may change at any event re-read, even for the time of the last query; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
-        """The most urgent request, None if nothing waits."""
+        """Return the most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
         """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.

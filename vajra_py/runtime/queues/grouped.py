@@ -165,7 +165,7 @@ class GroupedQueue(RankedQueue):
             heappush(ahead, ((cursor.group.key, rank[KEY]), rank[ARRIVED_AT], rank[INDEX], rank[SERIAL], cursor))
 
     def _head(self) -> Rank | None:
-        """The most urgent rank; None if nothing waits."""
+        """Return the most urgent rank; None if nothing waits."""
         self._settle()
         while self._ranks:
             group: Any = self._order.first()[REQUEST]
@@ -258,7 +258,7 @@ class KeyedByGroup:
         self._reader = GroupReader(prioritizer, name)
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The two keys, joined; PolicyError if one breaks the contract."""
+        """Return the two keys, joined; PolicyError if one breaks the contract."""
         return _joined(self._reader.key(self._reader.group(request)), self._keys.key(request, now))
 
 

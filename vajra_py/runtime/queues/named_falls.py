@@ -98,7 +98,7 @@ class NamedFallsQueue(RankedQueue):
         return (self._keys.key(request, now), request.arrived_at, request.index)
 
     def _head(self, now: float) -> Rank | None:
-        """The most urgent rank; None if nothing waits."""
+        """Return the most urgent rank; None if nothing waits."""
         self._settle(now)
         while self._ranks:
             head = self._order.first()

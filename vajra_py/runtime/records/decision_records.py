@@ -182,7 +182,7 @@ class Records:
 
 
 def schema() -> Any:
-    """Columns of the file."""
+    """Return the columns of the file."""
     import pyarrow as pa
 
     fields = [("replicaset", pa.string()), *((name, pa.int64()) for name in SCALARS)]

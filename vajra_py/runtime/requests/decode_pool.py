@@ -139,7 +139,7 @@ class DecodePool:
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """Number of further steps (after the last completed one) after which the next member ends."""
+        """Return the number of further steps (after the last completed one) after which the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:

@@ -165,7 +165,7 @@ class AdmissionGate:
         return deferral
 
     def deferral_of(self, request: Request) -> Deferral:
-        """The deferral of a deferred request."""
+        """Return the deferral of a deferred request."""
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
@@ -174,13 +174,13 @@ class AdmissionGate:
         return sorted(found, key=lambda one: (one.priority, one.index))
 
     def first_timeless(self) -> Request | None:
-        """The first of the `timeless` requests; None if there is none."""
+        """Return the first of the `timeless` requests; None if there is none."""
         return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
 
     # Calling the policy
 
     def ask(self, request: Request, now: float) -> AdmissionDecision:
-        """The policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
+        """Return the policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
         try:
             decision: object = self.policy.admit(request, self._views, now)
             return self._checked(decision, request, now)
@@ -313,7 +313,7 @@ def _is_number(value: object) -> bool:
 
 
 def _tick_from(seconds: float) -> int:
-    """The first tick that is not before a time."""
+    """Return the first tick that is not before a time."""
     tick = to_ticks(seconds)
     return tick if to_seconds(tick) >= seconds else tick + 1
 

@@ -100,7 +100,7 @@ class Controller:
         return replicaset.replicas[request.replica_id]
 
     def replicas(self) -> Sequence[Replica]:
-        """Every replica of every replicaset."""
+        """Return every replica of every replicaset."""
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
     def only_replica(self) -> Replica:
@@ -112,7 +112,7 @@ class Controller:
         return replicas[0]
 
     def num_blocks_of(self, replicaset: str, replica_id: int) -> int:
-        """Number of KV blocks of a replica."""
+        """Return the number of KV blocks of a replica."""
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
     def replicaset_for(self, facts: RequestFacts) -> Replicaset:

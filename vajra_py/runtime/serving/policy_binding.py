@@ -140,7 +140,7 @@ class Policies:
     # Policies in force
 
     def layer(self, layer: Layer) -> LayerPolicies:
-        """The policies of a layer."""
+        """Return the policies of a layer."""
         return self._layers[layer]
 
     def common_choices(self) -> dict[Layer, PolicyChoice]:

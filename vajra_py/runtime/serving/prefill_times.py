@@ -36,14 +36,14 @@ class ReplicasetPrefillTime:
         self.tables = tables
 
     def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt."""
+        """Return the seconds for the whole prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.total_s(num_prompt_tokens)
         return min(one.times.total_s(num_prompt_tokens) for one in self._with_room(num_prompt_tokens))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for the rest of it."""
+        """Return the seconds to compute the rest of a prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.remaining_s(num_prompt_tokens, num_done_tokens)

@@ -330,7 +330,7 @@ class Replicaset:
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
-        """Requests of the shared queue that no replica that is up can run, most urgent first."""
+        """Return the requests of the shared queue that no replica that is up can run, most urgent first."""
         if not self._all_lost and not self._differs:
             return []
         queued = [cast(Request, one) for one in self.shared.ordered(now)]
