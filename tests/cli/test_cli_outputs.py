@@ -23,7 +23,7 @@ def swept(vajra: Vajra, small: Path) -> Path:
     return Path("runs/small")
 
 
-# Where a file may go
+# Allowed output paths
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_report_of_a_sweep_names_every_setting(vajra: Vajra, swept: Path) -> N
     assert "<script" not in text
 
 
-# Output that nobody reads, or that cannot be written
+# Output that is not read, or cannot be written
 
 
 def test_a_reader_that_goes_away_is_no_error(vajra: Vajra, small: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_policy_that_cannot_be_changes_nothing(hollow_model: Path, tmp_path: P
     check(made[0], run, tmp_path / "run")
     config = config_from_mapping(experiment(hollow_model))
     plain = run_experiment(config, folder=tmp_path / "plain", backend=swapping([], [], []))
-    assert plain.steps().equals(run.steps())  # as if nobody had asked
+    assert plain.steps().equals(run.steps())  # as if no change had been requested
 
 
 def test_a_scheduler_that_would_never_run_a_request_is_refused(hollow_model: Path, tmp_path: Path) -> None:

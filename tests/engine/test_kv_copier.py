@@ -156,7 +156,7 @@ def test_a_copy_follows_the_steps_that_came_before_it_and_no_others() -> None:
     for _ in range(4):
         news.get(timeout=30)
     worker.close()
-    assert marks == [None, 1, 2]  # what a step swaps out goes in turn
+    assert marks == [None, 1, 2]  # swaps of a step are executed in order
 
 
 def test_content_that_is_found_may_be_read_while_it_is_copied() -> None:

@@ -41,7 +41,7 @@ def status(folder: Path) -> str:
     return str(json.loads((folder / "manifest.json").read_text())["status"])
 
 
-# What lies there
+# Existing files
 
 
 def test_a_run_writes_these_files_and_no_other(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_place_that_is_a_file_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "a file"
 
 
-# What counts as the same settings
+# Equality of settings
 
 
 @pytest.mark.parametrize(

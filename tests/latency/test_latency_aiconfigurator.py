@@ -189,7 +189,7 @@ def test_the_share_of_steps_by_rule_is_counted_and_told(tables: Path, tmp_path: 
     expected = 1e-6 * (LAYERS * fillings + 2 * traffic_us(2 * HIDDEN, 16))
     assert model.filled_s(shape) == pytest.approx(expected)
     model.batch_time_s(shape)
-    assert model.filled_fraction == 0.0  # a question is not a step
+    assert model.filled_fraction == 0.0  # a prediction does not count as a step
     seconds = model.taken_time_s(shape)
     assert model.filled_fraction == pytest.approx(expected / seconds)
     behind = BatchFeatures().with_chunk(1024, 4096)

@@ -241,7 +241,7 @@ def test_no_tenant_exceeds_its_rate_over_any_span(when_empty: str) -> None:
         total = sum(tokens for _, tokens in let_in)
         if when_empty == "defer":
             assert len(let_in) == len(own)
-            assert total >= rate * (let_in[-1][0] - let_in[0][0])  # the bucket is never full while somebody waits
+            assert total >= rate * (let_in[-1][0] - let_in[0][0])  # the bucket is never full while a request waits
 
 
 # Bounds and shedding

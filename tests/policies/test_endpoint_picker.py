@@ -204,7 +204,7 @@ def test_a_router_listens_to_nothing_that_no_part_wants(name: str) -> None:
 def test_what_rests_on_prefixes_sees_them_as_they_were_before_the_placement() -> None:
     made = router(scorers=["no-hit-lru-scorer", "token-load-scorer"])
     views = replicas(num_waiting=[0, 0, 0])
-    # Each prompt is new: the router goes round, although each is indexed where it was put.
+    # Each prompt is new: the router takes replicas in turn, although each prompt is indexed where it was placed.
     assert [made.assign(prompt(f"p{index}", blocks=4), views, 0.0) for index in range(6)] == [0, 1, 2, 0, 1, 2]
 
 

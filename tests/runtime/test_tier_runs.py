@@ -312,7 +312,7 @@ def test_an_order_of_loads_needs_reserved_loads() -> None:
         built({"levels": [tier()], "load_order": "urgency"})
 
 
-# What comes back by size
+# Loads that depend on size
 
 
 def alone(prompts: Sequence[Sequence[tuple[Hashable, int]]]) -> list[RequestSpec]:
@@ -359,7 +359,7 @@ def test_a_larger_host_never_finds_less_under_lru() -> None:
     assert found[0] < found[-1]
 
 
-# Ends before the time, and losses
+# Early ends, and losses
 
 
 def test_a_request_that_is_called_off_while_it_loads_gives_its_content_back() -> None:
@@ -421,7 +421,7 @@ def test_a_replica_lost_while_requests_load_serves_them_again() -> None:
     assert EndReason.FAILED not in watch.reasons.values()
 
 
-# What policies see and hear
+# What policies read, and their notifications
 
 
 class Follows:
@@ -507,7 +507,7 @@ def test_without_tiers_views_name_none() -> None:
     assert load.tier_hit_tokens(chat()[0]) == {}  # type: ignore[arg-type]
 
 
-# What does not go together
+# Invalid combinations
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_wake_up_ends_a_run_of_repeated_decodes_so_that_the_scheduler_is_asked
         simulator.run(requests(0.0, num_output_tokens=400))
         ends.append((harness.request("r0").ended_at, simulator.num_steps))
     assert ends[0] == ends[1]
-    # 1 step of 10 tokens and 399 of one, and one pause that begins with the step under way at 0.5 s
+    # one step of 10 tokens, 399 steps of one token, and one pause that begins with the step in flight at 0.5 s
     assert ends[0] == (pytest.approx(0.006 + 399 * 0.0051 + 1.0), 400)
 
 

@@ -142,7 +142,7 @@ def test_fewer_connections_where_files_may_not_be_opened_and_a_line_says_so(
     assert f"at most {most} connections: the limit of open files is {limit}" in caplog.text
 
 
-# What is no server
+# Configurations that cannot be served
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_an_admin_key_of_the_environment_waits_for_admin(
     monkeypatch.setenv("VAJRA_ADMIN_API_KEY", "everywhere")
     assert started().admin_api_key is None
     assert started("--admin").admin_api_key == "everywhere"
-    assert started("--admin-api-key", "said").admin_api_key == "said"  # and `check` says that it does nothing
+    assert started("--admin-api-key", "said").admin_api_key == "said"  # and `check` reports that it has no effect
 
 
 def test_secrets_are_not_shown() -> None:
@@ -162,7 +162,7 @@ def test_a_server_that_anyone_can_use_says_so(
     assert ("anyone who reaches 0.0.0.0 can use this server" in capsys.readouterr().err) is is_told
 
 
-# What cannot be
+# Invalid options
 
 
 def problems_of(options: ServeOptions) -> list[str]:

@@ -209,7 +209,7 @@ def test_a_replica_that_is_down_cannot_fail() -> None:
     assert world.run(requests(10, every_s=0.1)).changes() == []
 
 
-# Against the contract
+# Contract violations
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_scaler_written_in_a_notebook_runs(tmp_path: Any) -> None:
     assert run(given, policies=[spec]).is_finished
 
 
-# Equal to what theory and other runs give
+# Agreement with theory and with other runs
 
 
 def test_a_scaler_that_fixes_k_replicas_is_the_same_queue_as_k_replicas() -> None:

@@ -241,7 +241,7 @@ def test_blocks_that_were_not_loaded_have_to_be_told_by_requests(config: Any) ->
     made.shutdown()
 
 
-# What is refused
+# Refused settings
 
 
 def refused(config: Any, **given: Any) -> str:

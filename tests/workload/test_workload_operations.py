@@ -338,7 +338,7 @@ def test_a_shared_prefix_is_where_tokens_agree(one: PromptContent, two: PromptCo
             break
         expected += 1
     shared = one.shared_prefix_tokens(two)
-    # Equal tokens beyond a segment of unequal length cannot occur: the longer one goes on where the shorter ends.
+    # Equal tokens after segments of unequal length cannot occur: the longer one continues where the shorter ends.
     assert shared == two.shared_prefix_tokens(one) == expected
     assert one.span(0, shared) == two.span(0, shared)
     if shared < min(one.num_tokens, two.num_tokens):
