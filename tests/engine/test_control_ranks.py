@@ -375,9 +375,8 @@ def test_a_replica_that_loses_one_of_its_processes_starts_again_and_loses_no_req
     run_experiment(config, folder=folder, backend=make)
     assert len(killed) == 1
     inputs = read_inputs(folder / "inputs.jsonl.gz")
-    assert (
-        sum(isinstance(one, Failure) for one in inputs) == 1
-    )  # reported when it ends, or by the rank that waits for it
+    # Reported when it ends, or by the rank that waits for it.
+    assert sum(isinstance(one, Failure) for one in inputs) == 1
     assert sum(isinstance(one, Restart) for one in inputs) == 1
     specs = {spec.request_id: spec for spec in load_workload(config)}
     assert compare(ranks, specs, config.seed, folder, 1)["stop"] == len(specs)

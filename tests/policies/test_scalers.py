@@ -139,10 +139,8 @@ def busy(*running: int, state: ReplicaState = UP) -> list[Load]:
         (busy(40, 40), 10),
         ([*busy(8, 8), *busy(0, 0, state=STARTING)], 4),  # the starting replicas suffice
         ([*busy(12, 12), *busy(0, 0, state=STARTING)], 6),
-        (
-            [*busy(5, 5), *busy(0, 0, state=STARTING)],
-            4,
-        ),  # overloaded without the starting replicas, but not with them: no change
+        # Overloaded without the starting replicas, but not with them: no change.
+        ([*busy(5, 5), *busy(0, 0, state=STARTING)], 4),
         ([*busy(2, 2), *busy(0, 0, state=STARTING)], 1),
         ([*busy(8), *busy(9, state=DRAINING), *busy(7, state=DOWN)], 2),
     ],

@@ -185,11 +185,8 @@ def test_snapshots_grow_old() -> None:
     assert (view.look(0.0, 5.0).num_waiting, view.age_s) == (1, 0.0)
     bench.submit("b", 12)
     live.is_up = False
-    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (
-        1,
-        4.0,
-        False,
-    )  # a replica that is down accepts no request
+    # A replica that is down accepts no request.
+    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (1, 4.0, False)
     assert (view.look(5.0, 5.0).num_waiting, view.age_s, view.is_up) == (2, 0.0, False)
 
 

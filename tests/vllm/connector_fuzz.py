@@ -69,9 +69,8 @@ def session_of(seed: int, *, is_async: bool = False, kind: str = "plain") -> Con
     transfers = [one.transfer or {} for one in scripts]
     if any("bad_block" in one and not one["load_turns"] for one in transfers):
         given["second_runner"] = False  # it does not return to earlier tokens of a known request
-    if (
-        is_async and failing
-    ):  # which requests share a block that is not loaded, and how vLLM handles it, depends on the step
+    # Which requests share a block that is not loaded, and how vLLM handles it, depends on the step.
+    if is_async and failing:
         given["without_ends"] = frozenset(one.name for one in scripts)
     given["is_exact"] = False  # blocks that a step in flight may write are free earlier here: docs/evidence/vllm.md
     given["events"] = [one for one in base.events if not one.kind.startswith("reset")]
@@ -88,9 +87,8 @@ def _good(script: RequestScript) -> tuple[int, str, int | None] | None:
 
 
 def _transfer(rng: random.Random, script: RequestScript, failing: bool) -> dict[str, Any]:
-    if (
-        rng.random() < 0.2 or len(script.prompt) < 2
-    ):  # vLLM queries the connector again for one token that was loaded asynchronously
+    # vLLM queries the connector again for one token that was loaded asynchronously.
+    if rng.random() < 0.2 or len(script.prompt) < 2:
         return {}
     num_tokens = len(script.prompt)
     remote = rng.choice((0, num_tokens, num_tokens // 2, rng.randint(0, num_tokens)))

@@ -260,9 +260,8 @@ def _without_lengths_reached(rng: random.Random, session: Session, margin: int) 
         prompt = one.prompt[: longest - 1]
         ends_at = min(longest - len(prompt), one.ends_at or one.max_tokens)
         changes: dict[str, Any] = {"prompt": prompt, "ends_at": ends_at, "max_tokens": ends_at + margin}
-        if (
-            one.aborts is not None
-        ):  # otherwise its blocks would be freed before those of requests that have ended by then
+        # Otherwise its blocks would be freed before those of requests that have ended by then.
+        if one.aborts is not None:
             changes["aborts"] = (one.aborts[0], True)
         if one.grammar is not None:
             changes["grammar"] = (one.grammar[0], "ok", one.grammar[2])
