@@ -202,14 +202,14 @@ def _placed(cells: Cells, names: Sequence[str], *, is_even: bool) -> Verdict:
 CLAIMS = [
     Claim(
         "chameleon",
-        "no queue gives more than its quota, but to a request that it has alone; all returns; the adapter with the least score goes",
+        "no queue exceeds its quota except for a single request; all quota is returned; the adapter with the lowest score is evicted",
         "exact",
         1,
         test=CHAMELEON,
     ),
     Claim(
         "chameleon",
-        "P99 TTFT of short requests beside long ones is below that of a line in order of arrival",
+        "P99 TTFT of short requests among long ones is below that of a queue in order of arrival",
         "-80.7 % (of all)",
         2,
         lambda cells: _waits(cells, "short", ("chameleon", "fifo")),
@@ -240,7 +240,7 @@ CLAIMS = [
     ),
     Claim(
         "dlora",
-        "the mode follows the load, thresholds those of the code; credits sum to nothing and bound the steps that pass an adapter over",
+        "the mode follows the load with the thresholds of dLoRA's code; credits sum to 0 and bound the number of steps in which an adapter is skipped",
         "exact",
         1,
         test=DLORA,
@@ -270,31 +270,37 @@ CLAIMS = [
     ),
     Claim(
         "dlora",
-        "with the default bound they do too",
+        "with the default bound credits shorten it too",
         "no starvation",
         2,
         lambda cells: _merging(cells, "longest", ("dlora", "without credits")),
         why="nobody reaches 10,000 credits in these 120 s: the most of five seeds is 859. With a bound of 1,000 it is the same, with "
         "one of 300 the longest time is 48.3 s",
     ),
-    Claim("dlora_migration", "requests move, and adapters after them, until times are even", "exact", 1, test=DLORA),
     Claim(
         "dlora_migration",
-        "mean latency with moves is below that of its placement alone",
+        "requests migrate, followed by their adapters, until predicted times are balanced",
+        "exact",
+        1,
+        test=DLORA,
+    ),
+    Claim(
+        "dlora_migration",
+        "mean latency with migrations is below that of its placement alone",
         "below",
         2,
         lambda cells: _placed(cells, ("with moves", "placement alone"), is_even=False),
     ),
     Claim(
         "dlora_migration",
-        "where no adapter is popular, its placement alone is below the least loaded replica",
+        "without popular adapters, mean latency of its placement alone is below that of the least loaded replica",
         "below",
         2,
         lambda cells: _placed(cells, ("placement alone", "least loaded"), is_even=True),
     ),
     Claim(
         "dlora_migration",
-        "where some are, with moves it is too",
+        "with popular adapters, mean latency with migrations is also below that of the least loaded replica",
         "below",
         2,
         lambda cells: _placed(cells, ("with moves", "least loaded"), is_even=False),

@@ -74,21 +74,21 @@ def _gain(cells: Cells) -> Verdict:
 CLAIMS = [
     Claim(
         "blendserve",
-        "memory of both ends: 19.3 and 40.7 of 60 GB in the paper's example",
+        "memory of the two scan ends: 19.3 and 40.7 of 60 GB in the paper's example",
         "19.3 / 40.7 GB",
         1,
         test="tests/policies/test_blendserve.py",
     ),
     Claim(
         "blendserve",
-        "two pools of opposite shapes end sooner than in depth-first order, where computing and reading overlap",
+        "compute-bound and memory-bound requests finish sooner than in depth-first order if compute and memory access overlap",
         "+19.3 to +22.7 % (over NanoFlow-DFS)",
         2,
         _overlapped,
     ),
     Claim(
         "blendserve",
-        "the throughput gained, and at most half of that where they do not overlap",
+        "throughput rises, and at most half as much without overlap",
         "+19.3 to +22.7 %",
         3,
         _gain,

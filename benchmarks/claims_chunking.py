@@ -174,7 +174,7 @@ CLAIMS = [
     ),
     Claim(
         "min_chunk_hold",
-        "small chunks wait for so many steps, or until they make up a large one",
+        "small chunks wait for a given number of steps, or until they add up to a large one",
         "exact",
         1,
         test=TEST,
@@ -186,7 +186,13 @@ CLAIMS = [
         2,
         _held,
     ),
-    Claim("prefill_waves", "decodes alone while they fill the batch, then a wave of prompts", "exact", 1, test=TEST),
+    Claim(
+        "prefill_waves",
+        "steps have only decodes while these fill the batch, then a wave of prompts follows",
+        "exact",
+        1,
+        test=TEST,
+    ),
     Claim(
         "prefill_waves",
         "where steps with prompts cost 20 ms more, a backlog is served sooner than with fixed chunks",
@@ -196,14 +202,14 @@ CLAIMS = [
     ),
     Claim(
         "mixed_prefill_governor",
-        "every so many steps of decodes alone, a small one with prompts",
+        "after a given number of decode-only steps, a small step with prompts follows",
         "exact",
         1,
         test=TEST,
     ),
     Claim(
         "mixed_prefill_governor",
-        "P99 between tokens of chats beside long prompts is below that of fixed chunks",
+        "P99 time between tokens of chats among long prompts is below that of fixed chunks",
         "-",
         2,
         _beside,

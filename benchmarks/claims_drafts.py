@@ -74,11 +74,11 @@ def _paces(cells: Cells) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "adaserve", "its greedy choice of drafts is as good as exhaustive search, needs first", "exact", 1, test=TEST
+        "adaserve", "its greedy choice of drafts, needs first, is as good as exhaustive search", "exact", 1, test=TEST
     ),
     Claim(
         "adaserve",
-        "near the capacity fewer requests miss their pace than with any fixed number of drafts",
+        "near the capacity fewer requests miss their TPOT SLO than with any fixed number of drafts",
         "up to 4.3 times fewer",
         2,
         _paces,

@@ -178,7 +178,7 @@ def _kept(cells: Cells) -> Verdict:
 CLAIMS = [
     Claim(
         "jitserve",
-        "reward over remaining time; the power of lateness changes nothing among those in time",
+        "priority is reward over remaining time; the lateness exponent has no effect among requests in time",
         "exact",
         1,
         test=TEST,
@@ -197,11 +197,15 @@ CLAIMS = [
         2,
         partial(_in_time, {"srpt": "srpt", "jitserve": "jitserve"}),
     ),
-    Claim("andes", "QoE by hand; a stream that is never late has 1", "exact", 1, test=TEST),
+    Claim("andes", "QoE is that of a manual calculation; a stream that is never late has QoE 1", "exact", 1, test=TEST),
     Claim("andes", "mean QoE at half again full load is above FCFS", "up to 4.7 times", 2, _read),
     Claim("andes", "at least 20 % above, at a loss of at most 10 % of throughput", "up to 4.7 times", 3, _read_ratio),
     Claim(
-        "polyserve", "a tier fills one replica before the next; no request joins a looser tier", "exact", 1, test=TEST
+        "polyserve",
+        "a tier fills one replica before the next; no request is placed in a looser tier",
+        "exact",
+        1,
+        test=TEST,
     ),
     Claim(
         "polyserve",
@@ -210,5 +214,5 @@ CLAIMS = [
         2,
         _gradient,
     ),
-    Claim("polyserve", "both promises are kept for 99 % of the requests", "92.5 % of the optimal goodput", 2, _kept),
+    Claim("polyserve", "both SLOs are met for 99 % of the requests", "92.5 % of the optimal goodput", 2, _kept),
 ]

@@ -127,7 +127,7 @@ CLAIMS = [
     Claim("vtc", "throughput is that of FCFS, within 1 %", "equal", 2, _work),
     Claim(
         "least_counter_first",
-        "without the lift, who stayed is locked out when another returns; with it, each has half",
+        "without the lift, a tenant that stayed is blocked when another returns; with it, each has half",
         "-",
         2,
         _control,

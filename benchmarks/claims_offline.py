@@ -109,7 +109,7 @@ def _divided(metric: str, cells: Cells) -> Verdict:
 CLAIMS = [
     Claim(
         "conserve",
-        "offline work fills what the tightest promise leaves; a preemption costs a block at most where a tier keeps checkpoints",
+        "offline requests fill the time that the tightest SLO leaves; with checkpoints in a tier, a preemption costs at most a block",
         "no copy, little lost",
         1,
         test="tests/policies/test_conserve.py",
@@ -124,7 +124,7 @@ CLAIMS = [
     Claim("conserve", "tokens a second are a multiple of those of online work alone", "2.35 times", 3, _harvest),
     Claim(
         "dynaserve",
-        "after each placement two replicas have the same work, but for a token, or the request is whole",
+        "after each placement two replicas have the same work up to a token, or the request is not cut",
         "closed form",
         1,
         test="tests/policies/test_dynaserve.py",

@@ -208,10 +208,12 @@ def _asked(metric: str, policies: dict[str, PolicySource], cells: Cells) -> Verd
 
 
 CLAIMS = [
-    Claim("lpm", "the longest match goes first, and in order of arrival while too many wait", "exact", 1, test=TEST),
+    Claim(
+        "lpm", "the longest match goes first; order is by arrival while too many requests wait", "exact", 1, test=TEST
+    ),
     Claim(
         "lpm",
-        "cached tokens a request are above those of FCFS",
+        "cached tokens per request are above those of FCFS",
         "above",
         2,
         partial(_served, "hits", " tokens", {"fcfs": "fcfs", "lpm": LPM}),
@@ -241,14 +243,14 @@ CLAIMS = [
     ),
     Claim(
         "d2lpm",
-        "mean TTFT of light tenants beside a heavy one is below that under affinity",
+        "mean TTFT of light tenants together with a heavy one is below that under affinity",
         "up to 7.18 times lower",
         2,
         partial(_routed, "light", " s", {"d2lpm": D2LPM, "affinity": AFFINITY}),
     ),
     Claim(
         "d2lpm",
-        "cached tokens a request are above those of the shortest queue",
+        "cached tokens per request are above those of the shortest queue",
         "above",
         2,
         partial(_routed, "hits", " tokens", {"shortest queue": "least_loaded", "d2lpm": D2LPM}),
@@ -267,7 +269,7 @@ CLAIMS = [
         "bounded by ageing",
         2,
         partial(_slowdown, "p99", {"preflow": "preflow", "srpt": SRPT}),
-        why="within the error: under either order it is of short prompts that wait for one chunk of 2,048 tokens of a long one. With "
+        why="within the error: under either order P99 is the slowdown of short prompts that wait for one 2,048-token chunk of a long prompt. With "
         "chunks of 256 tokens it holds: 12.0, 16.7 (6 seeds, difference 4.7 ± 1.6)",
     ),
     Claim(
@@ -277,7 +279,13 @@ CLAIMS = [
         2,
         partial(_slowdown, "longest", {"preflow": "preflow", "srpt": SRPT}),
     ),
-    Claim("residual_sjf", "the fewest blocks left first, until a request has waited too long", "exact", 1, test=TEST),
+    Claim(
+        "residual_sjf",
+        "the request with the fewest remaining blocks goes first, until another has waited too long",
+        "exact",
+        1,
+        test=TEST,
+    ),
     Claim(
         "residual_sjf",
         "mean TTFT is below that of SJF by whole prompts",

@@ -177,7 +177,11 @@ def _shared(cells: Cells) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "slos_serve", "a plan admits as many as exhaustive search, and keeps what it promised", "exact", 1, test=TEST
+        "slos_serve",
+        "a plan admits as many requests as exhaustive search, and later plans keep them",
+        "exact",
+        1,
+        test=TEST,
     ),
     Claim(
         "slos_serve",
@@ -188,14 +192,14 @@ CLAIMS = [
     ),
     Claim(
         "qlm",
-        "groups by deadline once one would be late; waits within a tenth for 60 requests ahead",
+        "groups are ordered by deadline once one would be late; predicted waits are within a tenth for 60 requests ahead",
         "exact",
         1,
         test=TEST,
     ),
     Claim(
         "qlm",
-        "with two classes of promises more first tokens are in time than under FCFS",
+        "with two classes of SLOs more first tokens are in time than under FCFS",
         "+40 to +90 %",
         2,
         partial(_classes, {"fcfs": "fcfs", "qlm": "qlm"}),
@@ -203,12 +207,12 @@ CLAIMS = [
     Claim("kairos", "of equal deadlines the longer prompt starts first", "exact", 1, test=TEST),
     Claim(
         "kairos",
-        "with two classes of promises more first tokens are in time than under FCFS",
+        "with two classes of SLOs more first tokens are in time than under FCFS",
         "+23.9 %",
         2,
         partial(_classes, {"fcfs": "fcfs", "kairos": "kairos"}),
     ),
-    Claim("ascendra", "who would be late moves to the replica that is kept for that", "exact", 1, test=TEST),
+    Claim("ascendra", "requests that would be late move to the reserved replica", "exact", 1, test=TEST),
     Claim(
         "ascendra",
         "fewer first tokens are late than without handing over",
@@ -223,10 +227,10 @@ CLAIMS = [
         2,
         partial(_handed, ("ascendra", "four equal replicas")),
     ),
-    Claim("equinox", "counters mix what users got and what it cost", "exact", 1, test=TEST),
+    Claim("equinox", "counters combine service received and resources used", "exact", 1, test=TEST),
     Claim(
         "equinox",
-        "tenants of opposite shapes differ less in device time than under vtc",
+        "tenants with opposite ratios of prompt to output tokens differ less in device time than under vtc",
         "13 % more fairness",
         2,
         _shared,

@@ -259,9 +259,9 @@ CLAIMS = [
         "fewer",
         2,
         _preemptions_rise_with_c,
-        why="all of these are for the memory of decodes that grow, none with twice the memory: the more requests may not be "
-        "preempted, the shorter memory is. Counted where the paper's cause is alone, pauses for newcomers with ample memory, they "
-        "fall: 340, 338, 323, 244 at C = 1, 0.8, 0.5, 0.2",
+        why="all of these preemptions are due to KV memory for growing decodes, none occur with twice the memory: the more "
+        "requests are exempt from preemption, the scarcer memory is. Where only the paper's cause remains, preemption for new "
+        "requests with ample memory, the number falls: 340, 338, 323, 244 at C = 1, 0.8, 0.5, 0.2",
     ),
     Claim("trail", "with memory short, the mean is least at some C between 0 and 1", "C = 0.8", 2, _best_c),
     Claim("trail", "without loss by preemption, C = 1 is best", "-", 2, _free_preemption),
@@ -314,7 +314,7 @@ CLAIMS = [
     ),
     Claim(
         "skip_join_mlfq",
-        "a prompt joins below the levels that it would pass",
+        "a prompt enters the level below those that it would pass through",
         "exact",
         1,
         test=TEST,

@@ -309,14 +309,14 @@ CLAIMS = [
     Claim("qoserve", "in overload fewer miss than under EDF", "fewer", 2, _overload),
     Claim(
         "slack_chunk",
-        "the step of a chunk ends before the tightest decode is due, or the chunk is the smallest",
+        "a chunk's step ends before the tightest decode is due, or the chunk has the smallest size",
         "exact",
         1,
         test=TEST,
     ),
     Claim(
         "sliding_serve",
-        "two steps compute as much as exhaustive search finds, to a grain; the most prompts in time are chosen",
+        "two steps compute as much as exhaustive search finds, up to the grain size; the largest number of prompts in time is chosen",
         "exact",
         1,
         test=TEST,
@@ -338,7 +338,13 @@ CLAIMS = [
         why=_AS_MUCH,
     ),
     Claim("past_future", "the formula is the peak of memory, 20,000 random batches", "exact", 1, test=TEST),
-    Claim("past_future", "evictions: none if conservative, near none, many if aggressive", "near 0", 2, _evictions),
+    Claim(
+        "past_future",
+        "evictions: none if conservative, few under past_future, many if aggressive",
+        "near 0",
+        2,
+        _evictions,
+    ),
     Claim(
         "past_future",
         "memory in use: above the conservative rule's",
@@ -370,17 +376,17 @@ CLAIMS = [
     Claim("hygen", "tokens a second rise with the budget, to a multiple of online alone", "3.87 times", 3, _throughput),
     Claim(
         "scorpio",
-        "a request promised k times the tightest time per token runs in every k-th step",
+        "a request with k times the tightest TPOT SLO runs in every k-th step",
         "exact",
         1,
         test=TEST,
     ),
     Claim(
         "scorpio",
-        "at 1.5 times the load more keep both promises than under FCFS",
+        "at 1.5 times full load more requests meet both SLOs than under FCFS",
         "up to +46.5 %",
         2,
         _at_high_load,
     ),
-    Claim("scorpio", "at low load as many, within 2 %", "slightly worse", 2, _at_low_load),
+    Claim("scorpio", "at low load the number is equal within 2 %", "slightly worse", 2, _at_low_load),
 ]

@@ -49,7 +49,7 @@ class Trace:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Full blocks of all prompts."""
+        """Number of full blocks of all prompts."""
         return sum(map(len, self.chains))
 
     @cached_property

@@ -192,9 +192,9 @@ roundings would decide between experts that a router scores almost equally.
 Multimodal models are refused; use the directory of the text model. Quantized checkpoints
 (`quantization_config` in `config.json`) are refused.
 
-The lists are of transformers {transformers} and torch {torch} ({date}): a small model of each of its
-{num_types} types, with random weights. `python benchmarks/model_types.py --write docs/reference/models.md`
-writes this page.
+The lists were made with transformers {transformers} and torch {torch} ({date}), from a small model with random
+weights of each of the {num_types} types in transformers. `python benchmarks/model_types.py --write
+docs/reference/models.md` writes this page.
 
 ## Tested families
 

@@ -327,7 +327,7 @@ class _Warm:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do the work; it is given what runs tests by name, until the first failure, in a fork."""
+        """Call the work function with a function that runs tests by name, in a fork, until the first failure."""
         if session.testsfailed:
             raise session.Interrupted("the tests cannot be collected")
         items = {item.nodeid: item for item in session.items}

@@ -86,7 +86,7 @@ class Recording:
     """Test file -> digest of its text."""
 
     def is_imported(self, mutant: Mutant) -> bool:
-        """No test executes the mutant, but importing its module does."""
+        """Return True if no test executes the mutant, but importing its module does."""
         return not self._executing(mutant) and not self.imported.get(mutant.file, set()).isdisjoint(
             {*mutant.own_lines, *mutant.statement_lines}
         )

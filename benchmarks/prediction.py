@@ -263,7 +263,7 @@ class Engines:
             else:
                 print(f"{folder.name}: other processes took {cores:.2f} cores, and it is run again", file=sys.stderr)
         if not note.exists():
-            raise SystemExit(f"{folder.name}: other work never leaves the machine alone. Stop it, and run this again.")
+            raise SystemExit(f"{folder.name}: the machine is never free of other work. Stop it, and run this again.")
 
     def _backend(self, slowness: list[float], run: Run) -> Backend:
         clocks: list[NormalizedClock] = []

@@ -106,7 +106,7 @@ def curve_of(policy: str, folder: Path, num_seeds: int) -> list[float]:
 def table(curves: Mapping[str, Sequence[float]]) -> str:
     """The curves as a table in Markdown."""
     head = " | ".join(name.replace("sigma", "σ") for name in NAMES)
-    rows = [f"| policy | what | {head} |", "|---|---|" + "--:|" * len(NAMES)]
+    rows = [f"| policy | metric | {head} |", "|---|---|" + "--:|" * len(NAMES)]
     for policy, means in curves.items():
         figures = " | ".join(f"{mean:.3g}" for mean in means)
         rows.append(f"| [`{policy}`](reference/policies.md#{policy}) | {CURVES[policy].what} | {figures} |")

@@ -87,7 +87,8 @@ def farthest_kept(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the largest distance, as bits, below which tokens within ``limit`` weigh less than ``target``.
+    """Return the largest distance from the largest logit, as bits, such that the tokens at smaller distances have a
+    total weight below ``target``; tokens beyond ``limit`` have weight 0.
 
     With COUNTS, ``target`` is a number of tokens, else a fraction of their total weight.
     """

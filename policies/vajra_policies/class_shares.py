@@ -33,7 +33,7 @@ class ClassShares:
         return self._rest_s if name is None else self._budgets_s[name]
 
     def left_s(self, request: RequestView, batch: BatchBuilder) -> float:
-        """Seconds that the request's class may still add to the step; called before the request is added."""
+        """Return the seconds that the request's class may still add to the step; called before the request is added."""
         before_s = batch.predicted_time()
         if self._last is not None:
             last, last_before_s = self._last  # all growth since then is caused by the request of that call

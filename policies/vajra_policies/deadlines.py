@@ -46,7 +46,7 @@ class Deadlines:
         return request.arrived_at + self.relative_s(request) - remaining_s - now
 
     def relative_s(self, request: RequestView) -> float:
-        """Seconds from arrival to the request's deadline; above 0."""
+        """Return the seconds from arrival to the request's deadline; above 0."""
         config = self._config
         if config.use_request_deadlines:
             promised = _promised_s(request)

@@ -62,8 +62,5 @@ SPEC = PolicySpec(
     build=DynamicChunk,
     summary="Decodes first, then prompts by urgency, in the largest chunks that keep the predicted step time at a target.",
     source="Vajra's scheduling architecture, dynamic chunk; Medha (arXiv:2409.17264), adaptive chunking",
-    advice=(
-        "Use it where the time between tokens is promised: each step aims at a time. Not without a latency model "
-        "that fits."
-    ),
+    advice="Use it where requests have TBT SLOs: each step has a target time. Not without an accurate latency model.",
 )

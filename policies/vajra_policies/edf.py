@@ -25,7 +25,7 @@ class Edf:
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The deadline, seconds on the run's clock."""
+        """Return the deadline, seconds on the run's clock."""
         return request.arrived_at + self._deadlines.relative_s(request)
 
     def slack_s(self, request: RequestView, now: float) -> float:
@@ -49,7 +49,7 @@ SPEC = PolicySpec(
     summary="Earliest deadline first; deadlines follow from predicted prefill times.",
     source="Vajra's scheduling architecture, EDF prioritizer",
     advice=(
-        "Use it where requests have deadlines that can be kept. Not in overload: everybody becomes late together "
+        "Use it where requests have deadlines that can be met. Not in overload: all requests become late together "
         "(`qoserve`)."
     ),
 )

@@ -38,7 +38,7 @@ class Fcfs:
         return KeyMotion.PROGRESS if self._preempted_first else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The arrival; with `preempted: first` behind a part that puts the preempted first."""
+        """Return the arrival; with `preempted: first`, after a first component that orders preempted requests first."""
         if not self._preempted_first:
             return request.arrived_at
         if request.preempted_index:
@@ -58,7 +58,6 @@ SPEC = PolicySpec(
     summary="First come, first served.",
     source="Vajra's scheduling architecture, FCFS prioritizer",
     advice=(
-        "Use it as the baseline, and where requests are alike. Not where long prompts come beside short ones, "
-        "which wait behind them."
+        "Use it as the baseline, and where requests are similar. Not where short prompts would wait behind long ones."
     ),
 )

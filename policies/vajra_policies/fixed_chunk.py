@@ -66,7 +66,9 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=FixedChunkConfig,
     build=FixedChunk,
-    summary="Decodes first, then prompts by urgency, a fixed number of tokens a step.",
+    summary="Decodes first, then prompts by urgency, up to a fixed number of tokens per step.",
     source="Sarathi-Serve (OSDI'24); Vajra's scheduling architecture, fixed chunk",
-    advice=("Use it as the baseline of chunked prefill. Not where steps must take equal times (`dynamic_chunk`)."),
+    advice=(
+        "Use it as the baseline of chunked prefill. Not where all steps should take the same time (`dynamic_chunk`)."
+    ),
 )

@@ -31,7 +31,7 @@ class LeastLoaded(BindsOnArrival):
         self._load = load_in(config.by)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded replica that is up."""
+        """Return the least loaded replica that is up."""
         load = self._load
         best = min(those_up(replicas), key=lambda one: (load(one), one.replica_id), default=None)
         return None if best is None else best.replica_id
@@ -49,5 +49,8 @@ SPEC = PolicySpec(
     summary="Each arriving request to the least loaded replica, by requests or by tokens.",
     source="Join-the-shortest-queue (Winston 1977)",
     aliases=("join_shortest_queue",),
-    advice=("Use it as the simple answer to uneven loads. Not where prompts share prefixes: it scatters them."),
+    advice=(
+        "Use it as the simple way to balance uneven loads. Not where prompts share prefixes: it spreads them over all "
+        "replicas."
+    ),
 )

@@ -37,7 +37,9 @@ class Lrs:
         return (request.arrived_at + relative_s - remaining_s) / relative_s, -1.0 / relative_s
 
     def key(self, request: RequestView, now: float) -> float:
-        """The relative slack at `now`: 1 - prefill_time / D at arrival, 0 when work must start, below 0 when late."""
+        """Return the relative slack at `now`: 1 - prefill_time / D at arrival, 0 when work must start, below 0 when
+        late.
+        """
         intercept, slope = self.line(request)
         return intercept + slope * now
 
@@ -46,7 +48,7 @@ class Lrs:
         return self._deadlines.slack_s(request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The key."""
+        """Return the relative slack, which is also the key."""
         return self.key(request, now)
 
 
@@ -59,11 +61,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LrsConfig,
     build=_build,
-    summary="Least relative slack to the deadline; length-aware, progress-aware and moving with time.",
+    summary="Least relative slack to the deadline first; it depends on length, progress and time.",
     source="Medha (arXiv:2409.17264), LARS; Vajra's scheduling architecture, LRS prioritizer",
     aliases=("lars",),
     advice=(
-        "Use it where prompts of very different lengths share replicas: short ones age fast, long ones are not "
-        "forgotten. Not without a latency model for the prompts' times."
+        "Use it where prompts of very different lengths share replicas: short ones age fast, and long ones are not "
+        "starved. Not without a latency model that predicts prefill times."
     ),
 )

@@ -43,7 +43,7 @@ class PowerOfTwo(BindsOnArrival):
         self._stream = stream
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The less loaded of two."""
+        """Return the less loaded of two random replicas."""
         up = those_up(replicas)
         if len(up) < 2:
             return up[0].replica_id if up else None
@@ -66,7 +66,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the less loaded of two replicas drawn at random.",
     source="Mitzenmacher (IEEE TPDS 2001)",
     advice=(
-        "Use it where load figures are dear or old: two of them do nearly as well as all. Not with a few replicas "
-        "whose figures are fresh (`least_loaded`)."
+        "Use it where reading loads is expensive, or loads are stale: two of them do nearly as well as all. Not with "
+        "a few replicas whose loads are up to date (`least_loaded`)."
     ),
 )

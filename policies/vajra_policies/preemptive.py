@@ -141,7 +141,7 @@ class Preemptive(FixedChunk):
         return False
 
     def _free_the_earliest(self, running: list[RequestView], batch: BatchBuilder) -> None:
-        """If no request can run, preempt the latest admitted ones until the earliest admitted one can."""
+        """Preempt the latest admitted requests, if no request can run, until the earliest admitted one can."""
         running.sort(key=_admission)
         first = running.pop(0)
         while running:
@@ -152,7 +152,7 @@ class Preemptive(FixedChunk):
 
 
 def _is_protected(request: RequestView) -> bool:
-    """True for a prompt that is computed again after a preemption."""
+    """Return True for a prompt that is recomputed after a preemption."""
     return request.num_preemptions > 0 and not request.is_prefill_complete
 
 
@@ -165,10 +165,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=PreemptiveConfig,
     build=Preemptive,
-    summary="The most urgent requests run, and those that run are paused or preempted for more urgent ones that wait.",
+    summary="Runs the most urgent requests; running requests are paused or preempted for more urgent waiting ones.",
     source="FastServe (arXiv:2305.05920); LTR (arXiv:2408.15792)",
     advice=(
-        "Use it with a router that binds at arrival: from `pull`, a full replica does not see who waits. Not with "
-        "prioritizers whose keys cross all the time (`vtc`). A step costs a sort of what runs."
+        "Use it with a router that binds on arrival: with `pull`, a full replica does not see waiting requests. Not "
+        "with prioritizers whose keys change their order all the time (`vtc`). Each step sorts the running requests."
     ),
 )

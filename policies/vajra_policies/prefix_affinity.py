@@ -66,7 +66,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the replica that caches its prefix, unless load is too uneven.",
     source="Preble (arXiv:2407.00023); Ray Serve's prefix-affinity router",
     advice=(
-        "Use it where conversations or agents share prefixes, on replicas with caches. Not where one prefix is "
+        "Use it where conversations or agents share prefixes, on replicas with prefix caches. Not where one prefix is "
         "much more frequent than all others."
     ),
 )

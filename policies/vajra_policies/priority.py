@@ -55,10 +55,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=PriorityConfig,
     build=_build,
-    summary="The user's own priority, lower first; equals by arrival.",
+    summary="The priority stated by the client, the lowest number first; ties by arrival.",
     source="vLLM's priority scheduling",
     advice=(
-        "Use it where users or tenants state how urgent a request is. Not where the less urgent may not wait for "
-        "ever: there is no ageing."
+        "Use it where users or tenants state how urgent a request is. Not where less urgent requests must not starve: "
+        "there is no ageing."
     ),
 )

@@ -44,7 +44,7 @@ class Pull:
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """The whole queue in order of urgency, for a replica that has room."""
+        """Return the whole queue in order of urgency, for a replica that has room."""
         return whole_queue(replica, queued, self._num_batches)
 
 
@@ -57,10 +57,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=PullConfig,
     build=_build,
-    summary="One shared queue; replicas take from it when they have room.",
+    summary="One shared queue, from which replicas take requests when they have room.",
     source="Vajra's scheduling architecture, pull replicaset scheduler",
     advice=(
-        "Use it where prompts differ much in length: no request is bound to a busy replica. Not where caches are "
-        "to be followed, or with `preemptive`."
+        "Use it where prompts differ much in length: no request is bound to a busy replica. Not where requests should "
+        "go to replicas that cache their prefix, or with `preemptive`."
     ),
 )

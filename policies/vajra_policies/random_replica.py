@@ -53,5 +53,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to a replica drawn at random.",
     source="Mitzenmacher (IEEE TPDS 2001), the baseline",
-    advice=("Use it as a control that knows nothing. Not to serve."),
+    advice="Use it as a baseline that reads no figures. Not in production.",
 )

@@ -36,7 +36,7 @@ class RoundRobin(BindsOnArrival):
         self._next = 0
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The next replica that is up."""
+        """Return the next replica that is up."""
         count = len(replicas)
         for offset in range(count):
             position = (self._next + offset) % count

@@ -27,12 +27,12 @@ def _num_tokens(replica: ReplicaLoadView) -> int:
 
 
 def those_up(replicas: Sequence[ReplicaLoadView]) -> list[ReplicaLoadView]:
-    """The replicas that take requests."""
+    """Return the replicas that take requests."""
     return [replica for replica in replicas if replica.is_up]
 
 
 def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    """The replicas of each pool, in their order."""
+    """Return the replicas of each pool, in their order."""
     pools: dict[str, list[ReplicaLoadView]] = {}
     for one in replicas:
         pools.setdefault(one.pool, []).append(one)
@@ -56,12 +56,12 @@ class BindsOnArrival:
     """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
+        """Return the requests that arrived while no replica was up."""
         return whole_queue(replica, queued)
 
 
 def has_room(replica: ReplicaLoadView, num_batches: int = 1) -> bool:
-    """True for a replica that is up and has a free slot and a free KV block; `num_batches` as in `whole_queue`."""
+    """Return True for a replica that is up and has a free slot and a free KV block; `num_batches` as in `whole_queue`."""
     return replica.is_up and replica.num_running < num_batches * replica.max_batch_size and replica.free_blocks > 0
 
 

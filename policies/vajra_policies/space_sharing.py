@@ -138,10 +138,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=SpaceSharingConfig,
     build=SpaceSharing,
-    summary="Dynamic chunks; at most one very long prefill a step, which leaves short prompts what its slack allows.",
+    summary=(
+        "Dynamic chunks; at most one very long prefill per step, which leaves time to short prompts as far as its "
+        "slack allows."
+    ),
     source="Medha (arXiv:2409.17264), space sharing; Vajra's scheduling architecture",
     advice=(
-        "Use it with `lrs` or `edf` where very long prompts run beside short ones. Not with prioritizers that "
-        "predict no slack."
+        "Use it with `lrs` or `edf` where very long and short prompts run together. Not with prioritizers that do not "
+        "predict slack."
     ),
 )

@@ -97,7 +97,7 @@ SLOTS = "replica:\n  memory: {num_blocks: 40}\n  adapters:\n    max_loras: 4\n  
 NO_BLOCKS = (
     "replica.adapters: the slots leave no KV block (they take 40 of 40). Allowed: fewer slots, or smaller adapters.\n"
 )
-DRAFTS = "is not given, and replica.draft asks for drafts. Such as {rate: 0.7}.\n"
+DRAFTS = "is missing, and replica.draft enables drafts. Such as {rate: 0.7}.\n"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def swept(vajra: Vajra, small: Path) -> Path:
     return Path("runs/small")
 
 
-# Where a file may go
+# Allowed output paths
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_report_of_a_sweep_names_every_setting(vajra: Vajra, swept: Path) -> N
     assert "<script" not in text
 
 
-# Output that nobody reads, or that cannot be written
+# Output that is not read, or cannot be written
 
 
 def test_a_reader_that_goes_away_is_no_error(vajra: Vajra, small: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(vajra: Vajra, small: P
     for extra in ((), ("--overwrite",), ("--workers", "2", "--overwrite")):
         said = vajra("run", small, "-q", *extra)
         assert said.code == 2
-        assert "output runs/small: holds something else than a run, of which nothing is deleted" in said.err
+        assert "output runs/small: contains something other than a run, and is left as it is" in said.err
     assert [one.name for one in mine.iterdir()] == ["notes.txt"]
 
 
@@ -198,7 +198,7 @@ def test_a_sweeps_folder_is_not_taken_by_a_single_run(vajra: Vajra, swept: Path,
     before = sorted(one.name for one in swept.iterdir())
     said = vajra("run", small, "-q", "--set", "sweep=null", "--overwrite")
     assert said.code == 2
-    assert "holds something else than a run" in said.err
+    assert "contains something other than a run" in said.err
     assert sorted(one.name for one in swept.iterdir()) == before
 
 

@@ -76,7 +76,7 @@ def test_settings_of_another_load_are_no_differences_from_a_baseline(compare: Ca
     said = compare("--baseline", "2", "--format", "csv")
     assert said.code == 0
     assert rows(said.out) == []
-    assert "warning: no difference from 2: every other setting has another load" in said.err
+    assert "warning: no difference from 2: every other setting has a different load" in said.err
 
 
 def test_one_run_of_a_setting_can_be_compared_alone(vajra: Callable[..., Any], replicated: Path) -> None:

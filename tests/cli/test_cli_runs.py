@@ -269,7 +269,7 @@ def test_an_interrupted_run_keeps_its_tables(
     monkeypatch.setattr(RunsDisplay, "point", interrupt)
     said = vajra("run", small, "-q", "--workers", "1", "--set", "workload.num_requests=200")
     assert said.code == 130
-    assert said.err.startswith("interrupted; what was reached is in ")
+    assert said.err.startswith("interrupted; partial results are in ")
     (folder,) = (path.parent for path in Path("runs").rglob("manifest.json"))
     assert status(folder) == "interrupted"
     assert (folder / "requests.parquet").exists()

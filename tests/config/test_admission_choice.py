@@ -72,7 +72,7 @@ def test_without_one_nothing_is_written_of_it() -> None:
         ({"policy": "token_bucket", "params": {"capcity": 3}}, "scheduling.admission.params.capcity: unknown key"),
         ({"policy": "token_bucket", "params": {"capacity": -1}}, "scheduling.admission.params.capacity"),
         ({"policy": "priority_holdback", "params": {"min_ceiling": 0.9, "max_ceiling": 0.8}}, "must be below max_ceiling"),
-        ({"policy": "priority_holdback", "params": {"ceilings": {0: 0.5, 1: 0.9}}}, "must not rise"),
+        ({"policy": "priority_holdback", "params": {"ceilings": {0: 0.5, 1: 0.9}}}, "must not increase"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_where_they_are(admission: Any, complaint: str) -> None:

@@ -49,14 +49,14 @@ def test_a_group_is_an_argument() -> None:
         ("p99(tfft) <= 1", "is not a metric (tfft). Did you mean 'ttft'?"),
         ("p98(ttft) <= 1", "is not a statistic (p98)"),
         ("ttft <= 1", "is not a metric (ttft)"),
-        ("p99(ttft) <= p50(ttft)", "compares with no number"),
+        ("p99(ttft) <= p50(ttft)", "does not compare with a number"),
         ("p99(ttft)", "is not a condition"),
         ("__import__('os').system('x') <= 1", "is not a metric"),
         ("0.1 <= p99(ttft) <= 1", "is not a condition"),
         ("p99(ttft) <=", "is not an SLO expression"),
         ("p99(ttft) == 1", "is not a condition"),
         ("not p99(ttft) <= 1", "is not a condition"),
-        ("attainment >= True", "compares with no number"),
+        ("attainment >= True", "does not compare with a number"),
     ],
 )
 def test_what_is_not_an_expression_is_said(text: str, said: str) -> None:

@@ -182,10 +182,10 @@ def test_garbage_collections_leave_out_what_existed_before_a_run(hollow_model: P
     frozen: list[int] = []
     before = gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()
     with LLM(hollow_model, settings(), load=Watching) as one:
-        frozen.clear()  # loading ran a step of its own, perhaps
+        frozen.clear()  # loading may have run a step
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
         assert min(frozen) > 10_000
-    assert gc.get_freeze_count() <= before[0]  # objects that were frozen before may have gone meanwhile
+    assert gc.get_freeze_count() <= before[0]  # objects that were frozen before may have been freed meanwhile
     assert (gc.get_threshold(), gc.isenabled()) == before[1:]
 
 
@@ -213,7 +213,7 @@ def test_who_stops_reading_takes_the_request_back(hollow_model: Path) -> None:
             async for _ in stream:
                 break
             await stream.aclose()
-            # One that comes later is served after the other's memory is free, however short memory is.
+            # A later request is served after the other's memory is freed, however scarce memory is.
             await llm.generate(list(range(190)), SamplingParams(max_tokens=5, ignore_eos=True))
             controller = llm.engine.controller
             await llm.generate([7], SamplingParams(max_tokens=5, ignore_eos=True))
@@ -346,4 +346,4 @@ def test_stop_strings(
 ) -> None:
     seen, buffer, stopped = collect(text, stop=stops, min_tokens=min_tokens)
     assert (buffer.text, buffer.stopped_by, stopped) == (expected, stopped_by, stopped_by is not None)
-    assert all(expected.startswith(part) for part in seen)  # nothing is shown that is taken back later
+    assert all(expected.startswith(part) for part in seen)  # no text is shown that is retracted later

@@ -91,7 +91,7 @@ def test_a_policy_change_does_not_wait_for_a_worker_that_is_lost() -> None:
     loop.submit(submission("a"))
     loop.run()
     assert len(script.steps) == 1, "a is being computed"
-    loop._stops = False  # as if it had never been told to
+    loop._stops = False  # as if it had not received the request
     loop.submit(submission("b"))
     change = PolicyChange("harness", Layer.REPLICA_SCHEDULER, PolicyChoice(policy="another"))
     loop.swap_policy(change, answers.append)

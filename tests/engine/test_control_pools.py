@@ -257,7 +257,7 @@ def test_a_lost_end_costs_a_computation_and_no_request(preset: str, hollow_model
     _, made = run_it(mapping, tmp_path / "run", lives=[0, 2])
     happened = check(made, tmp_path / "run")
     assert happened["Failure"] == happened["Restart"] == 2
-    assert happened["stop"] + happened["rejected"] == 24  # what comes while a pool is down is turned away
+    assert happened["stop"] + happened["rejected"] == 24  # requests that arrive while a pool is down are rejected
     assert happened["stop"] > 12
 
 
@@ -392,7 +392,7 @@ def test_processes_move_a_real_models_kv(tiny_model: Path, tmp_path: Path) -> No
     assert replay(tmp_path / "processes").difference is None
 
 
-# What is refused
+# Refused configurations
 
 
 def test_what_cannot_move_is_refused_when_the_engine_is_built(hollow_model: Path, tmp_path: Path) -> None:

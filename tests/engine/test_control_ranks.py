@@ -332,7 +332,7 @@ def run_all(ranks: Ranks, numbers: range, folder: Path) -> Counter[str]:
     happened: Counter[str] = Counter()
     for number in numbers:
         happened += run_schedule(ranks, number, folder / str(number))
-    happened["preempted"] = happened["swap"] + happened["recompute"]  # how many of each hangs on how fast steps are
+    happened["preempted"] = happened["swap"] + happened["recompute"]  # the number of each depends on the speed of steps
     assert min(happened[what] for what in ("stop", "spread", "preempted", "together")) >= 2, happened
     return happened
 
@@ -375,7 +375,8 @@ def test_a_replica_that_loses_one_of_its_processes_starts_again_and_loses_no_req
     run_experiment(config, folder=folder, backend=make)
     assert len(killed) == 1
     inputs = read_inputs(folder / "inputs.jsonl.gz")
-    assert sum(isinstance(one, Failure) for one in inputs) == 1  # told by its end, or by the rank that waits for it
+    # Reported when it ends, or by the rank that waits for it.
+    assert sum(isinstance(one, Failure) for one in inputs) == 1
     assert sum(isinstance(one, Restart) for one in inputs) == 1
     specs = {spec.request_id: spec for spec in load_workload(config)}
     assert compare(ranks, specs, config.seed, folder, 1)["stop"] == len(specs)

@@ -133,7 +133,7 @@ def test_requests_wait_for_the_only_replica_to_come_back(hollow_model: Path, tmp
     )
     run, made = run_it(mapping, {0: [20, 20, 20]}, tmp_path / "run")
     reasons = run.requests().column("reason").to_pylist()
-    assert set(reasons) <= {"stop", "rejected"}  # what comes while no replica is up is turned away
+    assert set(reasons) <= {"stop", "rejected"}  # requests that arrive while no replica is up are rejected
     assert reasons.count("stop") > 10
     check_outputs(made, tmp_path / "run")
     check_nothing_is_left(made)

@@ -435,12 +435,12 @@ def test_requests_known_by_their_tokens_are_replayed(hollow_model: Path, tmp_pat
     requests = run.requests().to_pylist()
     assert sum(request["num_cached_tokens"] for request in requests) > 0
     assert sum(request["num_preemptions"] for request in requests) > 0
-    # A request that was preempted finds what it had generated itself again, which only its tokens can name.
+    # A preempted request hits blocks of its own generated tokens, whose hashes only these tokens give.
     resumed = [row["chunks"] for row in read_decisions(tmp_path / "run" / "decisions.parquet")]
     assert any(kind == "resumed" and done > 0 for chunks in resumed for _, _, done, kind in chunks)
 
 
-# What must be found out
+# Changes that must be detected
 
 
 POLICY = """

@@ -70,7 +70,7 @@ def test_a_disturbed_reference_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_time_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
     clock = NormalizedClock(machine.reference_s, TYPICAL_S)
-    machine.pace = 4.0  # the clock learns only from the third reference on that less has passed than it said
+    machine.pace = 4.0  # from the third reference on, the clock detects that less time has passed than it reported
     before = 0
     for _ in range(6):
         clock.settle()

@@ -138,7 +138,7 @@ def test_workers_copy_in_an_order_in_which_nothing_is_overwritten() -> None:
     copies.cancel(dropped)
     assert moves == [KvMove(2, [BlockCopy(5, 5, CopyDirection.TO_HOST)])]  # before the step
     assert copies.load(one, [swap])
-    assert moves[1:] == [  # what the step swaps goes before the first of them
+    assert moves[1:] == [  # the step's swaps precede the first of them
         KvMove(0, [BlockCopy(6, 5, CopyDirection.TO_DEVICE)], [swap]),
         KvMove(3, [BlockCopy(7, 7, CopyDirection.TO_DEVICE)]),
     ]
@@ -202,7 +202,7 @@ def test_a_real_model_gives_the_tokens_that_it_gives_without_a_tier(
     assert replay(tmp_path / "with").difference is None
 
 
-# What is refused
+# Refused configurations
 
 LEVEL = {"name": "host", "num_blocks": 8, "bandwidth_gb_s": 1.0}
 

@@ -156,7 +156,7 @@ def test_a_copy_follows_the_steps_that_came_before_it_and_no_others() -> None:
     for _ in range(4):
         news.get(timeout=30)
     worker.close()
-    assert marks == [None, 1, 2]  # what a step swaps out goes in turn
+    assert marks == [None, 1, 2]  # swaps of a step are executed in order
 
 
 def test_content_that_is_found_may_be_read_while_it_is_copied() -> None:
@@ -288,7 +288,7 @@ def test_a_copy_that_does_not_end_keeps_what_it_uses() -> None:
     copier = KvCopier(runner, lambda move, error: None)
     runner.allocate(4, 4)
     copier.begin(down(0, 0, 0))
-    with pytest.raises(ExecutorError, match="does not come back from a copy"):
+    with pytest.raises(ExecutorError, match="does not return from a copy"):
         copier.close(0.0)
     runner.gate.release()
     copier.close()

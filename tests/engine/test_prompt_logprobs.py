@@ -47,7 +47,8 @@ def test_they_are_the_models_own_whatever_the_batches_and_caches(tiny_model: Pat
     config = {**sizes(), "backend": {"engine": {"fused": fused}}}
     with LLM(tiny_model, config) as llm:
         before = llm.generate(PROMPTS, plain)  # their prefixes are cached from here on
-        # in company, in chunks of 24 tokens, of which four rows are scored at a time, and preempted: 30 blocks are few
+        # with other requests, in chunks of 24 tokens, four rows scored at a time, and with preemptions, since there are
+        # only 30 blocks
         outputs = llm.generate([*PROMPTS, *PROMPTS], [asked] * len(PROMPTS) + [plain] * len(PROMPTS))
     assert [one.token_ids for one in outputs] == [one.token_ids for one in [*before, *before]]
     for prompt, output in zip(PROMPTS, outputs, strict=False):

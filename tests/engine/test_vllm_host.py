@@ -226,7 +226,7 @@ def test_a_file_that_no_vllm_can_follow_is_refused(tmp_path: Path, registry: Reg
 
 
 def test_vllms_own_policy_beside_a_file_is_refused(tmp_path: Path, registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"--watermark: .* Say it in the experiment file"):
+    with pytest.raises(ConfigError, match=r"--watermark: .* Set it in the experiment file"):
         experiment_of(SIZES, options_of(tmp_path, "preset: sarathi\n"), SimpleNamespace(watermark=0.5), registry)
 
 
@@ -234,7 +234,7 @@ def test_a_policy_that_wants_predictions_that_nobody_makes_is_refused_at_the_sta
     tmp_path: Path, registry: Registry
 ) -> None:
     text = "preset: sarathi\nscheduling: {request_prioritizer: edf}\n"
-    with pytest.raises(ConfigError, match=r"backend\.vllm\.latency: is not given, and a policy asks"):
+    with pytest.raises(ConfigError, match=r"backend\.vllm\.latency: is missing, and a policy needs"):
         check_policies(experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry), registry, 256)
     text += "backend: {vllm: {latency: {type: affine, base_s: 0.004, per_token_s: 0.0001}}}\n"
     check_policies(experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry), registry, 256)

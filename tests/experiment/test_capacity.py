@@ -237,18 +237,18 @@ def test_an_attainment_of_requests_without_an_slo_is_said(tmp_path: Path) -> Non
     [
         ("capacity.slo=p99(tfft) <= 1", "Did you mean 'ttft'?"),
         ("capacity=null", "capacity: is missing"),
-        ("replications=3", "stands beside `capacity`"),
+        ("replications=3", "cannot be combined with `capacity`"),
         ("sweep={workload.rate: [1, 2]}", "is what the search varies"),
         ("capacity.rate.path=workload.rat", "workload.rat"),
-        ("capacity.replicas={num_replicas: {max: 4}}", "two questions"),
+        ("capacity.replicas={num_replicas: {max: 4}}", "two different searches"),
         ("capacity.replicas={num_replicas: {max: 4, cost: 1}, other.num_replicas: {max: 4}}", "cost is given for some"),
-        ("capacity.replicas={num_replicas: {min: 0, max: 4}}", "min: 0 is for one of several replicasets"),
+        ("capacity.replicas={num_replicas: {min: 0, max: 4}}", "min: 0 applies only to one of several replicasets"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused_before_anything_runs(
     tmp_path: Path, override: str, said: str
 ) -> None:
-    overrides = [override, "capacity.rate.min=1"] if said == "two questions" else [override]
+    overrides = [override, "capacity.rate.min=1"] if said == "two different searches" else [override]
     with pytest.raises(ConfigError) as error:
         find_capacity(load_config(write(tmp_path), overrides), workers=1)
     assert said in str(error.value)

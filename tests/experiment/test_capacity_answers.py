@@ -361,7 +361,7 @@ def test_the_line_of_a_figure_crosses_the_limit_at_the_answer() -> None:
         assert slack == pytest.approx(2 * math.log(answer.setting[0] / rate), abs=1e-3)
 
 
-# Searches, whatever the system is like
+# Searches on arbitrary systems
 
 
 RATES = st.floats(0.02, 5_000)

@@ -37,6 +37,6 @@ def test_a_run_is_not_reused_once_a_file_that_it_read_has_changed(
     assert run_experiment(config).path == first.path
     assert first.requests().num_rows == 2
     trace.write_text(HEADER + "0.0,10,5\n0.5,20,5\n0.6,20,5\n")
-    with pytest.raises(ConfigError, match=r"holds results from before these files changed \(.*trace\.csv\)"):
+    with pytest.raises(ConfigError, match=r"contains results computed before these files changed \(.*trace\.csv\)"):
         run_experiment(config)
     assert run_experiment(config, overwrite=True).requests().num_rows == 3

@@ -101,7 +101,7 @@ def test_a_model_of_step_times_without_a_device_has_the_one_that_is_named() -> N
     [
         ({"devices": {"h1000": {"price_per_hour": 1.0}}}, "costs.devices.h1000: is not a device"),
         ({"devices": {"h100": {"price_per_hour": -1.0}}}, "costs.devices.h100.price_per_hour"),
-        ({"devices": {"h100": {"idle_w": 500.0, "decode_w": 100.0}}}, "power must not fall"),
+        ({"devices": {"h100": {"idle_w": 500.0, "decode_w": 100.0}}}, "power must not decrease"),
         ({"pries": 1}, "costs.pries"),
     ],
 )

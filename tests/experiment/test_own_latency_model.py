@@ -121,7 +121,7 @@ def test_parallelism_that_a_described_model_does_not_cover_is_refused(registry: 
 
 
 def test_a_model_without_a_description_works_with_memory_that_is_given(registry: Registry, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not know how much memory a device has"):
+    with pytest.raises(ConfigError, match="does not know the memory size of a device"):
         ran(experiment("lab_plain"), registry, tmp_path / "unsized")
     run = ran(experiment("lab_plain", memory={"num_blocks": 500}), registry, tmp_path / "run")
     assert run.summary.value("step_times.sentence") == "given: Plain, figures of the experiment's author"

@@ -41,7 +41,7 @@ def status(folder: Path) -> str:
     return str(json.loads((folder / "manifest.json").read_text())["status"])
 
 
-# What lies there
+# Existing files
 
 
 def test_a_run_writes_these_files_and_no_other(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_folder_of_something_else_is_never_emptied(files: dict[str, str], over
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="holds something else than a run, of which nothing is deleted"):
+    with pytest.raises(ConfigError, match="contains something other than a run, and is left as it is"):
         vajra.run(small(), folder=tmp_path, overwrite=overwrite)
     assert contents(tmp_path) == before
 
@@ -81,7 +81,7 @@ def test_a_run_does_not_take_the_place_of_a_sweep(tmp_path: Path) -> None:
     swept = small(output={"dir": str(tmp_path)}, sweep={"seed": [1, 2]})
     vajra.sweep(swept)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="holds something else than a run"):
+    with pytest.raises(ConfigError, match="contains something other than a run"):
         vajra.run(small(output={"dir": str(tmp_path)}), overwrite=True)
     assert contents(tmp_path) == before
 
@@ -151,7 +151,7 @@ def test_a_place_that_is_a_file_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "a file"
 
 
-# What counts as the same settings
+# Equality of settings
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def held(tmp_path: Path) -> Iterator[Path]:
 def test_nobody_else_writes_while_a_run_is_written(held: Path) -> None:
     before = contents(held)
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"another run is being written there\. Wait for it"):
+        with pytest.raises(ConfigError, match=r"another run is being written to it\. Wait for it"):
             vajra.run(small(), folder=held, overwrite=overwrite)
     assert contents(held) == before
 
@@ -270,7 +270,7 @@ def test_of_threads_that_run_one_experiment_into_one_folder_each_ends_well_or_is
         one.join()
     assert len(said) == 4
     assert "finished" in said
-    assert all(one == "finished" or "another run is being written there" in one for one in said)
+    assert all(one == "finished" or "another run is being written to it" in one for one in said)
     alone = vajra.run(small(), folder=tmp_path / "alone")
     (together,) = vajra.open_runs(tmp_path / "run")
     assert together.requests_frame().equals(alone.requests_frame())
@@ -334,7 +334,7 @@ def test_a_killed_process_leaves_no_lock_and_what_it_had(
     running: Callable[[], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = running()
-    with pytest.raises(ConfigError, match="another run is being written there"):
+    with pytest.raises(ConfigError, match="another run is being written to it"):
         vajra.run(small(), folder=tmp_path / "run")
     process.kill()
     process.wait()

@@ -189,7 +189,7 @@ def test_the_share_of_steps_by_rule_is_counted_and_told(tables: Path, tmp_path: 
     expected = 1e-6 * (LAYERS * fillings + 2 * traffic_us(2 * HIDDEN, 16))
     assert model.filled_s(shape) == pytest.approx(expected)
     model.batch_time_s(shape)
-    assert model.filled_fraction == 0.0  # a question is not a step
+    assert model.filled_fraction == 0.0  # a prediction does not count as a step
     seconds = model.taken_time_s(shape)
     assert model.filled_fraction == pytest.approx(expected / seconds)
     behind = BatchFeatures().with_chunk(1024, 4096)
@@ -270,7 +270,7 @@ def test_a_table_with_a_time_that_is_none_is_refused_with_its_row(tables: Path, 
     table = pq.read_table(path).to_pydict()
     table["latency"][3] = float("nan")
     pq.write_table(pa.table(table), path)
-    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: row 3: has a time that is none \(nan ms\)"):
+    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: row 3: has an invalid time \(nan ms\)"):
         of(broken)
     pq.write_table(pa.table({name: values for name, values in table.items() if name != "k"}), path)
     with pytest.raises(ConfigError, match=r"gemm_perf\.parquet: has no columns k"):

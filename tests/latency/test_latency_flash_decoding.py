@@ -106,7 +106,7 @@ def test_what_one_block_draws_follows_from_the_bundle_s_own_batches() -> None:
     first = DecodeKernel(8, 188, PEAK)
     assert fitted_peak_share(np.array([*samples, *mixed]), first) == pytest.approx(0.031, rel=0.02)
     assert fitted_peak_share(NO_SKEW, first) == PEAK
-    # Batches whose contexts are split say nothing of it.
+    # Batches with split contexts give no information about it.
     assert fitted_peak_share(np.array(samples[:2]), first) == PEAK
 
 

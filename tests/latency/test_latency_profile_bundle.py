@@ -167,7 +167,8 @@ def test_ranks_gather_the_scores_of_every_sequence(bundle: Path) -> None:
     scores = 64 * 128256 * 2 / 2
     more = linked.breakdown_s(many)["all_reduce"] - linked.breakdown_s(few)["all_reduce"]
     assert more == pytest.approx((65 * states + scores) / 10e9)
-    # Steps with prompts have as many scores as requests, and what is looked up at once is what the parts say.
+    # Steps with prompts compute logits for as many rows as requests, and the combined lookup equals the sum of the
+    # parts.
     mixed = few.with_chunk(512, 0)
     assert linked.batch_time_s(mixed) == pytest.approx(sum(linked.breakdown_s(mixed).values()))
     assert "all_reduce" not in of(bundle).breakdown_s(mixed)
@@ -407,7 +408,7 @@ def test_memory_comes_from_the_device_that_the_bundle_names(
 ) -> None:
     assert 25_000 < of(bundle).kv_blocks(16) < 40_000
     edit(bundle / "meta.yaml", "hardware: RTXPRO6000", "hardware: A card of mine")
-    with pytest.raises(ConfigError, match="nothing says how much memory the GPU has"):
+    with pytest.raises(ConfigError, match="the memory size of the GPU is unknown"):
         of(bundle).kv_blocks(16)
     with pytest.raises(ConfigError, match=r"fallback: needs a described device, and A card of mine is not one"):
         of(bundle, fallback="roofline")

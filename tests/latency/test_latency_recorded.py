@@ -19,7 +19,7 @@ def test_durations_come_back_in_order_per_replica() -> None:
 
 def test_running_out_and_asking_out_of_order_are_errors_that_say_where() -> None:
     recorded = RecordedDurations({0: [0.1], 2: []}, source="run-7")
-    with pytest.raises(ExecutorError, match=r"run-7: step 1 of replica 0 was asked for when step 0 comes next"):
+    with pytest.raises(ExecutorError, match=r"run-7: step 1 of replica 0 was requested, but step 0 is next"):
         recorded.next_duration_s(0, 1)
     assert recorded.next_duration_s(0) == 0.1
     with pytest.raises(ExecutorError, match=r"replica 0 has no step 1; 1 were recorded"):

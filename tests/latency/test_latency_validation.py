@@ -296,7 +296,7 @@ def test_what_a_figure_adds_is_counted_over_the_steps_between_two_tokens(
 def test_too_few_requests_are_not_fitted(run_folder: Path, bundle: Path) -> None:
     run = read_measured_run(run_folder)
     with pytest.raises(
-        ConfigError, match=r"8 of 24 requests are fitted, which leaves 16 to judge by. Allowed: at least 20"
+        ConfigError, match=r"8 of 24 requests are fitted, which leaves 16 for validation. Allowed: at least 20"
     ):
         calibrate(run, bundle_latency(run, bundle))
 
@@ -368,7 +368,7 @@ def test_a_report_of_guidellm_is_read(tmp_path: Path) -> None:
     assert run.requests.ttft_s == pytest.approx([0.2, 0.25])
     assert run.requests.e2e_s == pytest.approx([0.8, 1.0])
     (tmp_path / "report.json").write_text(json.dumps({"benchmarks": [report["benchmarks"][0]] * 2}))
-    with pytest.raises(ConfigError, match="has 2 benchmarks, which are loads of their own"):
+    with pytest.raises(ConfigError, match="has 2 benchmarks, each with a different load"):
         read_measured(tmp_path / "report.json", {"model": "Llama-3.1-8B"})
 
 

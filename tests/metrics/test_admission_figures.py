@@ -157,7 +157,7 @@ def test_the_decisions_are_kept_in_order(run: RunData) -> None:
     assert by_kind["refuse"] == 40
     first: dict[str, Any] = next(one for one in decisions if one["decision"] == "refuse")
     deferred = {one["index"] % 6: one.get("reason") for one in decisions if one["decision"] == "defer"}
-    assert deferred == {4: "not yet", 5: None}  # no reason is none, not an empty one
+    assert deferred == {4: "not yet", 5: None}  # a missing reason is null, not an empty text
     assert {key: first[key] for key in ("policy", "reason", "retry_after_s")} == {
         "policy": "turns",
         "reason": "even",

@@ -89,7 +89,7 @@ def test_a_closed_loop_delivers_what_its_clients_get(clients: int) -> None:
 
 
 def test_a_run_too_short_to_show_its_pace_does_not_claim_the_offered_load() -> None:
-    arrived_at = np.arange(5) * 0.01  # 100 a second, all answered seconds later
+    arrived_at = np.arange(5) * 0.01  # 100 requests per second, all finished seconds later
     _, rate = measured(arrived_at, np.array([2.0, 2.5, 3.0, 3.5, 4.0]), is_stable=True)
     assert rate == pytest.approx(5 / 4.0)
 

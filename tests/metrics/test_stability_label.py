@@ -48,7 +48,7 @@ def test_far_from_capacity_the_label_is_right(load: float, label: str, seed: int
 
 
 def test_the_growth_is_the_fraction_that_stays_behind() -> None:
-    # At 1.5 times the capacity a third of what arrives stays behind.
+    # At 1.5 times the capacity a third of the arriving requests is not served.
     assert judge(queue(1.5, 4000)).growth_fraction == pytest.approx(1 / 3, abs=0.07)
     assert judge(queue(0.5, 4000)).growth_fraction == pytest.approx(0.0, abs=0.02)
 

@@ -116,7 +116,7 @@ def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
     }  # fmt: skip
     assert found["overall"]["goodput"]["requests_per_s"] == pytest.approx(
         2 / 7
-    )  # all came at once, the last ended at 7 s
+    )  # all arrived at the same time, the last ended at 7 s
     assert found["by_slo_class"]["gold"]["slo"]["ttft"]["attainment_fraction"] == 0.5
     assert found["by_slo_class"]["free"]["goodput"]["requests_per_s"] is None
     everyone = summarise(requests, steps(), gaps(), Window(0.0, 10.0), SloDefaults(Slo(e2e_s=5.0))).data
@@ -261,7 +261,7 @@ def test_what_the_end_of_a_run_cut_off_is_said_of_every_latency_with_bounds() ->
     missing = {name: (section["num_known"], section["num_missing"]) for name, section in censored.items()}
     assert missing == {"ttft_s": (5, 5), "queue_s": (6, 4), "e2e_s": (4, 6), "tpot_s": (4, 6), "tbt_s": (4, 6)}
     assert found["overall"]["ttft_s"]["p90"] == 4.0
-    # One waited 9 s and four 8 s for a first token that had not come.
+    # One request had waited 9 s and four 8 s for a first token when the run ended.
     assert censored["ttft_s"]["at_least"]["p90"] == 8.0
     assert censored["ttft_s"]["at_least"]["max"] == 9.0
     assert censored["ttft_s"]["at_least"]["mean"] == pytest.approx((1.0 + 1.9 + 2.8 + 3.7 + 4.0 + 9.0 + 4 * 8.0) / 10)

@@ -170,4 +170,4 @@ def test_a_list_is_a_table_whose_words_wrap() -> None:
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 50
     assert " ".join(" ".join(lines).split()).count("name kind summary") == 1  # one table, not cut
-    assert set(words.split()) <= set(" ".join(lines).split())  # and nothing is left out
+    assert set(words.split()) <= set(" ".join(lines).split())  # and no row is omitted

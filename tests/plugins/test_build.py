@@ -153,22 +153,22 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         (
             GOOD + "    def on_arrival(self, request, now): pass\n",
             PRIORITIZER,
-            "asks for 'on_arrival'. Did you mean 'on_arrivals'",
+            "nothing calls 'on_arrival'. Did you mean 'on_arrivals'",
         ),
         (
             GOOD + "    def on_token(self, request): pass\n",
             PRIORITIZER,
-            "asks for 'on_token'.*Allowed: fallen_groups, fallen_requests, falls_at, group, group_key, key,",
+            "nothing calls 'on_token'.*Allowed: fallen_groups, fallen_requests, falls_at, group, group_key, key,",
         ),
         (
             SCHEDULES + "    trait = SchedulerTraits()\n",
             SCHEDULER,
-            "asks for 'trait'. Did you mean 'traits'",
+            "nothing calls 'trait'. Did you mean 'traits'",
         ),
         (
             GOOD + "    def refuses(self, request): return None\n",
             PRIORITIZER,
-            "'refuses' is never asked of a request prioritizer. It is for a replica scheduler",
+            "'refuses' is never called on a request prioritizer. It applies to a replica scheduler",
         ),
         (GOOD + "    def group(self, request): return 'a'\n", PRIORITIZER, "group and group_key belong together"),
         (
@@ -231,14 +231,14 @@ def test_what_is_no_policy_of_the_layer_is_refused(site: Any, classes: str, laye
         (
             SCHEDULES + "    traits = SchedulerTraits(reads_load=False)\n",
             SCHEDULER,
-            "traits.reads_load is a claim for a replicaset scheduler to make",
+            "traits.reads_load applies only to a replicaset scheduler",
         ),
         (
             ASSIGNS + "    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))\n",
             ROUTER,
-            "traits.repeats_decodes is a claim for a replica scheduler to make",
+            "traits.repeats_decodes applies only to a replica scheduler",
         ),
-        (GOOD + "    traits = SchedulerTraits()\n", PRIORITIZER, "'traits' is never asked of a request prioritizer"),
+        (GOOD + "    traits = SchedulerTraits()\n", PRIORITIZER, "'traits' is never called on a request prioritizer"),
         (SCHEDULES + "    repeats_decodes = 1\n", SCHEDULER, r"'repeats_decodes'.*SchedulerTraits\(repeats_decodes"),
         (ASSIGNS + "    reads_load = False\n", ROUTER, r"'reads_load'.*SchedulerTraits\(reads_load"),
         (ASSIGNS + "    is_work_conserving = True\n", ROUTER, r"'is_work_conserving'.*Traits\(is_work_conserving"),

@@ -135,7 +135,7 @@ def test_a_part_must_have_the_method_of_its_kind(kind: RoutingPartKind, choice: 
         (SimpleNamespace(scores=Flat().scores, on_placement=lambda request: None), "has the wrong signature"),
         (
             SimpleNamespace(scores=Flat().scores, on_placements=lambda *given: None),
-            "nothing ever asks for 'on_placements'. Did you mean",
+            "nothing calls 'on_placements'. Did you mean",
         ),
     ],
 )

@@ -241,7 +241,7 @@ def test_no_tenant_exceeds_its_rate_over_any_span(when_empty: str) -> None:
         total = sum(tokens for _, tokens in let_in)
         if when_empty == "defer":
             assert len(let_in) == len(own)
-            assert total >= rate * (let_in[-1][0] - let_in[0][0])  # the bucket is never full while somebody waits
+            assert total >= rate * (let_in[-1][0] - let_in[0][0])  # the bucket is never full while a request waits
 
 
 # Bounds and shedding
@@ -416,7 +416,7 @@ def test_a_predicted_ttft_is_the_shortest_queue_and_prefill(replicas: list[Any],
     assert mooncake(context).admit(Asked(ttft_slo_s=ttft_s + 1e-9), [System(replicas)], 0.0) is ACCEPT
     assert context.emitted[0] == ("predicted_ttft_s", pytest.approx(ttft_s))
     decision = mooncake().admit(Asked(ttft_slo_s=ttft_s - 1e-4), [System(replicas)], 0.0)
-    assert decision == Refuse("its predicted TTFT exceeds what was promised")
+    assert decision == Refuse("its predicted TTFT exceeds its SLO")
 
 
 def test_queued_prompts_count_where_their_tokens_are() -> None:

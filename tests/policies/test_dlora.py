@@ -97,7 +97,7 @@ def test_thresholds_follow_what_either_mode_would_have_run() -> None:
             thresholds.count(num_merged, 10, "a", is_merged=False)
         thresholds.end_phase(was_merged=False)
         assert thresholds.stay == pytest.approx(stay)
-    thresholds.end_phase(was_merged=False)  # a phase without a step says nothing
+    thresholds.end_phase(was_merged=False)  # a phase without a step gives no information
     assert thresholds.stay == pytest.approx(0.015 / 0.027 / 1.1 + 0.05)
 
 

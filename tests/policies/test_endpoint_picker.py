@@ -132,7 +132,7 @@ def test_wrong_scores_name_their_scorer(answer: list[Any], message: str) -> None
             return answer
 
     made = router(services=own_parts(Wrong()), scorers=["told"])
-    with pytest.raises(ValueError, match=rf"scorer .told. gave .*{message}"):
+    with pytest.raises(ValueError, match=rf"scorer .told. returned .*{message}"):
         made.assign(Request(), replicas(num_waiting=[0, 0]), 0.0)
 
 
@@ -204,7 +204,7 @@ def test_a_router_listens_to_nothing_that_no_part_wants(name: str) -> None:
 def test_what_rests_on_prefixes_sees_them_as_they_were_before_the_placement() -> None:
     made = router(scorers=["no-hit-lru-scorer", "token-load-scorer"])
     views = replicas(num_waiting=[0, 0, 0])
-    # Each prompt is new: the router goes round, although each is indexed where it was put.
+    # Each prompt is new: the router takes replicas in turn, although each prompt is indexed where it was placed.
     assert [made.assign(prompt(f"p{index}", blocks=4), views, 0.0) for index in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
@@ -367,8 +367,8 @@ def test_decode_replicas_compute_what_the_decider_keeps_there_in_a_run() -> None
     ("params", "message"),
     [
         ({"profiles": {"prefill": {}}}, "one named decode"),
-        ({"profiles": {"decode": {}}, "scorers": ["queue-scorer"]}, "beside them"),
-        ({"profiles": {"decode": {}}, "picker": "random-picker"}, "beside them"),
+        ({"profiles": {"decode": {}}, "scorers": ["queue-scorer"]}, "also filters"),
+        ({"profiles": {"decode": {}}, "picker": "random-picker"}, "also filters"),
         ({"disaggregation": {}}, "needs profiles"),
         ({"profiles": {"encode": {}}}, "decode"),
         (
@@ -409,7 +409,7 @@ def test_a_producer_is_given_once() -> None:
 
 def test_a_producer_of_another_kind_is_refused() -> None:
     scorer = {"scorer": "latency-scorer", "params": {"latency_prediction_info_producer_name": "inflight-load-producer"}}
-    with pytest.raises(Exception, match="predicts no latencies"):
+    with pytest.raises(Exception, match="does not predict latencies"):
         router(scorers=[scorer])
 
 
@@ -461,7 +461,7 @@ def test_it_is_offered_with_its_source() -> None:
 
 
 def test_contexts_without_parts_say_so() -> None:
-    with pytest.raises(ValueError, match="no routing parts here"):
+    with pytest.raises(ValueError, match="routing parts are not available"):
         router(services=replace(context(), build_part=no_routing_parts))
 
 

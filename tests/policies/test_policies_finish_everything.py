@@ -144,7 +144,7 @@ def test_every_request_is_served(
     for index, facts in enumerate(arrivals):
         at += facts["gap_s"]
         workload.append(RequestSpec(f"r{index}", at, **{key: value for key, value in facts.items() if key != "gap_s"}))
-    harness.run(workload)  # raises when a request stands still for ever, or a block is lost
+    harness.run(workload)  # raises if a request is never served, or a block is lost
     for spec in workload:
         request = harness.request(spec.request_id)
         assert request.num_output_tokens == spec.num_output_tokens

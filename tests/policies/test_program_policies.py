@@ -122,7 +122,7 @@ def test_a_call_that_starves_goes_first() -> None:
 
 
 def test_bounds_that_do_not_rise_are_refused() -> None:
-    with pytest.raises(ConfigError, match="do not rise"):
+    with pytest.raises(ConfigError, match="are not ascending"):
         Harness(("plas", {"queue_bounds_s": [5.0, 5.0]}), "round_robin", "fixed_chunk")
 
 

@@ -118,7 +118,7 @@ class NoExpiry(Plain):
         (PinsForNegativeTimes, "a pin lasts a number of seconds (got -1.0)"),
         (HalfSegmented, "segment and next_segment belong together"),
         (OddSegment, "segment() is not a whole number (got 'old')"),
-        (Misspelt, "nothing ever asks for 'on_evict'"),
+        (Misspelt, "nothing calls 'on_evict'"),
         (NoExpiry, "expires_at() is not a time (got 'soon')"),
     ],
 )

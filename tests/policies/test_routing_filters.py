@@ -210,7 +210,7 @@ def test_sessions_as_a_filter() -> None:
     assert made.keeps(request, views[:1], 0.0) == views[:1]
 
 
-# Promises
+# SLOs
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_predictions_follow_the_latency_model() -> None:
     assert not predictor.latencies(Request(100), [idle], 0.0)[0].is_met, "no promise: headroom is minus the prediction"
 
 
-# Any figure
+# Any attribute
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_memory_in_use_is_a_figure() -> None:
     assert scores("endpoint-attribute-scorer", views, **params) == close(1.0, 0.0)
 
 
-# What producers know
+# Producers
 
 
 def test_sent_prompts_are_remembered_until_others_push_them_out() -> None:

@@ -67,7 +67,7 @@ def test_the_planner_keeps_the_contract_with_every_target(params: dict[str, Any]
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"by_load": False}, "nothing decides"),
+        ({"by_load": False}, "no rule is active"),
         ({"min_devices": 5, "max_devices": 4}, "min_devices (5) is above max_devices (4)"),
         ({"target": "load"}, "needs kv_up_fraction and kv_down_fraction"),
     ],
@@ -137,9 +137,10 @@ def busy(*running: int, state: ReplicaState = UP) -> list[Load]:
         (busy(1, 1, 1, 1), 1),
         (busy(0, 0), 1),
         (busy(40, 40), 10),
-        ([*busy(8, 8), *busy(0, 0, state=STARTING)], 4),  # those that start will do
+        ([*busy(8, 8), *busy(0, 0, state=STARTING)], 4),  # the starting replicas suffice
         ([*busy(12, 12), *busy(0, 0, state=STARTING)], 6),
-        ([*busy(5, 5), *busy(0, 0, state=STARTING)], 4),  # over, yet not with those that start: as they are
+        # Overloaded without the starting replicas, but not with them: no change.
+        ([*busy(5, 5), *busy(0, 0, state=STARTING)], 4),
         ([*busy(2, 2), *busy(0, 0, state=STARTING)], 1),
         ([*busy(8), *busy(9, state=DRAINING), *busy(7, state=DOWN)], 2),
     ],
@@ -187,7 +188,7 @@ def test_target_utilization_starts_replicas_only_after_its_window() -> None:
         ((1.01, 0.2), 2, 3),
         ((1.0, 0.9), 2, None),
         ((0.5, 0.5, 0.5), 3, 2),
-        ((0.59, 0.59), 2, 2),  # one alone would be over at once
+        ((0.59, 0.59), 2, 2),  # one replica alone would be overloaded immediately
         ((0.1,), 1, None),
     ],
 )

@@ -188,7 +188,9 @@ def test_without_slack_it_is_refused_when_policies_are_built(prioritizer: str) -
         },
         "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
     }
-    with pytest.raises(ConfigError, match=f"'{prioritizer}' predicts no slack, .*'space_sharing' needs.*lrs or edf"):
+    with pytest.raises(
+        ConfigError, match=f"'{prioritizer}' does not predict slack, .*'space_sharing' needs.*lrs or edf"
+    ):
         run_experiment(config_from_mapping(settings))
 
 

@@ -172,7 +172,7 @@ def check_step(harness: Harness, step: Step, brute: BruteForce) -> None:
     assert step.tokens == expected
 
 
-# By hand
+# Manually calculated examples
 
 
 def test_the_chunk_shrinks_with_the_context_behind_it() -> None:

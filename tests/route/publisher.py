@@ -60,7 +60,7 @@ class Publisher:
         self._context = zmq.Context()
         self._number = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that says who has subscribed
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB socket that reports its subscribers
         self.port = self._bind(self._pub, port)
         self._replay = None if keeps is None else self._context.socket(zmq.ROUTER)
         self.replay_port = 0 if self._replay is None else self._bind(self._replay, replay_port)

@@ -153,7 +153,7 @@ def test_nobody_listens() -> None:
         server.close()
         await server.wait_closed()
         pool = ConnectionPool(2.0)
-        with pytest.raises(ServerFault, match=r"it takes no connection \(Connection refused\)") as raised:
+        with pytest.raises(ServerFault, match=r"it refuses connections \(Connection refused\)") as raised:
             await ask(pool, address)
         assert raised.value.is_down
         await pool.close()

@@ -143,7 +143,7 @@ def test_every_request_is_accounted_for_and_the_replay_decides_the_same(
         assert not world.controller.replicasets["default"].out_of_service
         for replica_id in range(3):
             world.core.restore(world.core.now, "default", replica_id)
-            world.core.report(world.core.now, "default", replica_id, (0, 0, 0.0))  # nobody else is there
+            world.core.report(world.core.now, "default", replica_id, (0, 0, 0.0))  # there are no other requests
         for _ in range(1000):
             if not world.controller.num_alive:
                 break

@@ -185,7 +185,7 @@ def two() -> Iterator[list[Publisher]]:
 
 
 def test_prompts_go_where_their_prefix_is(tmp_path: Path, tokenizer: str, two: list[Publisher]) -> None:
-    two[1].publish(chain(FIRST, seed=1))  # before the router is there
+    two[1].publish(chain(FIRST, seed=1))  # before the router starts
     two[0].publish(chain(SECOND, seed=2))
     with routing(tokenizer, two, tmp_path / "run") as router:
         until(lambda: [reported(router, one) for one in (0, 1)] == [held(SECOND), held(FIRST)])
@@ -250,7 +250,7 @@ def test_a_publisher_that_dies_harms_nothing_and_may_come_back(tmp_path: Path, t
         assert place(router, FIRST) == "default/1"
         publisher.close()
         until(lambda: reported(router, 1) is None)
-        assert place(router, FIRST) == "default/1"  # what was sent there is taken for its content again
+        assert place(router, FIRST) == "default/1"  # prompts that were sent there count as its cached content again
         assert place(router, SECOND) in ("default/0", "default/1")
         publisher = Publisher(port=publisher.port, replay_port=publisher.replay_port)
         publisher.publish(chain(SECOND))

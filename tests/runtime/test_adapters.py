@@ -259,7 +259,7 @@ def test_a_replica_scheduler_sees_what_is_loaded_and_which_slots_are_free() -> N
     served(requests, 2, 5.0, spec=spec)
     seen = {now: what for now, *what in policy.seen}
     assert seen[0.0] == [(), 2]
-    assert seen[5.0] == [("a",), 1]  # a request waits for it alone
+    assert seen[5.0] == [("a",), 1]  # only a waiting request needs it
     assert seen[9.0] == [("a",), 2]
     assert seen[15.0] == [("a", "b"), 1]
 

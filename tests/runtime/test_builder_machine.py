@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
     def alive(self) -> list[Request]:
         return [request for request in self.requests if request.state is not RequestState.ENDED]
 
-    # What can happen to a replica
+    # Events at a replica
 
     @rule(
         prefix=st.integers(0, 2),
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
         assert at_once == (not was_running or not self.in_flight)
         assert (request.state is RequestState.ENDED) == at_once
 
-    # What a policy does
+    # Operations of a policy
 
     def act(self, data: st.DataObject, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         before = self.picture(batch)
@@ -352,7 +352,7 @@ class Machine(RuleBasedStateMachine):
         assert batch.num_requests == sum(request in batch for request in self.requests)
         assert batch.free_blocks == self.replica.memory.free_blocks
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def everything_is_accounted_for(self) -> None:

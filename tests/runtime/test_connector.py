@@ -164,7 +164,7 @@ def test_an_ended_request_keeps_its_blocks_until_they_were_sent(is_received: boo
     bench.step(sent=[request])
     assert bench.replica.memory.free_blocks == 12
     assert bench.replica.is_empty
-    bench.step(sent=[request], received=[request])  # nobody knows it any more
+    bench.step(sent=[request], received=[request])  # no component refers to it any more
 
 
 def test_a_scheduler_is_not_asked_while_nobody_waits() -> None:

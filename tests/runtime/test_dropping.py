@@ -23,7 +23,7 @@ class Impatient(PlainChunks):
 
     traits = SchedulerTraits(
         repeats_decodes=frozenset({SteadyState.NOTHING_WAITS})
-    )  # while something waits, time matters
+    )  # time matters while a request waits
 
     def __init__(self, patience_s: float = 0.05) -> None:
         super().__init__()

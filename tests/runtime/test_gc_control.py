@@ -85,7 +85,7 @@ def test_a_collector_that_never_runs_is_left_so() -> None:
 def test_a_loop_after_a_start_collects_as_rarely_as_any() -> None:
     before = gc.get_threshold()
     put_off_collections()
-    put_off_collections()  # a second time changes nothing
+    put_off_collections()  # the second call changes nothing
     try:
         assert gc.get_threshold()[0] > 100 * before[0]
         with infrequent_collections():

@@ -116,7 +116,8 @@ class VllmReplay:
 def test_kv_golden_vllm_block_ids(path: Path) -> None:
     trace = load(path)
     if trace["config"]["policy"] == "priority":
-        # A priority victim may hold blocks taken in the same step, which the record does not tell: stop before it.
+        # A victim by priority may hold blocks allocated in the same step, which the record does not contain: stop
+        # before it.
         calm = takewhile(lambda step: "preempted" not in step, trace["steps"])
         trace["steps"] = list(calm)
     replay = VllmReplay(trace)

@@ -270,7 +270,7 @@ def test_kv_lent_blocks_are_used_at_once_and_get_into_tables_when_settled() -> N
     assert memory.has_reserved
     memory.check()
     memory.materialize(requests[0], 6)
-    memory.materialize(requests[1], 2)  # none of it was for this one
+    memory.materialize(requests[1], 2)  # none of these blocks belonged to this request
     assert [memory.num_held_blocks(request) for request in requests] == [3, 1, 1]
     memory.materialize(requests[2], 5)
     assert not memory.has_reserved

@@ -59,7 +59,7 @@ def test_the_next_step_has_room_behind_all_drafts_and_what_is_rejected_is_taken_
     a = bench.request("a")
     assert chunk_of(first) == (8, 4, 0)
     bench.ahead(first)
-    assert (a.num_output_tokens, a.num_computed_tokens) == (2, 9)  # the token that comes in any case
+    assert (a.num_output_tokens, a.num_computed_tokens) == (2, 9)  # the token that the step samples without drafts
     second = bench.form()
     assert chunk_of(second) == (9, 4, 3)
     assert bench.replica.memory.num_held_blocks(a) == 4  # up to 9 + 3 + 4 tokens
@@ -70,7 +70,7 @@ def test_the_next_step_has_room_behind_all_drafts_and_what_is_rejected_is_taken_
     assert chunk_of(third) == (11, 4, 3)
     assert bench.verify() == []
     assert a.draft_log == [(1, 3, 1), (3, 3, 0)]
-    assert bench.complete(third, accepted={a: 3}) == []  # this time it is known
+    assert bench.complete(third, accepted={a: 3}) == []  # the token is known by now
     assert chunk_of(bench.form()) == (15, 4, 0)
     assert (a.num_output_tokens, a.num_draft_tokens, a.num_accepted_tokens) == (8, 9, 4)
     assert len(token_times(a)) == 8
@@ -134,7 +134,7 @@ def test_what_was_accepted_counts_for_who_was_preempted_meanwhile(num_output: in
     assert (a.state, a.num_output_tokens, a.num_computed_tokens) == (state, 5, 0)
     assert a.draft_log == [(1, 3, 3)]
     if state is RequestState.PREEMPTED:
-        assert bench.replica.queue.num_tokens == 13  # all of it is to be computed again
+        assert bench.replica.queue.num_tokens == 13  # the whole request must be recomputed
         bench.ahead(plan)
         again = bench.form()
         assert [one.num_tokens for one in again.chunks if one.request is a] == [13]

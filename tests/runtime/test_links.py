@@ -509,7 +509,7 @@ def test_a_change_looks_at_connected_transfers_only(monkeypatch: pytest.MonkeyPa
 def test_what_makes_no_sense_is_refused() -> None:
     network = Network(LinkOptions(bandwidth=GB))
     network.start("a", 0, 1, GB, now=10)
-    with pytest.raises(ValueError, match="'a' is under way already"):
+    with pytest.raises(ValueError, match="'a' is in flight already"):
         network.start("a", 0, 1, GB, now=10)
     with pytest.raises(ValueError, match="no link to itself"):
         network.start("b", 1, 1, GB, now=10)

@@ -297,7 +297,9 @@ def test_a_fall_that_nobody_named_breaks_the_contract() -> None:
     queue.add(of_group(0, "a"), 0.0)
     queue.add(of_group(1, "b"), 0.0)
     policy.keys["a"] = 0.5
-    with pytest.raises(PolicyError, match=r"group_key\('a'\) has fallen without being named \(was 1.0, got 0.5\)"):
+    with pytest.raises(
+        PolicyError, match=r"group_key\('a'\) has decreased without being reported \(was 1.0, got 0.5\)"
+    ):
         queue.peek(0.0)
 
 

@@ -198,7 +198,7 @@ class HitsMachine(RuleBasedStateMachine):
 
     @rule(step=st.sampled_from([0.0, 0.1, 1.0, 2.9, 3.0, -0.5]))
     def pass_time(self, step: float) -> None:
-        if step >= 0 or self.memory_kind != "retained":  # retention policies see time go forward alone
+        if step >= 0 or self.memory_kind != "retained":  # time only moves forward for retention policies
             self.now += step
 
     @rule(num_read=st.integers(0, 6))

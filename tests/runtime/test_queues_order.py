@@ -482,7 +482,7 @@ def test_a_key_that_falls_without_a_word_is_a_breach_that_names_the_request() ->
     for one in waiting:
         queue.add(one, 0.0)
     policy.levels["r0"] = -1
-    with pytest.raises(PolicyError, match=r"quiet.*r0.*fallen without being named"):
+    with pytest.raises(PolicyError, match=r"quiet.*r0.*decreased without being reported"):
         queue.peek(0.0)
     policy.fallen_requests.add(waiting[0])
     assert list(queue.ordered(0.0)) == waiting

@@ -201,7 +201,9 @@ def test_a_policy_that_only_preempts_is_stopped() -> None:
             batch.preempt(request)
 
     bench.submit("a", 4)
-    with pytest.raises(PolicyError, match="policy Bench, replica 0, step 0: preempts without ever running anything"):
+    with pytest.raises(
+        PolicyError, match="policy Bench, replica 0, step 0: preempts in every step and never runs a request"
+    ):
         bench.form(shuffle)
 
 

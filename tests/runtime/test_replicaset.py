@@ -146,7 +146,7 @@ def test_a_preempted_request_stays_with_its_replica() -> None:
     assert bench.step(1) is None, "the other replica is not offered it"
 
 
-# What views of load say
+# Values of load views
 
 
 def test_live_views() -> None:
@@ -185,7 +185,8 @@ def test_snapshots_grow_old() -> None:
     assert (view.look(0.0, 5.0).num_waiting, view.age_s) == (1, 0.0)
     bench.submit("b", 12)
     live.is_up = False
-    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (1, 4.0, False)  # who is down takes nothing
+    # A replica that is down accepts no request.
+    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (1, 4.0, False)
     assert (view.look(5.0, 5.0).num_waiting, view.age_s, view.is_up) == (2, 0.0, False)
 
 

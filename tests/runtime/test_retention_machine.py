@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         assert self.memory.policy_error is None
         assert self.memory._pool.num_pinned <= NUM_BLOCKS // 2
         found = [self.memory.lookup_prefix(one.hashes, len(one.tokens)) for one in self.requests]
-        self.hear()  # what a lookup finds expired is gone
+        self.hear()  # content that a lookup finds expired is removed
         for request, hit in zip(self.requests, found, strict=True):
             hashes = request.hashes.block_hashes(0, (len(request.tokens) - 1) // BLOCK_SIZE)
             held = next((index for index, one in enumerate(hashes) if one not in self.heard), len(hashes))

@@ -322,7 +322,7 @@ def test_a_lag_delays_what_routers_see_and_hear() -> None:
     assert sight(100.0) == [0] * 6
 
 
-# What is logged
+# Log entries
 
 
 @pytest.mark.parametrize("retention", ["slru", "arc"])

@@ -308,11 +308,11 @@ def test_reserved_loads_leave_prompts_under_way_their_blocks(loads: str) -> None
 
 
 def test_an_order_of_loads_needs_reserved_loads() -> None:
-    with pytest.raises(ConfigError, match=r"load_order is for loads: reserved \(got in_turn\)"):
+    with pytest.raises(ConfigError, match=r"load_order applies only to loads: reserved \(got in_turn\)"):
         built({"levels": [tier()], "load_order": "urgency"})
 
 
-# What comes back by size
+# Loads that depend on size
 
 
 def alone(prompts: Sequence[Sequence[tuple[Hashable, int]]]) -> list[RequestSpec]:
@@ -359,7 +359,7 @@ def test_a_larger_host_never_finds_less_under_lru() -> None:
     assert found[0] < found[-1]
 
 
-# Ends before the time, and losses
+# Early ends, and losses
 
 
 def test_a_request_that_is_called_off_while_it_loads_gives_its_content_back() -> None:
@@ -421,7 +421,7 @@ def test_a_replica_lost_while_requests_load_serves_them_again() -> None:
     assert EndReason.FAILED not in watch.reasons.values()
 
 
-# What policies see and hear
+# What policies read, and their notifications
 
 
 class Follows:
@@ -507,7 +507,7 @@ def test_without_tiers_views_name_none() -> None:
     assert load.tier_hit_tokens(chat()[0]) == {}  # type: ignore[arg-type]
 
 
-# What does not go together
+# Invalid combinations
 
 
 @pytest.mark.parametrize(
@@ -523,12 +523,12 @@ def test_without_tiers_views_name_none() -> None:
         ([tier(retention="session_pin")], "pins content, which a tier does not"),
         ([tier(retention="ttl")], "ttl"),
         ([tier(write="through")], "write_through"),
-        ([tier(write="write_through", exclusive=True)], "exclusive does not go with write_through"),
+        ([tier(write="write_through", exclusive=True)], "exclusive cannot be combined with write_through"),
         ([tier(shared=True, exclusive=True)], "a shared tier cannot be exclusive"),
         ([tier(shared=True), tier("disk")], "only the last tier may be shared"),
         ([tier(), tier()], "two tiers have one name"),
         ([tier("device")], "device"),
-        ([tier(shared_bandwidth_gb_s=3.0)], "shared_bandwidth_gb_s is of a shared tier"),
+        ([tier(shared_bandwidth_gb_s=3.0)], "shared_bandwidth_gb_s applies only to a shared tier"),
         ({"levels": [tier()], "prefetch": "best_effort", "prefetch_from": "admission"}, "best_effort"),
         ({"levels": [tier()], "preset": "lmcache"}, "preset"),
         ({"levels": [tier()], "kv_bytes_per_token": None}, "kv_bytes_per_token"),
@@ -558,7 +558,7 @@ def test_a_tiers_policy_that_breaks_the_contract_ends_the_run_by_name() -> None:
 
 
 def test_tiers_want_a_prefix_cache() -> None:
-    with pytest.raises(ConfigError, match="keep what the prefix cache holds"):
+    with pytest.raises(ConfigError, match="need a prefix cache that keeps freed blocks"):
         built([tier()], memory={"prefix_cache": {"enabled": False}})
 
 

@@ -146,11 +146,15 @@ def test_a_policy_that_wakes_itself_without_end_at_one_time_is_named() -> None:
         def on_wake(self, key: str, now: float) -> None:
             self.wake.at(now, key)
 
-    with pytest.raises(PolicyError, match=rf"Endless.*again and again at one time \({MAX_WAKES_PER_TICK} times\)"):
+    with pytest.raises(
+        PolicyError, match=rf"Endless.*sets alarms for one time without end \({MAX_WAKES_PER_TICK} times\)"
+    ):
         Harness(Endless, "round_robin", "fixed_chunk").run(requests(0.0))
 
 
-@pytest.mark.parametrize(("time_s", "key", "match"), [(float("inf"), "", "must be finite"), (1.0, 3, "is a string")])
+@pytest.mark.parametrize(
+    ("time_s", "key", "match"), [(float("inf"), "", "must be finite"), (1.0, 3, "must be a string")]
+)
 def test_a_wake_up_at_no_time_or_under_no_string_is_refused_with_the_policys_name(
     time_s: float, key: Any, match: str
 ) -> None:
@@ -189,7 +193,7 @@ def test_a_wake_up_ends_a_run_of_repeated_decodes_so_that_the_scheduler_is_asked
         simulator.run(requests(0.0, num_output_tokens=400))
         ends.append((harness.request("r0").ended_at, simulator.num_steps))
     assert ends[0] == ends[1]
-    # 1 step of 10 tokens and 399 of one, and one pause that begins with the step under way at 0.5 s
+    # one step of 10 tokens, 399 steps of one token, and one pause that begins with the step in flight at 0.5 s
     assert ends[0] == (pytest.approx(0.006 + 399 * 0.0051 + 1.0), 400)
 
 

@@ -79,7 +79,7 @@ def test_a_tenant_follows_from_its_key(puppet_server: Callable[..., Any], keys: 
     assert refused.status_code == 400
     assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (fairness, "other_tenant")
     assert post("key-of-bob").status_code == 200
-    assert post("anybody", user="carol").status_code == 200  # a key that stands for nobody
+    assert post("anybody", user="carol").status_code == 200  # a key without a tenant
     assert post("anybody", {fairness: "dave"}).status_code == 200
     assert tenants(server) == ["Bob & Sons", "alice", "carol", "dave"]
 
@@ -134,7 +134,7 @@ def test_names_that_clients_chose_are_shown_to_nobody_without_a_key(puppet_serve
         ]
         assert [line.rsplit(" ", 1)[1] for line in broken] == ["1.0"]
         assert "vajra:request_success_total" in answer.text
-    server = puppet_server()  # whoever reaches it may do anything anyway
+    server = puppet_server()  # clients that can connect have full access anyway
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
     assert "carol@example.org" in httpx.get(f"{server.url}/metrics").text
 
@@ -330,7 +330,7 @@ def test_a_flood_of_broken_requests_is_a_line_a_second() -> None:
     assert all(once.filter(record("an error", name="uvicorn.error", level=logging.ERROR)) for _ in range(5))
 
 
-# What is spoken
+# Protocols
 
 
 def test_what_is_not_http_gets_an_error_of_the_usual_shape(
@@ -424,7 +424,7 @@ def test_swaps_have_the_limits_of_other_bodies(puppet_server: Callable[..., Any]
     assert httpx.post(f"{server.url}/admin/policy", content=b"[]" * 2**22, headers=headers).status_code == 413, length
     for content in (b"[]", b"null", b"{"):
         assert httpx.post(f"{server.url}/admin/policy", content=content, headers=headers).status_code == 400
-    assert httpx.post(f"{server.url}/admin/policy", content=b"{}").status_code == 400  # not said to be JSON
+    assert httpx.post(f"{server.url}/admin/policy", content=b"{}").status_code == 400  # not declared as JSON
     assert httpx.get(f"{server.url}/admin/policy").json() == before
     assert swap(server, params={"chunk_size": 256}).status_code == 200
 

@@ -121,7 +121,7 @@ def test_a_user_sees_queue_batch_memory_and_latencies(
     for thread in threads:
         thread.start()
     until(lambda: server.service.session.controller.num_alive == 6, "all have come")
-    server.strings.step()  # one prompt alone, or several: those that had come by then
+    server.strings.step()  # one prompt, or several: those that had arrived by then
     until(lambda: browser.text("running") == "4", "as many as fit run")
     shows(waiting="2", running="4")
     assert browser.text("batch-prompt-tokens") not in ("", "0")
@@ -137,7 +137,7 @@ def test_a_user_sees_queue_batch_memory_and_latencies(
     rows = [line.split("\t") for line in browser.text("classes").splitlines()[1:]]
     assert {row[0]: row[1] for row in rows} == {"chat": "4", "batch": "2"}
     assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[2:])
-    browser.open(f"{server.url}/dashboard")  # what was before is there for whoever comes later
+    browser.open(f"{server.url}/dashboard")  # clients that connect later also get the earlier values
     shows(state="ready", ended="6")
     browser.call("Runtime.evaluate", expression="document.querySelector('#ranges button').click()")
     times = re.compile(r"(\d\d:\d\d:\d\d\s*){4}")

@@ -73,7 +73,7 @@ def test_a_client_that_leaves_takes_its_request_with_it_whatever_it_sent_behind(
     sent = asks(stream=stream, max_tokens=200) + BEHIND[behind]
     with socket.create_connection((address.host, address.port), timeout=60) as connection:
         connection.setblocking(False)
-        num_sent = connection.send(sent)  # the first request, and as much as goes at once
+        num_sent = connection.send(sent)  # the first request, and as much of the rest as the socket accepts
         assert num_sent >= len(sent) - len(BEHIND[behind])
         until(lambda: server.service.num_generating == 1, "it is let in")
         try:
@@ -134,7 +134,7 @@ def test_few_of_many_pipelined_requests_are_kept_at_once(
             found += connection.recv(65536)
 
 
-# Bodies that nobody wants, and what comes with bodies
+# Unwanted bodies, and data around bodies
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_answer_before_the_body_is_the_last_of_its_connection(
         answer = received(connection)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"\r\nconnection: close\r\n" in answer
-        connection.sendall(b"5\r\nhello\r\n" * 1000)  # it may; nobody parses it
+        connection.sendall(b"5\r\nhello\r\n" * 1000)  # this is allowed, since it is not parsed
     until(lambda: not server.server.connections.alive, "it is closed")
 
 

@@ -225,10 +225,10 @@ def test_what_leaves_no_token_is_the_clients_mistake(client: httpx.Client, token
     ending = tokenizer.eos_token_id
     error = error_of(client, "/v1/completions", prompt=TEXT, allowed_token_ids=[ending], min_tokens=2)
     assert error["code"] == "no_token_left"
-    assert complete(client)["token_ids"]  # and its replica serves on
+    assert complete(client)["token_ids"]  # and its replica continues to serve
 
 
-# Scores of prompts
+# Log-probabilities of prompts
 
 
 def test_prompts_are_scored_as_vllm_writes_it(client: httpx.Client, tokenizer: Any, tiny_model: Path) -> None:

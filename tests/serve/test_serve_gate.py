@@ -60,7 +60,7 @@ def test_wrong_input_is_400_and_touches_nothing(puppet_server: Callable[..., Any
             response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert response.status_code == 400, content
             error_of(response)
-        for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # what curl -d says by itself
+        for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # the default of curl -d
             response = client.post("/v1/completions", content=b'{"model":"puppet","prompt":[1]}', headers=kind)
             assert response.status_code == 400
             assert "content-type: application/json" in error_of(response)["message"]
@@ -107,7 +107,7 @@ def test_bodies_have_a_largest_size(puppet_server: Callable[..., Any]) -> None:
     assert large.status_code == 413
     assert error_of(large)["code"] == "request_too_large"
 
-    def pieces() -> Iterator[bytes]:  # sent without saying how long it is
+    def pieces() -> Iterator[bytes]:  # sent without a content-length
         yield from [b"[" + b"1," * 100] * 100
 
     headers = {"content-type": "application/json"}

@@ -166,7 +166,7 @@ def test_a_copy_beside_steps_has_a_time_of_its_own() -> None:
         for number, direction in enumerate((CopyDirection.TO_HOST, CopyDirection.TO_DEVICE)):
             watch.begin_move(key, KvMove(number, [BlockCopy(0, 0, direction)]))
         deliver(KvMoved(key, 1))
-        while not worker.is_discarded.is_set():  # steps that come back do not make up for a copy that does not
+        while not worker.is_discarded.is_set():  # completed steps do not reset the time limit of a hanging copy
             watch.begin(key, StepInput(decodes=[4]))
             deliver(Finished(key, StepOutput([], [], 0.1)))
             worker.is_discarded.wait(0.01)
@@ -361,7 +361,7 @@ def test_a_log_that_nobody_reads_keeps_no_server_from_ending(
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "it is ready", STARTUP_S)
     with httpx.Client(base_url=server.url, timeout=1.0) as client:
         try:
-            while True:  # until the pipe is full, and the server stands in a line of its log
+            while True:  # until the pipe is full, and the server blocks while it writes a log line
                 client.get("/v1/models/" + "x" * 2000)
         except httpx.TimeoutException:
             pass

@@ -61,5 +61,5 @@ def test_the_page_gets_health_history_events_and_errors(puppet_server: Callable[
     now = asyncio.run(page_of(server))  # the server itself may have ended
     assert now["level"] == "bad"
     assert now["detail"]
-    assert now["now"]["errors"] == 2  # the one that was refused, and the stream that broke
+    assert now["now"]["errors"] == 2  # the refused request, and the interrupted stream
     assert [kind for _, kind, _ in now["events"]][1] == "failure"

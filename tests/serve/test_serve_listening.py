@@ -142,7 +142,7 @@ def test_fewer_connections_where_files_may_not_be_opened_and_a_line_says_so(
     assert f"at most {most} connections: the limit of open files is {limit}" in caplog.text
 
 
-# What is no server
+# Configurations that cannot be served
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_server_runs_one_experiment(more: str, what: str, tmp_path: Path) -> N
     file = tmp_path / "many.yaml"
     latency = "latency: {type: constant, step_time_s: 0.1}"
     file.write_text(f"version: 1\npreset: vajra\nbackend: {{engine: {{model: m, {latency}}}}}\n{more}\n")
-    with pytest.raises(ConfigError, match=f"many.yaml {what}: one system is asked for.*Leave the {what} out"):
+    with pytest.raises(ConfigError, match=f"many.yaml {what}: expected one system.*Leave the {what} out"):
         load_system(file, (), load_registry())
 
 
@@ -165,10 +165,10 @@ def test_a_simulation_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as end:
         main(["serve", str(file)])
     assert end.value.code == 2
-    assert "backend: a server computes with a model (got 'simulator')" in capsys.readouterr().err
+    assert "backend: a server needs a backend that computes with a model (got 'simulator')" in capsys.readouterr().err
     registry = load_registry()
     config = system_from_mapping(load_system(file, (), registry).model_dump(exclude_none=True), (), registry)
-    with pytest.raises(ConfigError, match="a server computes with a model"):
+    with pytest.raises(ConfigError, match="a server needs a backend that computes with a model"):
         EngineSession(SessionParts(config, registry))
 
 

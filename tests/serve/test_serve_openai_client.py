@@ -224,7 +224,7 @@ def test_what_other_servers_do_is_refused_by_name(client: openai.OpenAI) -> None
 
 
 def test_bytes_and_offsets_of_tokens_are_those_of_the_text(client: openai.OpenAI) -> None:
-    # a model with random weights puts out parts of characters of every kind
+    # a model with random weights generates all kinds of incomplete characters
     for seed in range(4):
         choice = complete(client, logprobs=1, max_tokens=40, temperature=1.3, seed=seed).choices[0]
         columns, text = choice.logprobs, choice.text
@@ -256,7 +256,7 @@ def test_echo_scores_the_prompt_as_evaluation_harnesses_ask(client: openai.OpenA
         )
         for token, offset in zip(columns.tokens, columns.text_offset, strict=True):
             assert token.startswith(("bytes:", "token_id:")) or choice.text[offset : offset + len(token)] == token
-        # what the prompt was scored with is what its tokens are put out with
+        # the log-probabilities of the prompt equal those of the same tokens when generated
         first = complete(client, prompt=ids[:5], max_tokens=1, logprobs=5).choices[0].logprobs.top_logprobs[0]
         if columns.tokens[5] in first:
             assert columns.token_logprobs[5] == pytest.approx(first[columns.tokens[5]], abs=1e-4)

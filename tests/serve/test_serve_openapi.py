@@ -80,7 +80,7 @@ def test_nothing_that_a_client_sends_is_a_server_error(puppet_server: Callable[.
             if mode is GenerationMode.POSITIVE or operation.method.upper() == "POST":
                 statuses[operation.path, mode.value] = sent(operation, mode, checks)
     assert {path for path, _ in statuses} == PATHS
-    # 408: it was to expire at once; 400: 1.0 is an integer to JSON schema, and not here
+    # 408: its timeout is 0; 400: 1.0 is an integer in JSON schema, but not for this server
     assert {200} <= statuses["/v1/completions", "positive"] <= {200, 400, 408}
     assert 400 in statuses["/v1/completions", "negative"]
     assert statuses["/version", "positive"] == {200}

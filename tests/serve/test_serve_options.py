@@ -133,7 +133,7 @@ def test_an_admin_key_of_the_environment_waits_for_admin(
     monkeypatch.setenv("VAJRA_ADMIN_API_KEY", "everywhere")
     assert started().admin_api_key is None
     assert started("--admin").admin_api_key == "everywhere"
-    assert started("--admin-api-key", "said").admin_api_key == "said"  # and `check` says that it does nothing
+    assert started("--admin-api-key", "said").admin_api_key == "said"  # and `check` reports that it has no effect
 
 
 def test_secrets_are_not_shown() -> None:
@@ -162,7 +162,7 @@ def test_a_server_that_anyone_can_use_says_so(
     assert ("anyone who reaches 0.0.0.0 can use this server" in capsys.readouterr().err) is is_told
 
 
-# What cannot be
+# Invalid options
 
 
 def problems_of(options: ServeOptions) -> list[str]:
@@ -195,7 +195,7 @@ INFINITY = float("inf")
         ({"api_key": "a\r\nX-Evil: 1"}, "api_key: has characters that a header cannot carry"),
         ({"api_key": "schlüssel"}, "api_key: has characters that a header cannot carry"),
         ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: has characters that a header cannot carry"),
-        ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: everyone who may use the server could swap"),
+        ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: every user of the server could swap"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),
         ({"ssl_keyfile": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),
@@ -203,11 +203,14 @@ INFINITY = float("inf")
         ({"api_key": ("fine", "not fine")}, "api_key: has characters that a header cannot carry"),
         ({"api_key_file": Path("nowhere.txt")}, "api_key_file: cannot be read ("),
         ({"api_key": ("k",), "admin": True}, "admin_api_key: is missing"),
-        ({"allowed_hosts": ("a:80",)}, "allowed_hosts: has what is not a name ('a:80')"),
-        ({"allowed_origins": ("chat.example.org",)}, "allowed_origins: has what is not an origin ('chat.example.org')"),
-        ({"allow_credentials": True}, "allow_credentials: needs origins by name"),
-        ({"allow_credentials": True, "allowed_origins": ("*",)}, "allow_credentials: needs origins by name"),
-        ({"forwarded_allow_ips": ("proxy",)}, "forwarded_allow_ips: has what is no address ('proxy')"),
+        ({"allowed_hosts": ("a:80",)}, "allowed_hosts: contains an invalid host name ('a:80')"),
+        (
+            {"allowed_origins": ("chat.example.org",)},
+            "allowed_origins: contains an invalid origin ('chat.example.org')",
+        ),
+        ({"allow_credentials": True}, "allow_credentials: must list origins"),
+        ({"allow_credentials": True, "allowed_origins": ("*",)}, "allow_credentials: must list origins"),
+        ({"forwarded_allow_ips": ("proxy",)}, "forwarded_allow_ips: contains an invalid address ('proxy')"),
         ({"root_path": "llm"}, "root_path: is not a prefix of paths ('llm'). Allowed: such as /llm"),
         ({"root_path": "/llm/"}, "root_path: is not a prefix of paths ('/llm/')"),
         ({"root_path": "/a?b"}, "root_path: is not a prefix of paths ('/a?b')"),

@@ -113,7 +113,7 @@ def test_nothing_of_a_recording_that_has_stopped_grows(puppet_server: Callable[.
     for number in range(5):
         assert server.post(seed=number).status_code == 200
     assert len(recorder.requests.to_table()) == 1
-    assert len(decisions._arrived) <= 2  # the arrival that it finds itself stopped at
+    assert len(decisions._arrived) <= 2  # the arrival at which it detects that it was stopped
     assert kept._recorder is None
     server.stop()
     assert manifest(tmp_path / "session")["status"] == "failed"

@@ -163,7 +163,7 @@ def test_a_thread_that_fails_is_replaced_too(puppet_server: Callable[..., Any], 
     results: dict[int, Any] = {}
     threads = [ask(server, number, results, max_tokens=40) for number in range(4)]
     until(lambda: server.service.session.controller.num_alive == 4, "they are taken in")
-    units["default", 1].worker._runner.run = None  # what is called next raises, as a broken device would
+    units["default", 1].worker._runner.run = None  # the next call raises, as for a broken device
     server.strings.let_go()
     until(lambda: num_lost(server, 1) == 1, "it is noticed")
     for thread in threads:
@@ -296,7 +296,7 @@ def test_a_policy_that_breaks_the_contract_ends_its_own_requests_only(
     assert all(replica.memory.used_blocks == 0 for replica in session.controller.replicas())
     server.stop()
     assert [row["what"] for row in RunData.load(folder).manifest["changes"]] == ["policy", "out of service", "policy"]
-    if policy != "interrupting":  # in this thread, it is the user who interrupts
+    if policy != "interrupting":  # in this thread, the user interrupts
         assert replay(folder, registry).difference is None
 
 

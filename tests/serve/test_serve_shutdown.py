@@ -64,7 +64,7 @@ def test_what_outlives_the_grace_time_is_answered_503(
     threads, results = in_background([server.post] * 3)
     until(lambda: server.service.num_generating == 3, "all are let in")
     server.drain()
-    for thread in threads:  # nobody waits for the step that is still being computed
+    for thread in threads:  # no client waits for the step that is still being computed
         thread.join(60)
     assert [result.status_code for result in results] == [503] * 3
     assert all("shutting down" in result.json()["error"]["message"] for result in results)
@@ -87,7 +87,7 @@ def test_a_server_that_is_still_loading_says_so(puppet_server: Callable[..., Any
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     may_load.set()
-    server.thread.join(60)  # a server whose engine failed does not stay
+    server.thread.join(60)  # a server whose engine failed exits
     assert not server.thread.is_alive()
     assert "the weights are gone" in str(server.service.session.error)
 
@@ -210,7 +210,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_well(
     tiny_model: Path, start_server_process: Callable[..., Any]
 ) -> None:
     server = start_server_process("--model", str(tiny_model), "--num-gpu-blocks-override", "64")
-    assert server.terminate() == 0, "".join(server.log)  # it listens before the model is there
+    assert server.terminate() == 0, "".join(server.log)  # it listens before the model is loaded
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_everything_later(
             10 + (3 + number) % 50 for number in range(NUM_TOKENS)
         ]
         assert said[-1]["finish_reason"] == "length"
-    assert len(choices) < NUM_OUTPUTS * NUM_TOKENS / 2  # what came meanwhile went together
+    assert len(choices) < NUM_OUTPUTS * NUM_TOKENS / 2  # tokens generated meanwhile were sent in one chunk
     until(lambda: server.service.num_generating == 0, "nothing is left of it")
 
 

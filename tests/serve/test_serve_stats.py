@@ -61,7 +61,7 @@ def test_waiting_is_in_the_first_token_and_not_in_the_prefill() -> None:
     assert values(one.queue) == (2, 3 * STEP_S)
     assert values(one.ttft) == (2, (1 + 4) * STEP_S)
     assert values(one.prefill) == (2, 2 * STEP_S)
-    assert values(one.tpot) == (1, STEP_S)  # an answer of one token has no time between tokens
+    assert values(one.tpot) == (1, STEP_S)  # a response of one token has no time between tokens
 
 
 def test_steps_and_their_tokens_are_counted_also_when_they_repeat() -> None:
@@ -117,7 +117,7 @@ def test_preemptions_are_counted_and_waiting_again_is_no_queueing() -> None:
     assert one.num_looked_up_tokens == 16
 
 
-# Promises
+# SLOs
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_tenants_beyond_the_limit_count_together_and_old_ones_go_on_by_name() ->
     stats, _ = served(
         [RequestSpec(str(index), float(index), 10, 6, tenant=name) for index, name in enumerate(names)], max_labels=2
     )
-    each = 10 + 5 + 6  # prompt and all but the last token computed; tokens put out
+    each = 10 + 5 + 6  # prompt and all but the last token computed; tokens generated
     assert dict(stats.service_tokens) == {"a": 2 * each, "b": each, "other": 2 * each}
 
 
@@ -234,7 +234,7 @@ def test_numbers_of_a_server_that_served_nobody() -> None:
     assert stats.total_service_jain_index() == 1.0
 
 
-# Tokens as they come
+# Streamed tokens
 
 
 def test_output_tokens_are_counted_while_requests_run_and_never_go_down() -> None:
@@ -249,12 +249,12 @@ def test_output_tokens_are_counted_while_requests_run_and_never_go_down() -> Non
         stats.count_output_tokens()
         counts.append(stats.sets["harness"].num_output_tokens)
     assert counts == [2, 4, 6, 8, 10]
-    stats.sets["harness"].output.total -= 3  # as if one had ended and were counted nowhere yet
+    stats.sets["harness"].output.total -= 3  # as if one had ended without being counted yet
     stats.count_output_tokens()
     assert stats.sets["harness"].num_output_tokens == 10
 
 
-# What an operator asks about
+# Information for operators
 
 
 def test_events_are_kept_in_order_up_to_a_number_and_a_length() -> None:

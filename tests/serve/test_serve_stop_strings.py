@@ -95,4 +95,4 @@ def test_stop_strings_that_are_too_long_are_refused_by_name(puppet_server: Any, 
     assert error["param"] == "stop"
     assert says in error["message"]
     assert "1024 characters each" in error["message"]
-    assert "too long" not in server.post(stop=["s" * 1024] * 4).text  # a puppet writes no text
+    assert "too long" not in server.post(stop=["s" * 1024] * 4).text  # the scripted runner produces no text

@@ -217,7 +217,7 @@ def test_what_was_accepted_last_is_found_unless_it_is_published_with_the_next_st
     world = cached_world(structs.replace(FOUR, publishes_late=is_late), ALL)
     content = PromptContent((("a", 4),))
     world.submit("a", num_prompt_tokens=4, num_output_tokens=6, max_tokens=6, content=content)
-    world.steps_until_idle()  # 4 tokens, then five at once, of which the last ones fill the second block
+    world.steps_until_idle()  # 4 tokens, then five in one step, of which the last ones fill the second block
     longer = PromptContent((("a", 4), (output_segment("a"), 6), ("b", 7)))
     second = world.submit("b", num_prompt_tokens=longer.num_tokens, num_output_tokens=1, content=longer)
     world.steps_until_idle()
@@ -382,7 +382,7 @@ def test_a_token_is_judged_by_the_number_at_its_place_in_the_stream_of_its_reque
         assert (numbers[place : place + count] < 0.7).all()
         assert count == 3 or numbers[place + count] >= 0.7
         place += 1 + count
-    assert place > 128  # more than are drawn at once
+    assert place > 128  # more than are drawn in one call
 
 
 def test_a_number_that_equals_the_rate_is_a_rejection() -> None:

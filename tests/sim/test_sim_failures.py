@@ -175,7 +175,7 @@ NINE_SERVED = 27
         (SCHEDULER, PassesRubbish, False, NINE_SERVED, "AttributeError"),
         (SCHEDULER, StopsScheduling, True, NINE_SERVED, "scheduled nothing although"),
         (SCHEDULER, NeverReturns, False, NINE_SERVED, "did not return within 0.3 s"),
-        (SCHEDULER, PreemptsForEver, False, NINE_SERVED, "preempts without ever running anything"),
+        (SCHEDULER, PreemptsForEver, False, NINE_SERVED, "preempts in every step and never runs a request"),
     ],
 )
 def test_the_error_names_the_policy_and_the_tables_are_kept(

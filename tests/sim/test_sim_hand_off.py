@@ -180,7 +180,7 @@ def test_a_request_waits_in_its_targets_queue_where_blocks_are_taken_at_admissio
         settings(pools=pools, hand_off={"preset": "vllm-pd", "kv_bytes_per_token": 1_000_000}), requests
     ).ways
     held = prompt_s(200)
-    # Both are loaded at once: loading takes no place in the batch, computing does.
+    # Both are loaded at the same time: loading needs no batch slot, computing does.
     assert [ways[name].sent for name in "ab"] == [pytest.approx(held)] * 2
     assert ways["a"].first_token == pytest.approx(held + 0.02 + DECODE_S)
     assert ways["b"].first_token == pytest.approx(ways["a"].ended + DECODE_S)

@@ -269,7 +269,7 @@ def test_without_blocks_of_the_target_nothing_can_be_sent(reserve: str) -> None:
 
 
 def test_layers_that_nobody_knows_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"hand_off\.num_layers: is not given, and the latency model does not know"):
+    with pytest.raises(ConfigError, match=r"hand_off\.num_layers: is missing, and the latency model does not know"):
         prepared(overlapping(num_layers=None))
     prepared(overlapping(num_layers=None, overlap="by_chunk"))
 

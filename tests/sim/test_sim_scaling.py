@@ -209,18 +209,18 @@ def test_a_replica_that_is_down_cannot_fail() -> None:
     assert world.run(requests(10, every_s=0.1)).changes() == []
 
 
-# Against the contract
+# Contract violations
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"default": 4}, "asked for 4 replicas of pool 'default' of replicaset 'default'. Allowed: whole numbers from 1 to 3"),
+        ({"default": 4}, "requested 4 replicas of pool 'default' of replicaset 'default'. Allowed: whole numbers from 1 to 3"),
         ({"default": 0}, "Allowed: whole numbers from 1 to 3"),
-        ({"default": 1.5}, "asked for 1.5 replicas"),
-        ({"default": True}, "asked for True replicas"),
-        ({"decode": 1}, "asked for replicas of pool 'decode', which replicaset 'default' does not have. Its pools: default"),
-        (2, "answered 2 for replicaset 'default'"),
+        ({"default": 1.5}, "requested 1.5 replicas"),
+        ({"default": True}, "requested True replicas"),
+        ({"decode": 1}, "requested replicas of pool 'decode', which replicaset 'default' does not have. Its pools: default"),
+        (2, "returned 2 for replicaset 'default'"),
     ],
 )  # fmt: skip
 def test_a_wrong_answer_names_policy_pool_and_bounds(answer: Any, words: str) -> None:
@@ -247,7 +247,7 @@ def test_a_scaler_that_starts_and_stops_without_end_at_one_time_is_named() -> No
             return {"default": self._count}
 
     world = scaled(lambda context: Restless(), elastic={"max_replicas": 2})
-    with pytest.raises(PolicyError, match=r"tested, at 0 s: starts and stops replicas again and again at one time"):
+    with pytest.raises(PolicyError, match=r"tested, at 0 s: starts and stops replicas at one time without end"):
         world.run(requests(3))
 
 
@@ -263,7 +263,8 @@ def test_an_error_of_the_scaler_is_its_own() -> None:
 def test_a_scaler_without_a_replica_for_waiting_requests_is_named() -> None:
     world = following({0.0: 0}, elastic={"min_replicas": 0})
     with pytest.raises(
-        PolicyError, match=r"tested.*keeps no replica of replicaset 'default' up that could go on although 3 requests"
+        PolicyError,
+        match=r"tested.*leaves replicaset 'default' without an active replica that could continue although 3 requests",
     ):
         world.run([RequestSpec(f"r{index}", 0.5, 20, 10) for index in range(3)])
 
@@ -315,7 +316,7 @@ def settings_with(**more: Any) -> dict[str, Any]:
         ({"elastic": {"min_replicas": 2, "max_replicas": 4}}, "num_replicas is not within elastic (1 of 2 to 4)"),
         ({"elastic": {"max_replicas": 0}}, "elastic.max_replicas"),
         ({"elastic": None}, "scheduling.scaling names a scaler, and elastic has no bounds for it"),
-        ({"pools": {"a": {}, "b": {}}}, "elastic is for one kind of replicas; give each pool its own"),
+        ({"pools": {"a": {}, "b": {}}}, "elastic applies to one kind of replicas; give each pool its own"),
         (
             {"elastic": None, "pools": {"a": {"num_replicas": 3, "elastic": {"max_replicas": 2}}}},
             "pools.a.num_replicas is not within pools.a.elastic (3 of 1 to 2)",
@@ -367,7 +368,7 @@ def test_a_scaler_written_in_a_notebook_runs(tmp_path: Any) -> None:
     assert run(given, policies=[spec]).is_finished
 
 
-# Equal to what theory and other runs give
+# Agreement with theory and with other runs
 
 
 def test_a_scaler_that_fixes_k_replicas_is_the_same_queue_as_k_replicas() -> None:

@@ -74,7 +74,9 @@ def test_requests_are_held_until_a_decode_replica_is_up() -> None:
 
 def test_a_decode_pool_without_replicas_is_named() -> None:
     world = split({0.0: (1, 0)}, (1, 1), chooser="round_robin")
-    with pytest.raises(PolicyError, match=r"tested.*keeps no replica of replicaset 'default' up that could go on"):
+    with pytest.raises(
+        PolicyError, match=r"tested.*leaves replicaset 'default' without an active replica that could continue"
+    ):
         world.run([RequestSpec("r0", 0.5, 40, 20)])
 
 

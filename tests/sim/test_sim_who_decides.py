@@ -49,7 +49,7 @@ def test_the_policy_decides_every_step_but_repetitions_of_its_own(prioritizer: s
     requests = [RequestSpec(f"r{index}", 0.01 * (index // 3), 10 + 40 * index, 20 + index) for index in range(12)]
     harness.simulator(SimulationOptions()).run(requests)
     assert policy.num_asked_with_prompts == steps.num_with_prompts > 10
-    assert policy.num_asked < steps.num_steps  # decodes that repeat are worked out at once
+    assert policy.num_asked < steps.num_steps  # repeated decode steps are computed together
 
 
 class Hearing(Counting):

@@ -61,7 +61,7 @@ def test_an_urgent_request_takes_memory_from_the_least_urgent_and_runs_in_the_sa
     harness.steps_until_idle()
     resumed = [entry for step in harness.steps for entry in step.entries if entry.kind == "resumed"]
     assert resumed[-1].request_id == "A"
-    assert {entry.num_tokens for entry in resumed} == {1}  # the KV came back, nothing was computed again
+    assert {entry.num_tokens for entry in resumed} == {1}  # the KV was swapped in, nothing was recomputed
     assert harness.request("A").num_output_tokens == 20
     assert harness.replica().memory.free_blocks == 12
 

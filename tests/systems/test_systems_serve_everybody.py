@@ -98,7 +98,7 @@ def test_everybody_is_served_or_refused_at_once(
     for index, facts in enumerate(arrivals):
         at += facts["gap_s"]
         workload.append(spec_of(index, at, facts))
-    harness.run(workload)  # raises when a request stands still for ever, or a block is lost
+    harness.run(workload)  # raises if a request is never served, or a block is lost
     for spec in workload:
         request = harness.request(spec.request_id)
         if request.end_reason is EndReason.REJECTED:

@@ -245,9 +245,9 @@ class Impatient(Returning):
     ("policy", "check", "found"),
     [
         (Returning, MOVES, "and its fall was not named in fallen_groups"),
-        (Returning, SERVES, "has fallen without being named"),
+        (Returning, SERVES, "has decreased without being reported"),
         (Sinking, MOVES, "which was neither named nor given by falls_at"),
-        (Sinking, SERVES, "has fallen without being named"),
+        (Sinking, SERVES, "has decreased without being reported"),
         (Frozen, MOVES, "and key_epoch() did not"),
         (
             AgingHits,
@@ -447,7 +447,7 @@ class Prying(PlainChunks):
     [
         (Idle, SERVES, "scheduled nothing although"),
         (Overeager, SERVES, "Its next chunk may have at most"),
-        (Thrashing, SERVES, "without a single token for anybody"),
+        (Thrashing, SERVES, "without a token for any request"),
         (Fickle, FORWARD, "traits.repeats_decodes is not true"),
         (Boastful, "chunks lone prompts as it says", "but the prompt alone got 128 tokens"),
         (Hesitant, WORKS, "traits.is_work_conserving is not true: replica 0 is idle"),

@@ -131,7 +131,7 @@ def spec(kind: RoutingPartKind, make: Callable[[], Any]) -> RoutingPartSpec:
         (RoutingPartKind.SCORER, Infinite, "are not finite numbers or None"),
         (RoutingPartKind.SCORER, Fickle, "and asked again"),
         (RoutingPartKind.SCORER, Writes, "num_running"),
-        (RoutingPartKind.SCORER, Peeks, "reads replica view.replica, which is not there for it to read"),
+        (RoutingPartKind.SCORER, Peeks, "reads replica view.replica, which policies must not read"),
         (RoutingPartKind.SCORER, Hoards, "still holds"),
         (RoutingPartKind.FILTER, Reverses, "not some of them in their order"),
         (RoutingPartKind.FILTER, Empties, "changes the sequence"),

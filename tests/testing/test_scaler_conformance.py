@@ -101,13 +101,13 @@ def test_a_plain_scaler_passes() -> None:
     [
         (AsksTooMuch, "asked for 6 replicas of pool 'default'"),
         (AsksForHalves, "asked for 1.5 replicas"),
-        (InventsPools, "asked for replicas of pool 'elsewhere'"),
+        (InventsPools, "requested replicas of pool 'elsewhere'"),
         (ReadsClocks, "calls time.time"),
         (Draws, "calls random.random"),
         (ChangesViews, "changed what it was shown"),
         (Differs, "two equal runs asked for different numbers"),
-        (StopsEverything, "down to nothing: .*keeps no replica"),
-        (Misspelt, "nothing ever asks for 'on_arrival'"),
+        (StopsEverything, "down to nothing: .*without an active replica"),
+        (Misspelt, "nothing calls 'on_arrival'"),
         (HasNoMethod, "has no method 'targets'"),
     ],
 )

@@ -54,7 +54,7 @@ def session_of(seed: int, *, is_async: bool = False, kind: str = "plain") -> Con
     on_failure = rng.choice(("fail", "recompute"))
     connector = rng.choice(("ScriptedConnector", "GroupedConnector"))
     if base.windows != (None,):
-        # Which blocks were not loaded is not told where there are several tables, and vLLM takes no others there.
+        # With several block tables, failed blocks are not reported, and vLLM accepts no other report.
         scripts = [replace(one, transfer=_without_bad_blocks(one.transfer or {})) for one in scripts]
         connector = "GroupedConnector"
     if any(
@@ -62,13 +62,15 @@ def session_of(seed: int, *, is_async: bool = False, kind: str = "plain") -> Con
     ):  # vLLM computes the last of loaded tokens without what its window has of them: docs/evidence/vllm.md
         scripts = [replace(one, transfer=_without_last(one)) for one in scripts]
     if base.num_drafts and on_failure == "recompute":
-        # Who computes again what was not loaded has its drafts before it is a decode in vLLM: docs/evidence/vllm.md.
+        # In vLLM, a request that recomputes tokens after a failed load has drafts before it decodes:
+        # docs/evidence/vllm.md.
         scripts = [replace(one, transfer=_loading_all(one.transfer or {})) for one in scripts]
     given |= {"options": options, "scripts": scripts, "has_kv_events": False}
     transfers = [one.transfer or {} for one in scripts]
     if any("bad_block" in one and not one["load_turns"] for one in transfers):
-        given["second_runner"] = False  # it does not go back to earlier tokens of a request that it knows
-    if is_async and failing:  # who shares a block that is not loaded, and what vLLM makes of it, depends on the step
+        given["second_runner"] = False  # it does not return to earlier tokens of a known request
+    # Which requests share a block that is not loaded, and how vLLM handles it, depends on the step.
+    if is_async and failing:
         given["without_ends"] = frozenset(one.name for one in scripts)
     given["is_exact"] = False  # blocks that a step in flight may write are free earlier here: docs/evidence/vllm.md
     given["events"] = [one for one in base.events if not one.kind.startswith("reset")]
@@ -85,7 +87,8 @@ def _good(script: RequestScript) -> tuple[int, str, int | None] | None:
 
 
 def _transfer(rng: random.Random, script: RequestScript, failing: bool) -> dict[str, Any]:
-    if rng.random() < 0.2 or len(script.prompt) < 2:  # vLLM asks again about one token that was loaded beside steps
+    # vLLM queries the connector again for one token that was loaded asynchronously.
+    if rng.random() < 0.2 or len(script.prompt) < 2:
         return {}
     num_tokens = len(script.prompt)
     remote = rng.choice((0, num_tokens, num_tokens // 2, rng.randint(0, num_tokens)))
@@ -178,7 +181,7 @@ class ConnectedPlay(Play):
         """Check that what is sent stays until it was sent."""
         tables, num_tokens = self.loader.sent[name]
         slots = self.worker.slots
-        start = 0 if slots.windows == [None] else num_tokens  # windows have left behind what no later token reads
+        start = 0 if slots.windows == [None] else num_tokens  # windows have freed blocks that no later token reads
         slots.read(name, self.worker.expected[name], tables, start, num_tokens)
 
     def update(self, output: Any, result: Any) -> None:
@@ -269,7 +272,7 @@ def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) 
 
     `broken_policies` of `tests/vllm/plugins.py` has to be there. Both give every request its tokens and its end.
     """
-    # Who is there yet, and what fails, depends on when requests run.
+    # The present requests and the failures depend on when requests run.
     by_time = {one.name for one in session.scripts if one.aborts or one.string_after}
     by_time |= {one.name for one in session.scripts if {"bad_block", "fails"} & (one.transfer or {}).keys()}
     if any(one.kind == "abort all" for one in session.events):

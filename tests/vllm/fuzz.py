@@ -260,7 +260,8 @@ def _without_lengths_reached(rng: random.Random, session: Session, margin: int) 
         prompt = one.prompt[: longest - 1]
         ends_at = min(longest - len(prompt), one.ends_at or one.max_tokens)
         changes: dict[str, Any] = {"prompt": prompt, "ends_at": ends_at, "max_tokens": ends_at + margin}
-        if one.aborts is not None:  # else its blocks would be free before those of who has ended by then
+        # Otherwise its blocks would be freed before those of requests that have ended by then.
+        if one.aborts is not None:
             changes["aborts"] = (one.aborts[0], True)
         if one.grammar is not None:
             changes["grammar"] = (one.grammar[0], "ok", one.grammar[2])
@@ -721,7 +722,7 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
     """Return the first difference to vLLM's scheduler; None if all differences are listed in `docs/evidence/vllm.md`."""
     if session.is_exact:
         attempt = next((at for at, one in enumerate(own.steps) if one.preempted and not one.scheduled), None)
-        if attempt is not None:  # here the next attempt follows at once, before the tokens of the step in flight
+        if attempt is not None:  # here the next attempt follows immediately, before the tokens of the step in flight
             count = sum(bool(one.scheduled) for one in own.steps[:attempt])
             found = _steps_difference(_that_run(own)[:count], _that_run(ours)[:count])
             return found or ends_difference(session, own, ours)
@@ -732,7 +733,7 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
             return f"statistics of drafts {own.drafts}, here {ours.drafts}"
         if own.answers != ours.answers:
             return f"resets answered {own.answers}, here {ours.answers}"
-        # What a victim was to compute and did not is withdrawn here, and stays findable in vLLM.
+        # Blocks that a victim did not compute after all are removed from the cache here, and stay in vLLM's.
         if not any(one.preempted for one in own.steps) and (found := _events_difference(own, ours)) is not None:
             return found
         if own.stats != ours.stats:

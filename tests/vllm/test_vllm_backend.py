@@ -183,7 +183,7 @@ def test_steps_above_vllms_buffers_are_computed_in_parts(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"device": "cuda"}, r"backend\.vllm\.device: the vLLM that is installed is built for a CPU \(got cuda\)"),
+        ({"device": "cuda"}, r"backend\.vllm\.device: the installed vLLM is built for a CPU \(got cuda\)"),
         ({"engine_args": {"data_parallel_size": 2}}, "--data-parallel-size"),
         ({"engine_args": {"quantization": "nonsense"}}, r"backend\.vllm: vLLM does not take these settings"),
         ({"max_model_len": 1 << 20}, r"backend\.vllm: vLLM does not take these settings"),

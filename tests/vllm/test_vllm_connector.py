@@ -241,7 +241,7 @@ def test_blocks_that_were_not_loaded_have_to_be_told_by_requests(config: Any) ->
     made.shutdown()
 
 
-# What is refused
+# Refused settings
 
 
 def refused(config: Any, **given: Any) -> str:
@@ -259,4 +259,4 @@ def test_a_connector_on_vllms_own_memory_is_refused(config: Any, is_part: bool) 
         "kv_connector_extra_config": {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, part]},
     }
     config.kv_transfer_config = KVTransferConfig(**(several if is_part else part))
-    assert "names SimpleCPUOffloadConnector, which works on the block pool" in refused(config)
+    assert "names SimpleCPUOffloadConnector, which uses the block pool" in refused(config)

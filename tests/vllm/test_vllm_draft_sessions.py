@@ -153,7 +153,7 @@ def test_a_policy_says_how_many_drafts_a_request_has(tiny_model: str, tmp_path: 
     assert counts[1] <= 12
 
 
-# The model of the workers notices what it is there for
+# The workers' model detects the errors that it is meant to detect
 
 
 def test_kv_of_a_rejected_draft_is_not_read() -> None:

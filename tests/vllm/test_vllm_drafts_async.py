@@ -81,7 +81,7 @@ def run(core: DraftingCore, num_steps: int) -> None:
         core.step()
 
 
-# The model of the workers notices what it is there for
+# The workers' model detects the errors that it is meant to detect
 
 
 @pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])

@@ -92,7 +92,7 @@ def test_where_vllms_requests_preempt_each_other_for_ever_they_do_here(tiny_mode
     assert counts["endless"] == 1
 
 
-# The model notices what it is there for
+# The workers' model detects the errors that it is meant to detect
 
 
 def message(**given: Any) -> SchedulerOutput:

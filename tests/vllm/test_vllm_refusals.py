@@ -272,5 +272,5 @@ def test_an_admission_policy_is_refused_by_name() -> None:
     }
     mapping = {"version": 1, "scheduling": layers, "replica": {"memory": {"num_blocks": 10}}}
     config = system_from_mapping({**mapping, "backend": {"vllm": {"model": "anywhere"}}})
-    with pytest.raises(ConfigError, match=r"scheduling\.admission: vLLM takes a request in before .*token_bucket"):
+    with pytest.raises(ConfigError, match=r"scheduling\.admission: vLLM admits a request before .*token_bucket"):
         check_policies(config, load_registry(), 100)

@@ -149,4 +149,4 @@ def test_drawn_tokens_go_on_after_a_preemption(workers: SharedWorkers, tiny_mode
     assert sum(one.metrics.num_preemptions for one in ours) > 0
     for one in ours:
         assert len(one.token_ids) == 60
-        assert len(set(one.token_ids)) > 20  # not the same draw again and again
+        assert len(set(one.token_ids)) > 20  # not the same draw each time

@@ -42,7 +42,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     install(site, "vajra-example-policies", TEMPLATE)
     stub = (
         site / "vllm-0.32.0.dist-info"
-    )  # `vllm` asks for the version of a package `vllm`, and the build for CPUs has another name
+    )  # `vllm` reads the version of a package `vllm`, but the build for CPUs has another name
     stub.mkdir()
     (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     own = {"PYTHONPATH": python_path(site), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -159,7 +159,7 @@ def test_wrong_objectives_are_an_error_of_that_request(server: Server) -> None:
 def test_a_policy_that_breaks_the_contract_ends_requests_and_not_the_server(server: Server) -> None:
     answers = [server.post(max_tokens=900).status_code for _ in range(2)]
     assert answers[-1] == 500
-    assert server.post().status_code == 500  # the file names no fallback, so what comes is refused too
+    assert server.post().status_code == 500  # the file names no fallback, so later requests are refused too
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     log = server.log.read_text()
     assert "policy breaks" in log

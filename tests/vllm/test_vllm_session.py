@@ -105,7 +105,7 @@ def test_a_server_that_is_told_to_stop_leaves_a_session_that_replays(tiny_model:
             # A busy machine may not have kept requests side by side before.
             while metric(server, "vllm:num_preemptions_total") == 0:
                 assert time.monotonic() < end, "nobody was preempted"
-            server.process.send_signal(signal.SIGTERM)  # to the command alone, which tells its processes
+            server.process.send_signal(signal.SIGTERM)  # only to the command, which signals its processes
             server.process.wait(60)
         assert answer.exception() is not None or len(answer.result()) < 450 * NUM_SAMPLES
     found = RunData.load(run)

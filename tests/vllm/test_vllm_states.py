@@ -61,7 +61,7 @@ def test_prefix_caching_of_states_is_refused_by_the_cache_too(tiny_model: str) -
         make_scheduler(Scheduler, config, 40, 16, cache=cache)
 
 
-# The workers' model notices what it is there for
+# The workers' model detects the errors that it is meant to detect
 
 
 def expected() -> ExpectedTokens:

@@ -132,7 +132,7 @@ def test_a_steady_step_makes_at_most_a_fifth_of_vllms_calls(tiny_model: str) -> 
     assert num_calls(Scheduler) * 5 < num_calls(VllmsOwn)
 
 
-# What the log says, and what is refused
+# Log messages, and refused settings
 
 
 def test_the_memory_is_named_at_the_start(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_other_kinds_of_blocks_are_refused(specs: tuple[Any, ...], word: str) ->
         needs_manager(cache_of(*specs), 16, 16)
 
 
-# The workers' model notices what it is there for
+# The workers' model detects the errors that it is meant to detect
 
 
 def expected() -> ExpectedTokens:

@@ -336,5 +336,5 @@ def test_a_broken_agentic_line(tmp_path: Path, change: dict[str, object], words:
 def test_an_agentic_file_without_a_field_or_with_too_few_sessions(tmp_path: Path) -> None:
     check(tmp_path, "agentic", json.dumps({"id": "x"}), ":1", "has no field 'block_size'")
     (tmp_path / "one").write_text(json.dumps(AGENTIC))
-    with pytest.raises(WorkloadError, match=r"has 1 sessions \(2 asked for\)"):
+    with pytest.raises(WorkloadError, match=r"has 1 sessions \(2 requested\)"):
         read_agentic(tmp_path / "one", num_sessions=2)

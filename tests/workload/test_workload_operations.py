@@ -289,7 +289,7 @@ def test_a_service_class_brings_its_objectives(three: Workload) -> None:
     assert (classes["chat"].ttft_slo_s, classes["chat"].tpot_slo_s, classes["chat"].deadline_s) == (0.5, 0.05, None)
     assert (classes["batch"].deadline_s, classes["batch"].expires_after_s) == (60.0, 30.0)
     assert (classes["chat"].priority, classes["batch"].priority) == (-1, 8)
-    with pytest.raises(WorkloadError, match="cannot be drawn from"):
+    with pytest.raises(WorkloadError, match="are invalid"):
         three.with_priorities({0: 0.0}, rng())
 
 
@@ -338,7 +338,7 @@ def test_a_shared_prefix_is_where_tokens_agree(one: PromptContent, two: PromptCo
             break
         expected += 1
     shared = one.shared_prefix_tokens(two)
-    # Equal tokens beyond a segment of unequal length cannot occur: the longer one goes on where the shorter ends.
+    # Equal tokens after segments of unequal length cannot occur: the longer one continues where the shorter ends.
     assert shared == two.shared_prefix_tokens(one) == expected
     assert one.span(0, shared) == two.span(0, shared)
     if shared < min(one.num_tokens, two.num_tokens):

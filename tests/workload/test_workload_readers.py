@@ -60,7 +60,7 @@ def lengths(workload: Workload) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_azure_starts_its_clock_at_the_first_request(tmp_path: Path, packed: bool) -> None:
-    file = written(tmp_path, AZURE, packed=packed)  # gzip is seen by its content: the name says .csv both times
+    file = written(tmp_path, AZURE, packed=packed)  # gzip is detected by content: both names end in .csv
     workload = read_azure(file)
     assert times(workload) == pytest.approx([0.0, 4.314579, 20653.31941], abs=1e-9)
     assert lengths(workload) == [(374, 44), (396, 109), (1, 2)]
@@ -141,7 +141,7 @@ def test_lengths_take_arrivals_from_outside_or_the_file(tmp_path: Path) -> None:
     assert len({request.request_id for request in drawn}) == 500
     with pytest.raises(WorkloadError, match=r"has no column for arrived_at.*Give `arrivals`"):
         read_lengths(file)
-    with pytest.raises(WorkloadError, match=r"has 3 rows of lengths \(4 asked for\)"):
+    with pytest.raises(WorkloadError, match=r"has 3 rows of lengths \(4 requested\)"):
         read_lengths(file, arrivals=lambda number: np.zeros(number), num_requests=4)
 
 

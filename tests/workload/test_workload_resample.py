@@ -79,7 +79,7 @@ def test_a_bootstrap_holds_copies_of_whole_units(trace: Workload, seed: int, by_
     num_units, options = len(starts), {"block_s": block / 4} if by_time else {"block_requests": block}
     span_s = (starts[-1] - starts[0]) * num_units / max(num_units - 1, 1)
     if block / 4 >= span_s if by_time else block >= num_units:
-        with pytest.raises(WorkloadError, match="a block is not shorter than the trace"):
+        with pytest.raises(WorkloadError, match="a block is as long as the trace or longer"):
             block_bootstrap(trace, np.random.default_rng(seed), **options)
         return
     sample = block_bootstrap(trace, np.random.default_rng(seed), **options)
@@ -165,7 +165,7 @@ def test_what_would_change_how_prefixes_are_found_is_refused() -> None:
     [
         ({"window": "random"}, r"window: random needs one length \(got first: null, window_s: null\)"),
         ({"window": "random", "first": 5, "window_s": 2}, r"needs one length \(got first: 5, window_s: 2"),
-        ({"window_s": 2}, "window_s is the length of a window that is not there"),
+        ({"window_s": 2}, "window_s is the length of a window, but window is missing"),
         ({"window": "first", "first": 2}, "'random'"),
         ({"window": "random", "first": 5, "bootstrap": {"block_s": 1}}, "window and bootstrap both"),
         ({"bootstrap": {}}, "needs either block_s or block_requests"),
@@ -187,8 +187,8 @@ def test_options_that_say_nothing_or_two_things_are_refused(options: dict[str, A
         ({"window": "random", "first": 300}, r"300 of 300 requests.*first below 300"),
         ({"window": "random", "window_s": 1e6}, r"1e\+06 s of .* window_s below"),
         ({"thin": {"rate": 50}}, r"not below the trace's own rate \(50 and 4"),
-        ({"bootstrap": {"block_s": 1e6}}, r"a block is not shorter than the trace \(1e\+06 s of"),
-        ({"bootstrap": {"block_requests": 300}}, r"a block is not shorter than the trace \(300 of 300"),
+        ({"bootstrap": {"block_s": 1e6}}, r"a block is as long as the trace or longer \(1e\+06 s of"),
+        ({"bootstrap": {"block_requests": 300}}, r"a block is as long as the trace or longer \(300 of 300"),
     ],
 )
 def test_what_a_trace_cannot_give_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

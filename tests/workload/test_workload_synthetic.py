@@ -139,7 +139,7 @@ def test_piecewise_rates_are_met_piece_by_piece() -> None:
     assert counts[2] == pytest.approx(1000, abs=130)
     assert sum(counts) == len(arrived_at)
     assert process.rate == pytest.approx(6000 / 250)
-    with pytest.raises(WorkloadError, match=r"the rates end after \d+ requests \(9000 asked for\)"):
+    with pytest.raises(WorkloadError, match=r"the rates last for \d+ requests only \(9000 requested\)"):
         times(process, 9000)
 
 
@@ -159,7 +159,7 @@ def test_arrivals_without_an_end_or_without_any_are_refused() -> None:
         times(Poisson(rate=1), None)
     with pytest.raises(WorkloadError, match="at_once arrivals have no end"):
         times(AtOnce(), None, duration_s=1.0)
-    with pytest.raises(WorkloadError, match="nothing arrives"):
+    with pytest.raises(WorkloadError, match="no request arrives"):
         times(Poisson(rate=1e-9), None, duration_s=1.0)
 
 

@@ -82,10 +82,12 @@ def atlas(  # noqa: PLR0913 - one argument for each option
     figure_formats: tuple[str, ...],
     quiet: bool,
 ) -> int:
-    """Compare POLICIES on several workloads and loads, and write one page: who is best where, and a card for each.
+    """Compare POLICIES on several workloads and loads, and write one page that shows the best policies for each of
+    them, and a card for each policy.
 
-    POLICIES are names of installed policies of any layer (vtc), or several joined by + (lrs+dynamic_chunk); without any, twelve published ones. What is finished is not
-    run again, so an interrupted atlas continues, and further policies can be added.
+    POLICIES are names of installed policies of any layer (vtc), or several joined by + (lrs+dynamic_chunk); without
+    any, twelve published ones. Finished runs are not repeated, so an interrupted atlas resumes, and policies can be
+    added later.
     """
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on

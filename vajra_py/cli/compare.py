@@ -67,13 +67,15 @@ def compare(  # noqa: PLR0913 - one argument for each option
     comparison = compare_runs(loaded, each_run=each_run, metrics=primary)
     view = _View(form, None if scope is None else comparison.scope(scope), baseline, _names(columns))
     if columns and form not in ("table", "latex"):
-        raise click.UsageError("--columns: is of tables and LaTeX tables. Allowed: --format table, --format latex.")
+        raise click.UsageError(
+            "--columns: applies to tables and LaTeX tables only. Allowed: --format table, --format latex."
+        )
     if form == "table":
         _show(comparison, view, loaded)
     else:
         click.echo(_text(comparison, view), nl=False)
     if baseline is not None and len(comparison.of_load(comparison.position(baseline))) == 1:
-        message = f"no difference from {baseline}: every other setting has another load, and loads are not compared"
+        message = f"no difference from {baseline}: every other setting has a different load; only settings of the same load are compared"
         click.echo(f"warning: {message}", err=True)
     if report is not None:
         from vajra_py.metrics.report.report import write_report

@@ -1,4 +1,4 @@
-"""`vajra policies` and `vajra presets`: list what is installed, with parameters."""
+"""`vajra policies` and `vajra presets`: list the installed policies and presets, with parameters."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
     else:
         not_with_file = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
         if not_with_file:
-            message = f"do not go with a file ({', '.join(not_with_file)})"
+            message = f"cannot be combined with a file ({', '.join(not_with_file)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
         config = load_system(file, overrides, registry)
     for flag in _LISTS:
@@ -312,7 +312,7 @@ def _tracing(options: ServeOptions) -> Tracing:
     try:
         from vajra_py.serve.api.tracing import make_tracing
     except ModuleNotFoundError as error:
-        message = f"spans are asked for, and their packages are not installed ({error.name})"
+        message = f"spans are enabled, but their packages are not installed ({error.name})"
         raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[otel]"')) from None
     return make_tracing(options.otlp_traces_endpoint)
 

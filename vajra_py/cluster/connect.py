@@ -129,7 +129,9 @@ def _check_nodes(cluster: RayCluster) -> None:
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
                 continue  # the node has died since it was listed
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise RunError(f"{name}: does not answer ({lines[-1]}). Mend it, or take it out of the cluster.") from None
+            raise RunError(
+                f"{name}: does not answer ({lines[-1]}). Repair it, or remove it from the cluster."
+            ) from None
         differs = found if isinstance(found, str) else difference(cluster.fingerprint, found)
         if differs:
             raise RunError(f"{name}: {differs}. {EVERY_NODE}")

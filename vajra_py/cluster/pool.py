@@ -95,7 +95,7 @@ class RayPool:
             raise RunInterrupted(INTERRUPTED) from None
         except (ConnectionError, self._ray.exceptions.RayError) as error:
             what = f"--on: the cluster is lost ({_last_line(error).rstrip('.')})"
-            raise RunError(f"{what}. Finished runs are kept, give the same command again to go on.") from None
+            raise RunError(f"{what}. Finished runs are kept; repeat the same command to continue.") from None
 
     def close(self) -> None:
         """See `RunPool`: cancel runs, and remove workspaces from the nodes."""

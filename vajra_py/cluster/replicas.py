@@ -47,12 +47,12 @@ def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
     """
     settings: ModelBackendConfig = config.backend.settings
     if any(one.memory.tiers is not None for one in _replica_settings(config)):
-        message = "content does not go to a host tier where replicas run on a cluster"
+        message = "content cannot be kept in a host tier where replicas run on a cluster"
         raise ConfigError(Problem("replica.memory.tiers", message, "Allowed: null, or a run without --on"))
 
     def make(replica: ReplicaKey, options: RunnerOptions) -> Worker:
         if options.adapters:
-            message = f"workers on a cluster compute the base model alone (got {len(options.adapters)} adapters)"
+            message = f"workers on a cluster compute the base model only (got {len(options.adapters)} adapters)"
             raise ConfigError(Problem("replica.adapters", message, "Allowed: null, or without a cluster"))
         own = settings.of(replica[0])
         num_threads = own.num_threads or own.placement.cpus_per_rank

@@ -97,12 +97,12 @@ class CapacityConfig(_Section):
     @model_validator(mode="after")
     def _one_question(self) -> Self:
         if self.rate is not None and self.replicas is not None:
-            raise ValueError("rate and replicas are two questions. Allowed: one of the two")
+            raise ValueError("rate and replicas are two different searches. Allowed: one of the two")
         if any(one.min == 0 and not path.startswith("replicasets.") for path, one in (self.replicas or {}).items()):
-            raise ValueError("min: 0 is for one of several replicasets. Allowed here: at least 1")
+            raise ValueError("min: 0 applies only to one of several replicasets. Allowed here: at least 1")
         given = {one.cost is None for one in (self.replicas or {}).values()}
         if len(given) > 1:
-            raise ValueError("cost is given for some replicas. Allowed: for all of them, or for none")
+            raise ValueError("cost is given for some replicas only. Allowed: for all of them, or for none")
         if self.max_replications < self.replications:
             raise ValueError(
                 f"max_replications must not be below replications (got {self.max_replications} and {self.replications})"

@@ -136,7 +136,7 @@ class PluginParts:
 
     def _refuse_admission(self, path: KeyPath, scheduling: Any) -> None:
         if isinstance(scheduling, dict) and scheduling.pop(ADMISSION.key, None) is not None:
-            message = "one admission policy serves the whole system, and a replicaset has none of its own"
+            message = "one admission policy serves the whole system; a replicaset cannot have its own"
             self._found((*path, ADMISSION.key), message, "Allowed: scheduling.admission at the top of the file")
 
     def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:

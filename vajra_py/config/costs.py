@@ -38,7 +38,7 @@ class DeviceCostsConfig(_Section):
     def _ordered(self) -> Self:
         watts = [value for value in (self.idle_w, self.decode_w, self.prefill_w) if value is not None]
         if watts != sorted(watts):
-            raise ValueError(f"power must not fall from idle_w to decode_w to prefill_w (got {watts})")
+            raise ValueError(f"power must not decrease from idle_w to decode_w to prefill_w (got {watts})")
         return self
 
 

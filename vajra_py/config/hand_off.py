@@ -106,7 +106,9 @@ class HandOffConfig(BaseModel):
     def _goes_together(self) -> Self:
         if self.when_full == "retry" and (self.takes_effect != "at_once" or self.reservations != "all_that_fit"):
             given = f"{self.takes_effect}, {self.reservations}"
-            raise ValueError(f"when_full: retry looks at_once, for all_that_fit (got {given})")
+            raise ValueError(
+                f"when_full: retry needs takes_effect: at_once and reservations: all_that_fit (got {given})"
+            )
         if self.overlap != "none" and self.reserve != "before_prompt":
             raise ValueError(
                 f"overlap: {self.overlap} needs the target's blocks before_prompt (got reserve: {self.reserve})"

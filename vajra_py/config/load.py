@@ -186,7 +186,7 @@ def _check_one_setting(root: Any, place: Place, overrides: Iterable[str]) -> Non
     what = "sweep" if root.get("sweep") is not None else "replications" if _replications(root) > 1 else None
     if what is not None:
         where = f"{place.source} {what}" if place.source else what
-        raise ConfigError(Problem(where, "one system is asked for, and not several settings", f"Leave the {what} out"))
+        raise ConfigError(Problem(where, "expected one system, not several settings", f"Leave the {what} out"))
 
 
 def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> SystemConfig:

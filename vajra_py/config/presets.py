@@ -127,7 +127,7 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
     key, name = next(iter(named.items()))
     for other, another in named.items():
         if another != name:
-            message = f"is another preset than at the top (got {another!r} and {name!r})"
+            message = f"differs from the preset at the top level (got {another!r} and {name!r})"
             findings.append(Finding(locate(section, other), (*path, *other), message, "Name one of them"))
             return section
     try:

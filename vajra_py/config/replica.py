@@ -103,7 +103,7 @@ class MemoryConfig(Section):
     def _swaps(self) -> Self:
         if self.swap_link is not None and not self.host_blocks:
             raise ValueError(
-                "swap_link is for preemption by swapping (got host_blocks: 0). Allowed: host_blocks above 0"
+                "swap_link applies only to preemption by swapping (got host_blocks: 0). Allowed: host_blocks above 0"
             )
         return self
 
@@ -254,7 +254,7 @@ def check_elastic(
     """
     bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
     if own is not None and not any(own is one for one in bounded.values()):
-        raise ValueError("elastic is for one kind of replicas; give each pool its own")
+        raise ValueError("elastic applies to one kind of replicas; give each pool its own")
     has_scaler = scheduling is not None and scheduling.scaling is not None
     if bounded and not has_scaler:
         raise ValueError("elastic has bounds for a scaler, and scheduling.scaling names none")

@@ -80,7 +80,7 @@ class SelectConfig(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
-            raise ValueError("min_prompt_tokens is above max_prompt_tokens, so that no request is selected")
+            raise ValueError("min_prompt_tokens is above max_prompt_tokens, so no request matches")
         return self
 
     def matches(self, request: RequestView) -> bool:
@@ -380,7 +380,7 @@ class SystemConfig(Section):
         for index, (name, replicaset) in enumerate(replicasets.items()):
             if replicaset.select.takes_all and index + 1 < len(names):
                 raise ValueError(
-                    f"{name!r} takes every request, so that {names[index + 1]!r} never gets one; put it last"
+                    f"{name!r} accepts every request, so {names[index + 1]!r} never receives one; put it last"
                 )
         return replicasets
 

@@ -89,7 +89,7 @@ class TypedChoice(Choice):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Parameters beside `type`."""
+        """Parameters other than `type`."""
         return self.model_extra or {}
 
     @property

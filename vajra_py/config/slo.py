@@ -153,7 +153,9 @@ def _expression(node: ast.expr) -> Expression:
         left, right, at_most = right, left, not at_most
     limit = _number(right)
     if limit is None:
-        raise ValueError(f"compares with no number ({ast.unparse(node)}). A metric is compared with a number; {_FORM}")
+        raise ValueError(
+            f"does not compare with a number ({ast.unparse(node)}). A metric is compared with a number; {_FORM}"
+        )
     return Condition(_metric(left), at_most, limit)
 
 

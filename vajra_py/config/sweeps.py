@@ -105,7 +105,7 @@ def replicated(points: Sequence[SweepPoint], seeds: Sequence[int], place: Place)
     Raises `ValueError` if a point sets the seed itself.
     """
     if any(SEED in point for point in points):
-        raise ValueError("replications and a sweep of the seed say the same twice")
+        raise ValueError("replications and a sweep of the seed are redundant; keep one of them")
     rows = [(*point.assignments, (SEED, seed, place)) for point in points for seed in seeds]
     names = short_names(list(dict.fromkeys(path for row in rows for path, _, _ in row)))
     return [_point(row, names) for row in rows]

@@ -77,14 +77,14 @@ class TierConfig(Section):
     def _agrees(self) -> Self:
         if self.exclusive and self.write != "write_back":
             raise ValueError(
-                f"exclusive does not go with {self.write}, which keeps content in both; allowed: write_back"
+                f"exclusive cannot be combined with {self.write}, which keeps content in both; allowed: write_back"
             )
         if self.exclusive and self.shared:
             raise ValueError("a shared tier cannot be exclusive: other replicas find its content")
         if self.shared_bandwidth_gb_s is not None and not self.shared:
-            raise ValueError("shared_bandwidth_gb_s is of a shared tier; set shared: true, or leave it out")
+            raise ValueError("shared_bandwidth_gb_s applies only to a shared tier; set shared: true, or leave it out")
         if self.after_uses != 2 and self.write != "write_through_selective":
-            raise ValueError(f"after_uses is for write_through_selective (got {self.write})")
+            raise ValueError(f"after_uses applies only to write: write_through_selective (got {self.write})")
         return self
 
 
@@ -199,7 +199,9 @@ class TiersConfig(Section):
     @model_validator(mode="after")
     def _loads_in_order(self) -> Self:
         if self.load_order != "begin" and self.loads != "reserved":
-            raise ValueError(f"load_order is for loads: reserved (got {self.loads}); set it, or leave load_order out")
+            raise ValueError(
+                f"load_order applies only to loads: reserved (got {self.loads}); set it, or leave load_order out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Read YAML files with line numbers.
 
-YAML 1.2 (`yes` and `on` are words, `012` is twelve), one document, keys are names, each key once in its mapping.
+YAML 1.2 (`yes` and `on` are strings, `012` is twelve), one document, keys are names, each key once in its mapping.
 Anchors, aliases and `<<` work; dates stay text; other tags are refused.
 """
 
@@ -93,7 +93,7 @@ class _Reader:
         """Convert a node; `place` is that of the entry's key, or of the item itself."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            message = f"has more than {MAX_VALUES:,} values, those that aliases repeat among them"
+            message = f"has more than {MAX_VALUES:,} values, including those that aliases repeat"
             raise ConfigError(Finding(place, path[:4], message).problem())
         kind = raw.tag.removeprefix(TAG) if str(raw.tag).startswith(TAG) else str(raw.tag)
         if len(path) > MAX_DEPTH:

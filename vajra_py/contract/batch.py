@@ -56,11 +56,11 @@ class BatchBuilder(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in the batch so far."""
+        """Number of query tokens in the batch so far."""
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch so far."""
+        """Number of requests in the batch so far."""
 
     @property
     def tokens_left(self) -> int:
@@ -76,10 +76,10 @@ class BatchBuilder(Protocol):
 
     @property
     def num_preempted(self) -> int:
-        """Requests preempted in this step so far."""
+        """Number of requests preempted in this step so far."""
 
     def __contains__(self, request: object) -> bool:
-        """Return whether the request is in the batch."""
+        """Return True if the request is in the batch."""
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.

@@ -85,7 +85,7 @@ class BuildRoutingPart(Protocol):
 
 def no_routing_parts(choice: RoutingPartChoice, context: RoutingContext) -> Any:
     """Raise an error; the default of `PolicyContext.build_part`, for contexts created outside the framework."""
-    raise ValueError(f"there are no routing parts here (asked for {choice.name!r})")
+    raise ValueError(f"routing parts are not available to this policy (requested {choice.name!r})")
 
 
 T = TypeVar("T")

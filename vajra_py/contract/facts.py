@@ -62,36 +62,38 @@ class StatedFacts:
     """
 
     priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = (
-        0  # vLLM has priorities of its own
+        0  # vLLM has its own priorities
     )
-    tenant: Annotated[str, FactInfo("The sender", body="user", headers=("x-llm-d-inference-fairness-id",))] = ""
-    slo_class: Annotated[str, FactInfo("Name of the class of service")] = ""
+    tenant: Annotated[
+        str, FactInfo("Sender of the request", body="user", headers=("x-llm-d-inference-fairness-id",))
+    ] = ""
+    slo_class: Annotated[str, FactInfo("Name of the SLO class")] = ""
     ttft_slo_s: Annotated[
         float | None,
-        FactInfo("Promised time to the first token, from arrival", headers=("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")),
+        FactInfo("SLO for the time to first token, from arrival", headers=("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")),
     ] = None
     tpot_slo_s: Annotated[
         float | None,
         FactInfo(
-            "Promised mean time per output token after the first", headers=("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+            "SLO for the mean time per output token after the first", headers=("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
         ),
     ] = None
     tbt_slo_s: Annotated[
-        float | None, FactInfo("Promised longest time between two tokens in a row", headers=("x-slo-tbt-ms",))
+        float | None, FactInfo("SLO for the longest time between two consecutive tokens", headers=("x-slo-tbt-ms",))
     ] = None
-    deadline_s: Annotated[float | None, FactInfo("Promised end, from arrival", seen_as="deadline_at")] = None
+    deadline_s: Annotated[float | None, FactInfo("Deadline of its end, from arrival", seen_as="deadline_at")] = None
     expires_after_s: Annotated[
-        float | None, FactInfo("Longest wait before it starts, from arrival", seen_as=None, span=None)
+        float | None, FactInfo("Longest wait before its admission, from arrival", seen_as=None, span=None)
     ] = None
-    session_id: Annotated[str, FactInfo("The conversation that it belongs to", span="gen_ai.conversation.id")] = ""
+    session_id: Annotated[str, FactInfo("Conversation of the request", span="gen_ai.conversation.id")] = ""
     adapter: Annotated[
         str,
-        FactInfo("The LoRA adapter that its model is to have", has_extra_arg=False, is_only_where_stated=True),
-    ] = ""  # vLLM has adapters of its own
+        FactInfo("LoRA adapter of the request", has_extra_arg=False, is_only_where_stated=True),
+    ] = ""  # vLLM has its own adapters
     program_id: Annotated[
         str,
         FactInfo(
-            "The program that it is a call of: the calls of one agent, workflow or task",
+            "Program of which it is a call: the calls of one agent, workflow or task",
             headers=(
                 *("x-program-id", "x-dynamo-session-id", "x-claude-code-session-id"),
                 *("x-session-affinity", "session-id"),
@@ -102,7 +104,7 @@ class StatedFacts:
     stage: Annotated[
         str,
         FactInfo(
-            "The program's word for this kind of call, such as `plan`",
+            "Name of this kind of call in the program, such as `plan`",
             body="program_stage",
             headers=("x-program-stage",),
             is_only_where_stated=True,
@@ -113,23 +115,25 @@ class StatedFacts:
     ] = ()
     num_program_calls: Annotated[
         int | None,
-        FactInfo("Calls that its program makes in all, as far as is known", least=1, is_only_where_stated=True),
+        FactInfo("Total number of calls of its program, as far as known", least=1, is_only_where_stated=True),
     ] = None
     is_last_call: Annotated[
         bool,
         FactInfo(
-            "No other call of its program comes after it",
+            "True if it is the last call of its program",
             headers=("x-last-call", "x-dynamo-session-final"),
             is_only_where_stated=True,
         ),
     ] = False
     next_call_after_s: Annotated[
         float | None,
-        FactInfo("Expected time from its end to its program's next call, while a tool runs", is_only_where_stated=True),
+        FactInfo(
+            "Expected time from its end to the next call of its program, while a tool runs", is_only_where_stated=True
+        ),
     ] = None
     program_slo_s: Annotated[
         float | None,
-        FactInfo("Promised time from its program's first call to the program's end", is_only_where_stated=True),
+        FactInfo("SLO for the time from the first call of its program to the program's end", is_only_where_stated=True),
     ] = None
 
 

@@ -26,20 +26,20 @@ class BatchFeatures(NamedTuple):
     prefill_attention_pairs: int = 0
     """Query-key pairs of the causal prefill attention: sum of n * context + n * (n + 1) / 2."""
     num_merged_tokens: int = 0
-    """Query tokens whose attention is merged over several KV-parallel groups."""
+    """Number of query tokens whose attention is merged over several KV-parallel groups."""
     swap_bytes: int = 0
     """Bytes moved between device and host memory before the step."""
     num_draft_tokens: int = 0
-    """Query tokens of the decodes beyond one each: drafts that the step verifies."""
+    """Number of query tokens of the decodes beyond one each: drafts that the step verifies."""
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the step."""
+        """Number of query tokens of the step."""
         return self.num_decodes + self.prefill_tokens + self.num_draft_tokens
 
     @property
     def num_requests(self) -> int:
-        """Entries of the batch."""
+        """Number of entries of the batch."""
         return self.num_decodes + self.num_prefills
 
     def with_decodes(self, num_decodes: int, context_tokens: int) -> BatchFeatures:
@@ -122,7 +122,7 @@ class ModelDescription:
     max_model_len: int | None = None
     """Longest sequence of the model, in tokens; None: unknown."""
     num_layers: int | None = None
-    """Layers of the model; None: unknown."""
+    """Number of layers of the model; None: unknown."""
 
 
 @runtime_checkable

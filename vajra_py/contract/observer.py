@@ -35,7 +35,7 @@ class ScheduledChunk:
     request: RequestView
     num_tokens: int
     num_computed_before: int
-    """Tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
+    """Number of tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
     kind: str
     """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it arrived with its
     KV).
@@ -58,7 +58,7 @@ class StepRecord:
     """Free KV blocks right after the step was formed."""
     num_waiting: int
     num_running: int
-    """Running requests; this and `num_waiting` count right after the step was formed."""
+    """Number of running requests; this and `num_waiting` count right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ class StepRun:
     first_context_tokens: int
     """Tokens in KV before the first step; each step adds `num_decodes`."""
     free_blocks: Sequence[int]
-    """Right after each step was formed."""
+    """Free KV blocks right after each step was formed."""
     num_waiting: Sequence[int]
     num_running: int
 
@@ -110,7 +110,7 @@ class PolicySwap:
     policy: str
     params: Mapping[str, Any]
     num_requeued: int
-    """Waiting requests that were reordered or placed again."""
+    """Number of waiting requests that were reordered or placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class TierTransfer:
     source: str
     target: str
     num_blocks: int
-    """Blocks that have arrived: fewer than were sent if the transfer was cut."""
+    """Number of blocks that have arrived: fewer than were sent if the transfer was cut."""
     num_bytes: int
     started_at: float
 

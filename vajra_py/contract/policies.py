@@ -317,7 +317,7 @@ class EndedStep:
     """Steps that this replica had run before."""
     formed_at: float
     ended_at: float
-    """Seconds on the run's clock."""
+    """Time of its end, seconds on the run's clock."""
     requests: Sequence[RequestView]
     """Requests of the step, in batch order; some of them may have ended with it."""
     num_tokens: Sequence[int]
@@ -342,7 +342,7 @@ class EndedRun:
     formed_at: float
     """Time at which the first step was formed, seconds on the run's clock; each further one when the last had ended."""
     ended_at: Sequence[float]
-    """Seconds at which each step ended."""
+    """End of each step, seconds on the run's clock."""
     requests: Sequence[RequestView]
     """Requests of every step, in batch order; a step computed one token of each."""
 

@@ -46,19 +46,19 @@ class ProgramView(Protocol):
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds on the run's clock: the latest `program_slo_s` that a call stated, from `arrived_at`."""
+        """Deadline, seconds on the run's clock: `arrived_at` plus the `program_slo_s` stated last by a call."""
 
     @property
     def num_calls(self) -> int:
-        """Calls that have arrived, those that were refused among them."""
+        """Number of calls that have arrived, including refused ones."""
 
     @property
     def num_alive(self) -> int:
-        """Calls that have arrived and not ended."""
+        """Number of calls that have arrived and not ended."""
 
     @property
     def num_ended(self) -> int:
-        """Calls that have ended, in whatever way."""
+        """Number of calls that have ended, in whatever way."""
 
     @property
     def num_declared(self) -> int | None:
@@ -66,15 +66,15 @@ class ProgramView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of ended calls that were admitted."""
+        """Number of prompt tokens of ended calls that were admitted."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens of the same calls that were prefix hits."""
+        """Number of prompt tokens of ended calls that were prefix hits."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that ended calls generated."""
+        """Number of tokens that ended calls generated."""
 
     @property
     def service_tokens(self) -> int:
@@ -101,7 +101,7 @@ class ProgramView(Protocol):
 
     @property
     def end_reason(self) -> ProgramEnd | None:
-        """Reason that it ended; None: it goes on."""
+        """Reason of its end; None while it continues."""
 
     def siblings(self, request: RequestView) -> Sequence[str]:
         """Return the ids of the other calls that have arrived with the same `parent_calls`, in order of arrival.

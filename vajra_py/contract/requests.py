@@ -57,7 +57,7 @@ class RequestView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
 
     @property
     def max_tokens(self) -> int:
@@ -65,35 +65,35 @@ class RequestView(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far; kept through preemption."""
+        """Number of tokens generated so far; kept through preemption."""
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus generated tokens."""
+        """Number of prompt and generated tokens."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV is in memory, or is being written by a step in flight."""
+        """Number of leading tokens whose KV is in memory, or is being written by a step in flight."""
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens not computed yet; 1 for a request that decodes."""
+        """Number of known tokens not computed yet; 1 for a request that decodes."""
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
-        """Prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
+        """Number of prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were a prefix hit at the first admission."""
+        """Number of prompt tokens that were a prefix hit at the first admission."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens that steps have verified for it so far."""
+        """Number of draft tokens that steps have verified for it so far."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens that became output so far."""
+        """Number of draft tokens that became output so far."""
 
     @property
     def num_preemptions(self) -> int:
@@ -133,19 +133,19 @@ class RequestView(Protocol):
 
     @property
     def slo_class(self) -> str:
-        """Name of its class of service; empty when none."""
+        """Name of its SLO class; empty without one."""
 
     @property
     def ttft_slo_s(self) -> float | None:
-        """Promised time to first token, seconds from arrival."""
+        """SLO for the time to first token, seconds from arrival; None without one."""
 
     @property
     def tpot_slo_s(self) -> float | None:
-        """Promised mean time per output token after the first, seconds."""
+        """SLO for the mean time per output token after the first, seconds; None without one."""
 
     @property
     def tbt_slo_s(self) -> float | None:
-        """Promised longest time between two tokens in a row, seconds."""
+        """SLO for the longest time between two consecutive tokens, seconds; None without one."""
 
     @property
     def last_token_at(self) -> float | None:
@@ -160,7 +160,7 @@ class RequestView(Protocol):
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds on the run's clock."""
+        """Deadline of its end, seconds on the run's clock; None without one."""
 
     @property
     def session_id(self) -> str:
@@ -196,7 +196,7 @@ class RequestView(Protocol):
 
     @property
     def program_slo_s(self) -> float | None:
-        """Promised time from its program's first call to the program's end, seconds."""
+        """SLO for the time from the first call of its program to the program's end, seconds; None without one."""
 
     @property
     def program(self) -> ProgramView | None:

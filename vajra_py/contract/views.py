@@ -67,7 +67,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def limits(self) -> ReplicaLimits:
-        """Its sizes."""
+        """Sizes of the replica."""
 
     @property
     def free_blocks(self) -> int:
@@ -75,19 +75,19 @@ class LocalReplicaView(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks: decodes and partial prefills, in flight or not."""
+        """Number of requests that hold KV blocks: decodes and partial prefills, in flight or not."""
 
     @property
     def num_decodes(self) -> int:
-        """Running requests with one token left to compute, not in flight."""
+        """Number of running requests with one token left to compute, not in flight."""
 
     @property
     def num_partial_prefills(self) -> int:
-        """Running requests with more than one token left to compute, not in flight."""
+        """Number of running requests with more than one token left to compute, not in flight."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that this replica could admit: its own queue and what it may pull from the shared one."""
+        """Number of requests that this replica could admit: its own queue and what it may pull from the shared one."""
 
     @property
     def loaded_adapters(self) -> Sequence[str]:
@@ -95,22 +95,23 @@ class LocalReplicaView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
+        """Number of slots into which another adapter could be loaded now: free ones, and those of idle adapters."""
 
     def adapter_blocks(self, name: str) -> int:
         """Return the size of a LoRA adapter in KV blocks; 0 if it is unknown or the replica lacks the adapter."""
 
     def running(self) -> Sequence[RequestView]:
-        """Every running request that is not in flight, in order of (latest) admission."""
+        """Return every running request that is not in flight, in order of (latest) admission."""
 
     def decodes(self) -> Sequence[RequestView]:
-        """Running requests with one token left, in order of admission."""
+        """Return the running requests with one token left, in order of admission."""
 
     def partial_prefills(self) -> Sequence[RequestView]:
-        """Running requests with more than one token left, most urgent first by the prioritizer's key now."""
+        """Return the running requests with more than one token left, most urgent first by the prioritizer's key now."""
 
     def waiting(self) -> Iterator[RequestView]:
-        """Requests not admitted yet (preempted ones among them), most urgent first; lazy, so the head is cheap.
+        """Return the requests not admitted yet, including preempted ones, most urgent first; lazy, so the head is
+        cheap.
 
         Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
         whose adapter is being loaded, or has no slot, are omitted.
@@ -146,7 +147,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def state(self) -> ReplicaState:
-        """Stage of its life."""
+        """State in its life cycle."""
 
     @property
     def is_up(self) -> bool:
@@ -154,19 +155,19 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests assigned to it and not admitted yet."""
+        """Number of requests assigned to it and not admitted yet."""
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens left to prefill over its waiting and running requests."""
+        """Number of tokens left to prefill over its waiting and running requests."""
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV it holds for running requests."""
+        """Number of tokens whose KV it holds for running requests."""
 
     @property
     def free_blocks(self) -> int:
@@ -174,7 +175,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks in all."""
 
     @property
     def max_batch_size(self) -> int:
@@ -200,7 +201,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded: free ones, and those of idle adapters."""
+        """Number of slots into which another adapter could be loaded: free ones, and those of idle adapters."""
 
     @property
     def max_loras(self) -> int:
@@ -247,11 +248,13 @@ class PoolView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait in its replicas' queues, and in the shared queue if its replicas may pull from it."""
+        """Number of requests that wait in its replicas' queues, and in the shared queue if its replicas may pull from
+        it.
+        """
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of these that are left to compute."""
+        """Number of tokens of the queued requests that are left to compute."""
 
 
 class ReplicasetView(Protocol):
@@ -271,15 +274,15 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Waiting requests of all queues; deferred ones are not among them."""
+        """Number of waiting requests of all queues, without deferred ones."""
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of these that are left to compute."""
+        """Number of tokens of the queued requests that are left to compute."""
 
     @property
     def num_deferred(self) -> int:
-        """Requests for it that the admission policy has deferred."""
+        """Number of requests for it that the admission policy has deferred."""
 
 
 class QueueView(Protocol):

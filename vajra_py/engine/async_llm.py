@@ -124,7 +124,7 @@ class AsyncLLM(EngineClient):
         reader = _Reader(asyncio.get_running_loop())
         submission.on_progress, submission.on_engine_end = reader.on_progress, reader.on_engine_end
         if self.failed is not None:
-            raise ExecutorError(f"LLM: no replica is left ({self.failed}). Make another one.")
+            raise ExecutorError(f"LLM: no replica is left ({self.failed}). Create a new LLM.")
         self.submit([submission])
         is_done = False
         try:

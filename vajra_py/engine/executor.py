@@ -442,7 +442,7 @@ class EngineExecutor:
         return NewRow(slot, sampling, submission.seed, prompt, first_outputs, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
-        """If slots would run out, free those of the longest-known requests that are not among `requests`."""
+        """Free slots if they would run out: those of the longest-known requests that are not among `requests`."""
         num_lacking = len(requests) - sum(map(self._rows.__contains__, requests)) - len(self._free)
         if num_lacking <= 0:
             return

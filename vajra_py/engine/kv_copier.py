@@ -90,7 +90,7 @@ class KvCopier:
             if lane.thread is not None:
                 lane.thread.join(timeout_s)
                 if lane.thread.is_alive():
-                    raise ExecutorError("its thread does not come back from a copy; what it holds is not given back")
+                    raise ExecutorError("its thread does not return from a copy; its memory is not freed")
 
     def _lane(self, move: KvMove) -> _Lane:
         return self._up if move.is_upward else self._down

@@ -548,7 +548,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Refuse the policy changes that are still waiting, since the loop has ended."""
         self._receive()
         for message in (*self._events.remove(Phase.POLICY), *self._deferred):
-            message.done(ExecutorError("engine: it ends; the policy stays as it is"))
+            message.done(ExecutorError("engine: it is shutting down; the policy is unchanged"))
         self._deferred = []
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:

@@ -75,7 +75,7 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
 def check_backend(params: SamplingParams, kind: str, where: str = "sampling") -> None:
     """Raise `ConfigError` for parameters that the workers of this kind of backend cannot compute exactly."""
     if kind == "vllm" and any(len(word) > 1 for word in params.bad_words_token_ids):
-        message = "has a word of several tokens, which vLLM's workers forget when a request is computed again"
+        message = "has a word of several tokens, which vLLM's workers lose when a request is recomputed"
         raise ConfigError(
             Problem(f"{where}.bad_words", message, "Allowed: words of one token, or `backend: {engine: …}`")
         )

@@ -62,10 +62,10 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
     if replica.adapters is not None and not has_adapters:
         number = "any" if replica.adapters.models is None else len(replica.adapters.models)
-        message = f"steps are computed with the base model alone (got {number} adapters)"
+        message = f"steps are computed with the base model only (got {number} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
     if replica.draft.pad_admitted:
-        message = "places that hold no drafts are not computed"
+        message = "positions without drafts are not computed"
         problems.append(Problem(f"{where}.draft.pad_admitted", message, "Allowed: false; simulate it with `simulator`"))
     if replica.memory.swap_link is not None:
         message = "swapped blocks are copied between two steps"
@@ -95,6 +95,6 @@ def check_tiers(where: str, replica: ReplicaConfig) -> list[Problem]:
         (f"with {replica.kv_parallel.groups} KV-parallel groups", replica.kv_parallel.groups > 1),
     ):
         if is_so:
-            message = f"content does not go to a host tier {what}"
+            message = f"content cannot be kept in a host tier {what}"
             problems.append(Problem(place, message, f"Allowed: null{simulate}"))
     return problems

@@ -86,7 +86,9 @@ def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
     """Return a problem for each tier in a replicaset whose requests move with their KV, which takes blocks between steps."""
     if replicaset.tiers is None:
         return []
-    message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
+    message = (
+        f"requests that move with their KV ({replicaset.scheduler_name}) cannot be combined with a host tier there"
+    )
     advice = "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
     return [Problem(f"{where}replica.memory.tiers", message, advice)]
 

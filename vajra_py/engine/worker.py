@@ -322,7 +322,7 @@ class ThreadWorker(InlineWorker):
             self._steps.put(None)
             self._thread.join(_DISCARD_S)
             if self._thread.is_alive():
-                raise ExecutorError("its thread does not come back from a step; what it holds is not given back")
+                raise ExecutorError("its thread does not return from a step; its memory is not freed")
         super().discard()
 
 

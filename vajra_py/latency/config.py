@@ -291,10 +291,10 @@ class HistoryLengthsConfig(SettingsModel):
 
 
 class OracleLengthsConfig(SettingsModel):
-    """`oracle`: the truth."""
+    """`oracle`: the true lengths."""
 
 
 class NoisyOracleLengthsConfig(SettingsModel):
-    """`noisy_oracle`: the truth, disturbed."""
+    """`noisy_oracle`: the true lengths with random errors."""
 
     sigma: Annotated[float, Field(ge=0)] = Field(0.3, description="Standard deviation of the logarithm of the error.")

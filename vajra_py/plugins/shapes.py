@@ -123,14 +123,14 @@ _NEAR = 0.9
 def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str) -> None:
     """Check that an object is a routing part of the kind. Raises `PluginError` that names the plug-in and the first problem."""
     if isinstance(part, type):
-        raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
+        raise PluginError(plugin, f"{what}: build returned the class {part.__name__} itself; expected an instance")
     check_methods(part, PART_METHODS[kind], what, plugin)
     optional = {**LISTENING_METHODS, **CACHE_METHODS, "on_placement": 3}
     check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
     for name in dir(part):
         if name.startswith("on_") and name not in optional:
             allowed = did_you_mean(name, optional)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+            raise PluginError(plugin, f"{what}: nothing calls {name!r}. {allowed}. Other names begin with '_'")
 
 
 def _has(target: object, name: str) -> bool:
@@ -193,7 +193,7 @@ def _check_shape_beside(
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
         if name.startswith("on_") or (near and not hasattr(policy, near[0])):
             allowed = did_you_mean(name, hooks)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+            raise PluginError(plugin, f"{what}: nothing calls {name!r}. {allowed}. Other names begin with '_'")
 
 
 def _check_step_runs(policy: object, what: str, plugin: str) -> None:
@@ -231,11 +231,13 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
             raise PluginError(plugin, f"{what}: nothing reads {name!r} of a policy. {where}")
         if name in everywhere:
             layers = ", ".join(kind_of(other) for other in Layer if name in hooks_of(other))
-            raise PluginError(plugin, f"{what}: {name!r} is never asked of a {kind_of(layer)}. It is for a {layers}")
+            raise PluginError(
+                plugin, f"{what}: {name!r} is never called on a {kind_of(layer)}. It applies to a {layers}"
+            )
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
         if name.startswith("on_") or (near and not hasattr(policy, near[0])):
             allowed = did_you_mean(name, hooks)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+            raise PluginError(plugin, f"{what}: nothing calls {name!r}. {allowed}. Other names begin with '_'")
 
 
 def _layers_served(policy: object) -> list[Layer]:
@@ -258,7 +260,7 @@ def _check_traits(policy: object, what: str, plugin: str) -> None:
             raise PluginError(plugin, f"{what}: traits.{field.name} is {value!r}; expected True or False")
         if value != field.default and field.name not in known:
             layers = " and ".join(kind_of(layer) for layer in Layer if field.name in TRAITS[layer])
-            raise PluginError(plugin, f"{what}: traits.{field.name} is a claim for a {layers} to make (got {value!r})")
+            raise PluginError(plugin, f"{what}: traits.{field.name} applies only to a {layers} (got {value!r})")
 
 
 def _check_key_motion(policy: object, what: str, plugin: str) -> None:

@@ -100,7 +100,7 @@ class _Watchdog(threading.Thread):
         message = f"did not return within {self._limit_s:g} s"
         if self._num_interrupts == 3:
             where = place_of_frame(call)
-            what = f"{where} {message}; it is blocked outside Python or takes no interruption, and goes on"
+            what = f"{where} {message}; it is blocked outside Python or ignores interruption, and is still running"
             _log.error("%s", what)
             self._notify(what)
         kind = type("DidNotReturn", (DidNotReturn,), {"message": message})

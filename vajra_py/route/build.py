@@ -37,7 +37,7 @@ class _Servers:
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`; the router never withholds a token."""
-        raise AssertionError("a router takes no tokens of prompts back")
+        raise AssertionError("a router does not receive the tokens of prompts")
 
     def release(self, request: Request) -> None:
         """See `Executor`."""
@@ -50,7 +50,7 @@ def route_settings(config: SystemConfig) -> RouteConfig:
     """
     settings = config.backend.settings
     if not isinstance(settings, RouteConfig):
-        message = f"nothing is routed there (got {config.backend.kind})"
+        message = f"there is nothing to route to (got {config.backend.kind})"
         raise ConfigError(Problem("backend", message, "Allowed: route"))
     problems = settings.problems(config.effective_replicasets)
     if problems:
@@ -91,7 +91,7 @@ def _build_router(config: SystemConfig, registry: Registry) -> Controller:
     for replicaset in controller.replicasets.values():
         for replica in replicaset.replicas:
             if replica.memory.num_groups > 1 or replica.limits.pipeline_stages > 1:
-                message = "is the servers' own affair (got more than 1)"
+                message = "is configured at the servers (got more than 1)"
                 raise ConfigError(Problem("replica.pipeline_stages", message, "Allowed: 1"))
     check_reach(config, controller)
     return controller

@@ -114,7 +114,7 @@ class ServerClient:
         finally:
             answer.release()
         if answer.status != 200:
-            raise ServerFault(f"it answered {answer.status}", status=answer.status, body=text)
+            raise ServerFault(f"it answered with status {answer.status}", status=answer.status, body=text)
         try:
             found = from_json(text)
         except ValueError:

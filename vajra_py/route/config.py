@@ -114,7 +114,7 @@ class RouteConfig(Section):
         problems = self._unknown(replicasets)
         for name, one in {} if problems else replicasets.items():
             if one.scheduling.scaling is not None:
-                message = f"servers are not started or stopped here (got {one.scheduling.scaling.policy!r})"
+                message = f"a router does not start or stop servers (got {one.scheduling.scaling.policy!r})"
                 problems.append(Problem(f"{name}.scheduling.scaling", message, "Allowed: null"))
             if one.hand_off.first_token == "source" and any(
                 one.role_of(pool) is PoolRole.PREFILL for pool in one.effective_pools
@@ -122,10 +122,10 @@ class RouteConfig(Section):
                 message = "a server that decodes samples the first token itself (got source)"
                 problems.append(Problem(f"{name}.hand_off.first_token", message, "Allowed: recompute, as in vllm-pd"))
             if one.replica.kv_parallel.groups > 1 or one.replica.memory.host_blocks:
-                message = "are the servers' own affair (got kv_parallel or host_blocks)"
+                message = "are configured at the servers (got kv_parallel or host_blocks)"
                 problems.append(Problem(f"{name}.replica", message, "Allowed: neither"))
             if any(settings.replica.adapters is not None for settings in one.effective_pools.values()):
-                message = "are the servers' own affair: a router sees none"
+                message = "are configured at the servers; a router does not see them"
                 problems.append(Problem(f"{name}.replica.adapters", message, "Allowed: null"))
             problems += self._kv_event_problems(name, one)
             for pool, settings in one.effective_pools.items():
@@ -147,10 +147,10 @@ class RouteConfig(Section):
             memory = settings.replica.memory
             where = f"{name}.pools.{pool}.replica.memory" if replicaset.pools else f"{name}.replica.memory"
             if memory.tiers is not None or not memory.prefix_cache.enabled:
-                message = "do not go together with KV events (got tiers, or no prefix cache)"
+                message = "cannot be combined with KV events (got tiers, or no prefix cache)"
                 problems.append(Problem(where, message, "Allowed: tiers: null, prefix_cache: {enabled: true}"))
             if memory.tenant_salt:
-                message = "is unknown to the servers, whose KV events would match no prompt (got true)"
+                message = "is unknown to the servers, so their KV events would not match any prompt (got true)"
                 problems.append(Problem(f"{where}.tenant_salt", message, "Allowed: false"))
         return problems
 

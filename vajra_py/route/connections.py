@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
 
     def _send(self, head: bytes, body: bytes, limit_s: float) -> ServerAnswer:
         if self._transport is None:
-            raise ServerFault("its connection broke (closed)")
+            raise ServerFault("its connection was closed")
         answer = self._answer = ServerAnswer(self, limit_s)
         self._is_wanted, self._num_head_bytes, self._has_length = True, 0, False
         if len(body) <= _JOINED_BYTES:
@@ -422,7 +422,7 @@ class ConnectionPool:
                 raise
             if isinstance(error, TimeoutError):
                 raise ServerFault("it did not answer in time") from None
-            raise ServerFault(f"it takes no connection ({_why(error)})", is_down=True) from None
+            raise ServerFault(f"it refuses connections ({_why(error)})", is_down=True) from None
         return connection
 
     def put(self, address: Address, connection: Connection) -> None:

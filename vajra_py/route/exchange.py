@@ -198,7 +198,7 @@ class Exchange:
             if answer.status >= 500 or answer.status == 429:
                 text = await client.read(answer, session.settings.max_answer_bytes)
                 self._refused = answer.status, text, answer.content_type
-                raise ServerFault(f"it answered {answer.status}", status=answer.status)
+                raise ServerFault(f"it answered with status {answer.status}", status=answer.status)
             if answer.status == 200 and answer.content_type.lower().startswith("text/event-stream"):
                 is_at_end = await self._stream(place, answer)
             else:
@@ -220,7 +220,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
-        """Forward a stream; return whether its end was received.
+        """Forward a stream; return True if its end was received.
 
         Raises `ServerFault` only before anything is forwarded.
         """

@@ -181,7 +181,9 @@ class RemoteLoad(LiveLoad):
 
     @property
     def _num_queued_there(self) -> int:
-        """Requests that wait in the server: those in its report; if there were any, also those sent since then."""
+        """Number of requests that wait in the server: those in its report; if there were any, also those sent since
+        then.
+        """
         reported = self._reported
         if reported is None or not reported.num_waiting:
             return 0
@@ -194,12 +196,12 @@ class RemoteLoad(LiveLoad):
 
     @property
     def num_running(self) -> int:
-        """Requests that the server computes, whoever sent them."""
+        """Number of requests that the server computes, whoever sent them."""
         return max(0, self.replica.running_set.num_running + self._num_of_others - self._num_queued_there)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for the server, in the router or in the server itself."""
+        """Number of requests that wait for the server, in the router or in the server itself."""
         return self.replica.queue.num_requests + self._num_queued_there
 
     @property

@@ -307,7 +307,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=answers.ModelsAnswer, responses=answers.errors(401))
     async def models() -> JSONResponse:
-        """The models that requests may name."""
+        """Return the models that requests may name."""
         return JSONResponse({"object": "list", "data": [describe(name) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelAnswer, responses=answers.errors(401, 404))
@@ -333,7 +333,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", response_model=answers.VersionAnswer, responses=answers.errors(401))
     async def version() -> JSONResponse:
-        """The package's version."""
+        """Return the package's version."""
         return JSONResponse({"version": __version__})
 
 

@@ -34,10 +34,10 @@ class TimesFirstStage(Protocol):
     """Timer of recorded steps with pipeline stages, for which `stage_ticks` is the time over all stages."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the ticks from forming the step until its result."""
+        """Return the number of ticks from forming the step until its result."""
 
     def first_stage_ticks(self, plan: StepPlan) -> int:
-        """Return the ticks from forming the step until the first stage is free."""
+        """Return the number of ticks from forming the step until the first stage is free."""
 
 
 class PredictedTimer:
@@ -49,7 +49,7 @@ class PredictedTimer:
         self._overhead_ticks = to_ticks(overhead_s)
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the predicted ticks for the slowest group of the plan."""
+        """Return the predicted duration of the step in ticks, or of its slowest pipeline stage, with the overhead."""
         seconds = self._stage_time_s(plan.features)
         if not 0.0 <= seconds <= LAST_S:
             check_step_time(seconds)
@@ -74,7 +74,7 @@ class VariedTimer(PredictedTimer):
         self._factors = factors
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the predicted ticks for the slowest group of the plan, varied by the step's factor."""
+        """Return the predicted duration in ticks, times the step's random factor, with the overhead."""
         features = plan.features
         (factor,) = self._factors.of(plan.step_index, 1, has_prompts=features.num_prefills > 0)
         seconds = self._stage_time_s(features) * float(factor)

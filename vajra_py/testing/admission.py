@@ -144,7 +144,7 @@ def _is_the_same_when_fast_forwarded(subject: _Subject) -> None:
     for scenario in (scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING):
         asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))
         ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
-        text = f"it decides otherwise while decode steps are fast-forwarded ({scenario.name})"
+        text = f"its decisions differ while decode steps are fast-forwarded ({scenario.name})"
         require((asked.admissions, asked.ends) == (ahead.admissions, ahead.ends), text)
 
 
@@ -164,9 +164,7 @@ def _forgets_ended_requests(subject: _Subject) -> None:
 
         outcome = subject.run(scenario, kept)
         num_kept, num_ended = len(kept_requests(built, outcome.requests.values())), len(outcome.ends)
-        text = (
-            f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
-        )
+        text = f"after a run it still holds references to {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         require(num_kept <= 1, text)  # the last request seen
 
 

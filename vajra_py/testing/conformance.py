@@ -200,12 +200,10 @@ def _forgets_ended_requests(subject: Subject) -> None:
         outcome = subject.run(scenario, kept, UNCOUNTED)
         requests = outcome.requests.values()
         num_kept, num_ended = len(kept_requests(built, requests)), len(outcome.ends)
-        text = (
-            f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
-        )
+        text = f"after a run it still holds references to {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a request in `on_departures`")
         num_kept, num_ended = len(kept_programs(built, outcome.programs)), len(outcome.programs)
-        text = f"after a run it still holds {num_kept} of {num_ended} programs, all of which have ended"
+        text = f"after a run it still holds references to {num_kept} of {num_ended} programs, all of which have ended"
         require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a program in `on_program_end`")
 
 
@@ -291,7 +289,9 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
         asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))
         ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
         for one, other in zip(asked.steps, ahead.steps, strict=False):
-            text = f"{claim}: asked step by step it decides {one}, fast-forwarded {other} ({scenario.name})"
+            text = (
+                f"{claim}: called at every step it decides {one}, with fast-forwarded steps {other} ({scenario.name})"
+            )
             require(one == other, text)
         same = len(asked.steps) == len(ahead.steps) and asked.ends == ahead.ends
         require(same, f"{claim}: the runs end in different ways ({scenario.name})")

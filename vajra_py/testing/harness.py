@@ -144,7 +144,7 @@ class StepEntry:
     request_id: str
     num_tokens: int
     num_computed_before: int
-    """Tokens in KV memory before the step, including the cached prefix."""
+    """Number of tokens in KV memory before the step, including the cached prefix."""
     kind: str
     """Kind of entry: "running", "admitted", "resumed", or "moved" if the request arrived with its KV."""
 

@@ -118,7 +118,7 @@ class _Watch(Observer):
             return
         self._num_futile += 1
         if self._num_futile > 100 + sum(request.num_known_tokens for request in self._alive.values()):
-            raise StuckError(f"{self._num_futile} steps in a row ended without a single token for anybody")
+            raise StuckError(f"{self._num_futile} steps in a row ended without a token for any request")
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         self._alive.pop(request.request_id, None)

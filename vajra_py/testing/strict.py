@@ -193,10 +193,10 @@ class _View:
 
     def _check(self, name: str) -> None:
         if name not in self._names:
-            raise self._views.violation(f"reads {self._what}.{name}, which is not there for it to read")
+            raise self._views.violation(f"reads {self._what}.{name}, which policies must not read")
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise self._views.violation(f"writes {self._what}.{name}; views are there to be read")
+        raise self._views.violation(f"writes {self._what}.{name}; views are read-only")
 
 
 class StrictRequest(_View):

@@ -87,9 +87,7 @@ class VllmBackendConfig(ModelBackendConfig):
                 found += _problems_of_blocks(where, one.replica.memory.block_size)
         found += check_scaling(self.kind, replicasets) + check_pools(self.kind, replicasets)
         if self.fallback is not None:
-            message = (
-                f"takes over in a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"
-            )
+            message = f"applies to a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"
             found.append(Problem("backend.vllm.fallback", message, "Allowed with --scheduler-cls"))
         num_replicas = sum(one.num_replicas for one in replicasets.values())
         if num_replicas > 1 and self.workers == "in_process":
@@ -166,7 +164,7 @@ def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
 def _problems_of_blocks(where: str, block_size: int) -> list[Problem]:
     if block_size % CPU_BLOCK_TOKENS == 0:
         return []
-    message = f"vLLM's attention on a CPU wants blocks of a multiple of {CPU_BLOCK_TOKENS} tokens (got {block_size})"
+    message = f"vLLM's attention on a CPU needs blocks of a multiple of {CPU_BLOCK_TOKENS} tokens (got {block_size})"
     return [Problem(f"{where}.memory.block_size", message, "Allowed: 32, 64, 128, …")]
 
 

@@ -33,7 +33,7 @@ def check_connector(vllm_config: Any) -> None:
     for connector in _classes(transfer):
         names = [name for name in _OF_VLLMS_MEMORY if _overrides(connector, name)]
         if names:
-            message = f"names {connector.__name__}, which works on the block pool of vLLM's own scheduler ({names[0]})"
+            message = f"names {connector.__name__}, which uses the block pool of vLLM's own scheduler ({names[0]})"
             problems.append(Problem(where, message, "Leave --scheduler-cls out to use it"))
     if problems:
         raise ConfigError(problems)

@@ -85,7 +85,7 @@ class RefusedStreams:
         self._names: dict[str, None] = {}
 
     def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
-        """Return whether a new request is to be ignored, because its id belongs to a refused stream or is in use."""
+        """Return True if a new request must be ignored, because its id belongs to a refused stream or is in use."""
         name = request.request_id
         is_known = name in self._names
         if is_known and not request.resumable:  # the end of the stream

@@ -27,7 +27,7 @@ class Grammars:
         return len(self._compiling)
 
     def take_in(self, record: Record) -> bool:
-        """Start tracking a new request; return whether it must wait for its grammar."""
+        """Start tracking a new request; return True if it must wait for its grammar."""
         if record.request.use_structured_output:
             self._constrained[record.request_id] = record
         waits = record.request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -52,7 +52,7 @@ class Grammars:
         return done
 
     def forget(self, record: Record) -> bool:
-        """Remove an ended request; return whether it was waiting for its grammar."""
+        """Remove an ended request; return True if it was waiting for its grammar."""
         self._constrained.pop(record.request_id, None)
         was_waiting = record in self._compiling
         if was_waiting:

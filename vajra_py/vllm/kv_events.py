@@ -151,9 +151,7 @@ class KvEvents:
         Raises `ConfigError` if a policy listens to them, or ranks cached content.
         """
         if memory.is_watched:
-            message = (
-                "KV events are not published beside a policy that follows the prefix cache or orders what it keeps"
-            )
+            message = "KV events are not published with a policy that observes the prefix cache or orders its eviction"
             advice = "Leave the option out, or choose other policies"
             raise ConfigError(Problem("--kv-events-config", message, advice))
         memory.report_content(self.feed)

@@ -148,7 +148,7 @@ class VllmWorkers:
         except ConfigError:
             raise
         except Exception as error:
-            raise ExecutorError(f"vllm: {num_blocks} KV blocks cannot be made ({_line(error)}).") from error
+            raise ExecutorError(f"vllm: {num_blocks} KV blocks cannot be allocated ({_line(error)}).") from error
 
     def execute(self, message: Any) -> Any:
         """Return the output of vLLM's model runner for one `SchedulerOutput`."""
@@ -177,7 +177,7 @@ def _engine_config(options: VllmOptions, is_cpu: bool) -> Any:
 
     if options.device.partition(":")[0] != ("cpu" if is_cpu else "cuda"):
         built = "a CPU" if is_cpu else "GPUs"
-        message = f"the vLLM that is installed is built for {built} (got {options.device})"
+        message = f"the installed vLLM is built for {built} (got {options.device})"
         raise ConfigError(Problem("backend.vllm.device", message, f"Allowed: {'cpu' if is_cpu else 'cuda'}"))
     arguments: dict[str, Any] = {
         "model": str(Path(options.model).expanduser()),

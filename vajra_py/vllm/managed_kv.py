@@ -72,7 +72,7 @@ class _Held:
         self.num_tokens = request.num_known_tokens
         self.shared_prefix_boundary = 0
         self.num_loaded = 0
-        """Tokens after the cached ones that a connector will load, while the request waits."""
+        """Number of tokens after the cached ones that a connector will load, while the request waits."""
         self.found: tuple[Any, int, int] | None = None
         """Result of vLLM's `get_computed_blocks`, its prefix hit; None if it was not looked up."""
         self.found_at: tuple[int, int] = (-1, -1)

@@ -594,7 +594,7 @@ def make_mechanism(
         message = f"a vLLM is one replica of one replicaset (got {sizes})"
         raise ConfigError(Problem("replicasets", message, "Allowed: one, with num_replicas: 1"))
     if config.admission_policy is not None:
-        message = f"vLLM takes a request in before its scheduler is asked (got {config.admission_policy.policy!r})"
+        message = f"vLLM admits a request before its scheduler is called (got {config.admission_policy.policy!r})"
         advice = "Leave it out: an admission policy decides in a simulation, on the engine and in `vajra serve`"
         raise ConfigError(Problem("scheduling.admission", message, advice))
     settings = config.backend.settings

@@ -86,7 +86,7 @@ class Messages:
             self.next.clear_numbered(self._managed.take_cleared())
         return self.next.take()
 
-    # One by one
+    # Single entries
 
     def _add_chunks(self, chunks: Iterable[PlannedChunk], drafted_by: StepPlan | None = None) -> None:
         """Add chunks; `drafted_by` is their plan if it has drafts."""
@@ -152,7 +152,7 @@ class Messages:
         record.num_sent = len(table)
         return table[known:]
 
-    # All at once
+    # Decodes in bulk
 
     def _add_decodes(self, plan: StepPlan) -> None:
         assert plan.pool is not None

@@ -244,7 +244,7 @@ class VllmRunner:
             row.num_sampled += 1
         if samples:
             if not tokens:
-                raise ExecutorError("vllm: a request that is computed to its end gave no token.")
+                raise ExecutorError("vllm: a request whose tokens are all computed got no new token.")
             results.sampled[slot] = tokens[0]
             row.num_outputs += 1
             wanted = row.new.sampling.logprobs

@@ -370,7 +370,9 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """False while a connector loads or sends blocks, or a step writes them: a fallback may reassign all blocks."""
+        """Return False while a connector loads or sends blocks, or a step writes them, since a fallback may reassign
+        all blocks.
+        """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
     def _fall_back(self) -> StepPlan | None:
@@ -483,7 +485,7 @@ class Scheduler(WithoutExtras):
         """Resubmit requests that ended in the mechanism with a void token, or end them if the connector's rules say so."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have dropped it, and a new request can be sent only without output.
+            # The workers have dropped it, and it can be sent to them as a new request only if it has no output yet.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:

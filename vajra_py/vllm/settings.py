@@ -170,8 +170,8 @@ def _experiment_of_file(
     own = policy_options(scheduler)
     if own:
         name, value = next(iter(own.items()))
-        message = f"is vLLM's own option ({value!r}), and the policies of {path} decide"
-        raise ConfigError(Problem(f"--{name.replace('_', '-')}", message, "Say it in the experiment file"))
+        message = f"is set ({value!r}), but the policies of {path} decide instead of vLLM"
+        raise ConfigError(Problem(f"--{name.replace('_', '-')}", message, "Set it in the experiment file"))
     entries = read_mapping(path)
     if "replicasets" in entries:
         message = "has several replicasets, and a vLLM is one replica"

@@ -118,7 +118,7 @@ class StringColumn(Struct, frozen=True):
         return rank[inverse.reshape(-1)]
 
     def num_distinct(self) -> int:
-        """Number of distinct non-empty strings."""
+        """Return the number of distinct non-empty strings."""
         if self.numbers is None:
             return sum(1 for code in np.unique(self.codes).tolist() if self.labels[code])
         groups = self.groups()

@@ -325,8 +325,8 @@ def arrival_times(
             )
     times = np.concatenate(blocks)[:num_requests]
     if ends and duration_s is None and num_requests is not None and len(times) < num_requests:
-        message = f"the rates end after {len(times)} requests ({num_requests} asked for)"
+        message = f"the rates last for {len(times)} requests only ({num_requests} requested)"
         raise WorkloadError("arrivals", None, message, "Fewer requests, longer pieces, or repeat: true")
     if not len(times):
-        raise WorkloadError("arrivals", None, "nothing arrives", "A longer duration or a higher rate")
+        raise WorkloadError("arrivals", None, "no request arrives", "A longer duration or a higher rate")
     return times

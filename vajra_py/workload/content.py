@@ -38,7 +38,7 @@ class SegmentSpace(Struct, frozen=True):
     table: tuple[SegmentId, ...] = ()
 
     def segment_id(self, number: int) -> SegmentId:
-        """The id of the segment with this number."""
+        """Return the id of the segment with this number."""
         if self.kind == "output":
             return ("out", f"{self.label}{number}")
         if self.kind == "explicit":
@@ -77,7 +77,7 @@ class ContentStore:
     """Segments of recent prompts by node, so that prompts that continue them reuse the same objects."""
 
     def segment_id(self, node: int) -> SegmentId:
-        """The id of the node's own segment."""
+        """Return the id of the node's own segment."""
         return self.spaces[int(self.space[node])].segment_id(int(self.number[node]))
 
     def prompt(self, node: int, num_prompt_tokens: int) -> PromptContent:
@@ -114,7 +114,7 @@ class ContentColumn(Struct, frozen=True):
     nodes: I64
 
     def get(self, row: int, num_prompt_tokens: int) -> PromptContent | None:
-        """The content of the prompt in this row."""
+        """Return the content of the prompt in this row."""
         node = int(self.nodes[row])
         return None if node == NO_NODE else self.store.prompt(node, num_prompt_tokens)
 

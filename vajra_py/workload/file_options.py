@@ -76,10 +76,10 @@ class FileOptions(WorkloadOptions):
                 f"window: random needs one length (got {given}). Allowed: first, in requests, or window_s, in seconds"
             )
         if self.window is None and self.window_s is not None:
-            message = f"window_s is the length of a window that is not there (got {self.window_s:g})"
+            message = f"window_s is the length of a window, but window is missing (got {self.window_s:g})"
             raise ValueError(f"{message}. Allowed: together with window: random")
         if self.window is not None and self.bootstrap is not None:
-            raise ValueError("window and bootstrap both make another sample of the trace. Allowed: one of the two")
+            raise ValueError("window and bootstrap both resample the trace. Allowed: one of the two")
         if self.thin is not None and self.rate is not None:
             raise ValueError("thin and rate both set the pace. Allowed: one of the two")
         return self

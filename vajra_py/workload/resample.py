@@ -79,7 +79,7 @@ def random_window(
     total, times = len(workload), workload.columns.arrived_at
     if num_requests is not None:
         if num_requests >= total:
-            message = f"window: random is to be {num_requests:,} of {total:,} requests, which leaves nothing to draw"
+            message = f"window: random is to be {num_requests:,} of {total:,} requests, which leaves no choice"
             raise WorkloadError(workload.name, None, message, f"first below {total:,}")
         skip = int(rng.integers(0, total - num_requests + 1))
         columns = workload.slice(skip=skip, first=num_requests).columns
@@ -88,7 +88,7 @@ def random_window(
     assert duration_s is not None  # checked by the caller
     span_s = float(times[-1] - times[0]) if total else 0.0
     if duration_s >= span_s:
-        message = f"window: random is to be {duration_s:g} s of {span_s:g} s, which leaves nothing to draw"
+        message = f"window: random is to be {duration_s:g} s of {span_s:g} s, which leaves no choice"
         raise WorkloadError(workload.name, None, message, f"window_s below {span_s:g}")
     start_s = float(times[0]) + float(rng.uniform(0.0, span_s - duration_s))
     kept = workload.slice(start_s=start_s, end_s=start_s + duration_s)
@@ -109,7 +109,7 @@ def thin(
     columns = workload.columns
     if rate is not None:
         if workload.has_followers:
-            message = "thin.rate: requests follow one another, so that their rate depends on who serves them"
+            message = "thin.rate: requests follow one another, so their rate depends on the system"
             raise WorkloadError(workload.name, None, message, "thin.fraction")
         if not rate < workload.rate:
             message = f"thin.rate is not below the trace's own rate ({rate:g} and {workload.rate:g} requests/s)"
@@ -146,9 +146,7 @@ def block_bootstrap(
     _check_content(workload, "bootstrap", is_kept_whole=False)
     columns = workload.columns
     if columns.prompt_token_ids is not None:
-        raise WorkloadError(
-            workload.name, None, "bootstrap: prompts are known by their tokens, and would repeat", _OTHERS
-        )
+        raise WorkloadError(workload.name, None, "bootstrap: prompts have token ids, and would repeat", _OTHERS)
     units = units_of(columns)
     starts_s = columns.arrived_at[np.unique(units, return_index=True)[1]]
     if block_s is not None:
@@ -204,8 +202,8 @@ def _blocks_by_number(workload: Workload, starts_s: F64, rng: np.random.Generato
 
 def _check_block(workload: Workload, block: str, is_shorter: bool, total: str) -> None:
     if not is_shorter:
-        message = f"bootstrap: a block is not shorter than the trace ({block} of {total})"
-        raise WorkloadError(workload.name, None, message, "Blocks of which many make the trace")
+        message = f"bootstrap: a block is as long as the trace or longer ({block} of {total})"
+        raise WorkloadError(workload.name, None, message, "Blocks much shorter than the trace")
 
 
 def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
@@ -244,7 +242,7 @@ def _check_content(workload: Workload, what: str, is_kept_whole: bool) -> None:
             if what == "thin"
             else "and blocks that are drawn twice would repeat them"
         )
-        message = f"{what}: prompts share prefixes, {why}: caches would hit as they do not in the trace"
+        message = f"{what}: prompts share prefixes, {why}: the prefix cache would have other hits than in the trace"
         raise WorkloadError(workload.name, None, message, _OTHERS)
 
 
@@ -253,7 +251,9 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """Return the period in seconds if the arrivals repeated after one more mean gap; size over period is the rate."""
+    """Return the time span of the arrivals plus one mean gap, seconds; the rate is the number of arrivals divided by
+    it.
+    """
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 

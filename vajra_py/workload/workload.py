@@ -157,7 +157,7 @@ class Workload(Sequence[RequestSpec]):
                 another, so that the rate depends on the system that serves them.
         """
         if self.has_followers:
-            message = "requests follow one another: no rate can be set, it depends on who serves them"
+            message = "requests follow one another: their rate depends on the system and cannot be set"
             raise WorkloadError(self.name, None, message, "The rate at which sessions start; or time_scale")
         wanted = self._checked_factor("at_rate", requests_per_s)
         if not self.rate:
@@ -177,8 +177,8 @@ class Workload(Sequence[RequestSpec]):
             arrived_at = columns.arrived_at * factor
             think_time_s: F64 | None = None if columns.think_time_s is None else columns.think_time_s * factor
         if not factor or not all(np.isfinite(times).all() for times in (arrived_at, think_time_s) if times is not None):
-            message = f"{operation}: {factor:g} times as long, times would be infinite or all 0"
-            raise WorkloadError(self.name, None, message, "A change that doubles can hold")
+            message = f"{operation}: {factor:g} times as long, so that times would be infinite or all 0"
+            raise WorkloadError(self.name, None, message, "A factor that keeps times finite and above 0")
         return structs.replace(columns, arrived_at=arrived_at, think_time_s=think_time_s)
 
     def _checked_factor(self, operation: str, factor: float) -> float:
@@ -264,7 +264,7 @@ class Workload(Sequence[RequestSpec]):
         weights = np.array(shares, dtype=np.float64)
         if not len(weights) or not bool(np.all(np.isfinite(weights) & (weights >= 0))) or not weights.sum() > 0:
             raise WorkloadError(
-                self.name, None, f"shares of {what} cannot be drawn from ({list(shares)})", "Numbers >= 0, not all 0"
+                self.name, None, f"shares of {what} are invalid ({list(shares)})", "Numbers >= 0, not all 0"
             )
         bounds = np.cumsum(weights) / weights.sum()
         groups = _groups(self.columns)

@@ -192,7 +192,7 @@ SPEC = PolicySpec(
     summary="Queues by predicted size with quotas of KV tokens, and adapters that stay loaded by use, recency and size.",
     source="Chameleon (Iliakopoulou et al., MICRO'25, arXiv:2411.17741)",
     advice=(
-        "Use it where small requests wait behind large ones and many adapters share few slots. Not with equal sizes, or a batch "
-        "that is full before memory is: quotas then bind no one."
+        "Use it where small requests wait behind large ones and many adapters share few slots. Not where all requests "
+        "have about the same size, or the batch is full before memory is: the quotas then have no effect."
     ),
 )

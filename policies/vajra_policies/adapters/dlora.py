@@ -25,10 +25,8 @@ class DloraConfig(PreemptiveConfig):
     merged_step_s: float = Field(0.015, gt=0, description="Time of a step with one adapter, merged, seconds.")
     unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
     switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
-    decrease: float = Field(
-        0.05, ge=0, description="Amount by which a threshold moves towards the mode that did better."
-    )
-    increase: float = Field(1.1, ge=1, description="Factor by which a threshold moves against the mode that did worse.")
+    decrease: float = Field(0.05, ge=0, description="Change of a threshold in favour of the mode that served more.")
+    increase: float = Field(1.1, ge=1, description="Factor on a threshold against the mode that served fewer.")
     credit_bound: float = Field(
         10000.0, gt=0, description="Credit from which an adapter goes first, until it falls to half of that."
     )
@@ -197,10 +195,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=DloraConfig,
     build=Dlora,
-    summary="Steps of one adapter, merged into the weights, where it has most of the load; credits for those passed over.",
+    summary="Steps with one merged adapter if it has most of the load; credits for requests that are passed over.",
     source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
     advice=(
-        "Use it where few adapters have most of the load and steps of several take longer. Not on backends that never merge, "
-        "or with many adapters of equal load: then steps of one adapter only cost throughput."
+        "Use it where a few adapters have most of the load and steps with several take longer. Not on backends that "
+        "never merge, or with many adapters of equal load: steps with one adapter then only cost throughput."
     ),
 )

@@ -24,18 +24,20 @@ from vajra_py.contract import (
 class DloraMigrationConfig(PolicyConfig):
     """Parameters of `dlora_migration`; the defaults are those of the authors' code."""
 
-    merged_ratio: float = Field(0.6, gt=0, description="Cost of a batch of one adapter, over that of a mixed one.")
-    load_cost: float = Field(
-        0.01, ge=0, description="Cost of an adapter that a replica does not have, in mixed batches."
+    merged_ratio: float = Field(
+        0.6, gt=0, description="Ratio of the cost of a batch with a single adapter to that of a mixed one."
     )
-    interval_s: float = Field(10.0, gt=0, description="Interval at which requests to move are searched, seconds.")
+    load_cost: float = Field(
+        0.01, ge=0, description="Cost of an adapter that is not loaded on a replica, in mixed batches."
+    )
+    interval_s: float = Field(10.0, gt=0, description="Interval between searches for requests to move, seconds.")
     more_requests: int = Field(
-        16, ge=1, description="Number of requests above the mean from which a replica gives some away."
+        16, ge=1, description="Number of requests above the mean from which a replica moves some away."
     )
     full_fraction: float = Field(
-        0.9, gt=0, le=1, description="Fraction of the KV memory in use from which a replica gives requests away."
+        0.9, gt=0, le=1, description="Fraction of the KV memory in use from which a replica moves requests away."
     )
-    move_s: float = Field(0.05, ge=0, description="Time that a move costs its target, seconds.")
+    move_s: float = Field(0.05, ge=0, description="Cost of a move to its target, seconds.")
     default_s: float = Field(
         5.0, gt=0, description="Time of a request whose adapter has no ended requests yet, seconds."
     )
@@ -74,7 +76,7 @@ class DloraMigration(BindsOnArrival):
         """Number of ended requests of each adapter, and the sum of their times in seconds."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of least cost that is up."""
+        """Return the active replica of least cost."""
         self._looks.start(now)
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
@@ -188,10 +190,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=DloraMigrationConfig,
     build=DloraMigration,
-    summary="To the replica with the fewest batches to run; moves requests, and their adapters after them, where loads come apart.",
+    summary=(
+        "Each arriving request to the replica with the fewest batches to run; requests, and then their adapters, move "
+        "when loads become uneven."
+    ),
     source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
     advice=(
-        "Use it with adapters on several replicas whose requests differ in length: it evens out what placement could not know. "
-        "Not with short requests, which end before the next look, or over slow links."
+        "Use it with adapters on several replicas whose requests differ in length: migration corrects placements made "
+        "without knowing the lengths. Not with short requests, which end before the next check, or over slow links."
     ),
 )

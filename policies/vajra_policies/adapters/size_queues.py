@@ -95,7 +95,7 @@ class SizeQueues:
         self._num_seen += 1
 
     def num_tokens_of(self, request: RequestView) -> int:
-        """Tokens of its prompt and predicted output."""
+        """Return the number of tokens of its prompt and predicted output."""
         return self._facts[request].num_tokens
 
     def queue_of(self, request: RequestView) -> int:
@@ -103,7 +103,7 @@ class SizeQueues:
         return self._queue_of(self._facts[request])
 
     def lines(self, waiting: Sequence[RequestView]) -> list[deque[RequestView]]:
-        """Waiting requests by queue, in their order."""
+        """Return the waiting requests by queue, in their order."""
         lines: list[deque[RequestView]] = [deque() for _ in self.quotas]
         for request in waiting:
             lines[self.queue_of(request)].append(request)

@@ -62,10 +62,13 @@ SPEC = AdmissionSpec(
     name="max_load",
     config=MaxLoadConfig,
     build=MaxLoad,
-    summary="At most so many requests or tokens in a replicaset at once; the most urgent of the others are let in first.",
+    summary=(
+        "Limits the requests or tokens in a replicaset; when there is room again, the most urgent waiting request is "
+        "accepted first."
+    ),
     source="Concurrency limit of serving gateways",
     advice=(
-        "Use it where a replica serves so many requests well and no more, and the rest should wait by priority "
-        "instead of in its queue. Not where requests differ widely in size, unless `max_tokens` is set too."
+        "Use it where a replica serves a limited number of requests well, and the others should wait by priority, "
+        "outside its queue. Not where requests differ widely in size, unless `max_tokens` is set too."
     ),
 )

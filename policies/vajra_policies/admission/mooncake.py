@@ -110,7 +110,7 @@ class Mooncake:
         ):
             promised_s = default_s if stated_s is None else stated_s
             if promised_s is not None and predicted_s > promised_s:
-                return Refuse(f"its predicted {noun} exceeds what was promised")
+                return Refuse(f"its predicted {noun} exceeds its SLO")
         return ACCEPT
 
     # Prompts
@@ -146,7 +146,7 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Seconds of a decode step of the least loaded replica, with this request."""
+        """Return the seconds of a decode step of the least loaded replica, with this request."""
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":
@@ -170,7 +170,7 @@ class Mooncake:
         return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
 
     def _num_prefills(self, replica: ReplicaLoadView) -> int:
-        """Running requests of a replica whose prompt is still computed."""
+        """Return the number of running requests of a replica whose prompt is still computed."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id
@@ -186,10 +186,13 @@ SPEC = AdmissionSpec(
     name="mooncake",
     config=MooncakeConfig,
     build=Mooncake,
-    summary="Refuses a request whose predicted TTFT or TBT exceeds its promise; also by predicted load of the decode replicas.",
+    summary=(
+        "Refuses a request whose predicted TTFT or TBT exceeds its SLO; optionally by the predicted load of the "
+        "decode replicas."
+    ),
     source="Mooncake (FAST'25), Algorithm 1; arXiv 2407.00079",
     advice=(
-        "Use it where an answer that is late is worth nothing, and a client does better to go elsewhere at once. Not "
-        "without promised times, or with a latency model that errs by much."
+        "Use it where a late answer is worthless, and a client should try another server immediately. Not for "
+        "requests without SLOs, or with a latency model that has large errors."
     ),
 )

@@ -39,7 +39,7 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
         if any(not 0 < one <= 1 for one in found):
             raise ValueError(f"ceilings must be above 0 and at most 1 (got {found})")
         if found != sorted(found, reverse=True):
-            raise ValueError(f"ceilings must not rise with the priority's number (got {self.ceilings})")
+            raise ValueError(f"ceilings must not increase with the priority's number (got {self.ceilings})")
         return self
 
 
@@ -89,10 +89,10 @@ SPEC = AdmissionSpec(
     name="priority_holdback",
     config=HoldbackConfig,
     build=PriorityHoldback,
-    summary="Holds each priority back from a saturation of its own on, so that capacity is left for the more urgent.",
+    summary="Limits each priority to its own ceiling of saturation, so that capacity is left for more urgent requests.",
     source="llm-d router: priority-holdback-policy",
     advice=(
-        "Use it where several priorities share replicas, and each should find what the less urgent may not take. Not "
-        "with a single priority: it then only bounds the load (`max_load`)."
+        "Use it where several priorities share replicas, and capacity should be reserved for the more urgent ones. "
+        "Not with a single priority: it then only bounds the load (`max_load`)."
     ),
 )

@@ -50,7 +50,7 @@ class ProbabilisticShedding:
         saturation = saturation_for(config, request, replicasets)
         probability = min(config.factor * saturation**config.power, 1.0)
         if self._stream.random() < probability:
-            return Refuse("the replicas are near saturation, and its priority is shed by lot")
+            return Refuse("the replicas are near saturation, and requests of its priority are shed at random")
         return ACCEPT
 
 
@@ -62,10 +62,10 @@ SPEC = AdmissionSpec(
     name="probabilistic_shedding",
     config=ProbabilisticConfig,
     build=_build,
-    summary="Turns requests of low priority away with a probability that rises with saturation.",
+    summary="Refuses requests of low priority with a probability that rises with saturation.",
     source="llm-d router: probabilistic-admitter",
     advice=(
-        "Use it where shedding should set in gradually, before replicas are full. Not at its defaults where replicas "
-        "may be busy: from a saturation of 0.32 on nothing is let in that is not protected."
+        "Use it where shedding should begin gradually, before replicas are full. Not with its defaults where replicas "
+        "are normally busy: from a saturation of 0.32 on, only protected requests are accepted."
     ),
 )

@@ -51,10 +51,10 @@ SPEC = AdmissionSpec(
     name="saturation_shedding",
     config=SheddingConfig,
     build=SaturationShedding,
-    summary="Turns requests of low priority away while queues or KV memory are full.",
+    summary="Refuses requests of low priority while queues or KV memory are full.",
     source="llm-d router: utilization-detector, concurrency-detector, admission without flow control",
     advice=(
-        "Use it where less urgent work can come again later, and the urgent must find room. Not where all have one "
-        "priority: with the protected one it lets everybody in."
+        "Use it where less urgent requests can be sent again later, and urgent ones need room. Not where all requests "
+        "have one priority: if that is protected, all of them are accepted."
     ),
 )

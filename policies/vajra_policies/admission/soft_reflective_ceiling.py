@@ -62,7 +62,7 @@ class SoftReflectiveCeiling(Holding):
         return self._open(line, request)
 
     def _cycle(self, request: RequestView, now: float) -> int:
-        """Number of this cycle of the request's band, from 1."""
+        """Return the number of this cycle of the request's band, from 1."""
         band = (request.replicaset, request.priority)
         at, number = self._cycles.get(band, (-1.0, 0))
         if at != now:
@@ -75,10 +75,11 @@ SPEC = AdmissionSpec(
     name="soft_reflective_ceiling",
     config=SoftReflectiveConfig,
     build=SoftReflectiveCeiling,
-    summary="Lets lower priorities in ever more seldom as saturation rises.",
+    summary="Accepts requests of lower priorities less and less often as saturation rises.",
     source="llm-d router: soft-reflective-ceiling-policy",
     advice=(
-        "Use it for several priorities where the less urgent should slow down rather than stop as load rises. Not "
-        "where results have to be explained: how often a priority is let in depends on how often the policy is called."
+        "Use it for several priorities where less urgent requests should be slowed down rather than stopped as load "
+        "rises. Not where results have to be explained: how often a priority is accepted depends on how often the "
+        "policy is called."
     ),
 )

@@ -54,7 +54,7 @@ class _Bucket:
     """Time at which each deferred request is due."""
 
     def fill(self, now: float) -> None:
-        """Add the tokens of the time since the last call."""
+        """Add the tokens that have accrued since the last call."""
         self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
         self.filled_at = now
 
@@ -140,10 +140,10 @@ SPEC = AdmissionSpec(
     name="token_bucket",
     config=TokenBucketConfig,
     build=_build,
-    summary="Each tenant may send so many prompt tokens or requests a second; the rest is refused, or waits for its turn.",
+    summary="Limits the rate of prompt tokens or requests of each tenant; excess requests are refused or deferred.",
     source="Token bucket, defaults of BLIS",
     advice=(
-        "Use it where each tenant has bought so many tokens or requests a second. Not to keep replicas from being "
-        "overloaded: it does not look at them (`max_load`)."
+        "Use it where each tenant has bought a rate of tokens or requests. Not to protect replicas from overload: it "
+        "does not read their load (`max_load`)."
     ),
 )

@@ -93,10 +93,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=MinChunkHoldConfig,
     build=MinChunkHold,
-    summary="Small chunks of prompts wait for one another while requests decode, for a bounded number of steps.",
+    summary="Holds small chunks of prompts back while requests decode, for a bounded number of steps.",
     source="vLLM, pull request 54145",
     advice=(
-        "Use it where a step with prompts has a cost of its own. Not with step times that are linear in tokens, "
-        "where it only delays first tokens."
+        "Use it where every step with prompts has a fixed cost. Not with step times that are linear in tokens, where "
+        "it only delays first tokens."
     ),
 )

@@ -24,18 +24,18 @@ class MixedPrefillGovernorConfig(FixedChunkConfig):
         512, ge=1, description="Prompt tokens of a step with decodes.", json_schema_extra={"unit": "tokens"}
     )
     max_partial_prefills: int | None = Field(
-        2, ge=1, description="Prompts that may be in progress at a time; null: any number."
+        2, ge=1, description="Largest number of concurrent prompts in progress; null: any number."
     )
     min_decode_steps: int = Field(
         4,
         ge=0,
-        description="Steps of decodes alone between two steps with prompts.",
+        description="Number of pure decode steps between two steps with prompts.",
         json_schema_extra={"unit": "steps"},
     )
     max_wait_s: float | None = Field(
         0.25,
         gt=0,
-        description="Waiting time of the most urgent request after which a prompt is admitted at once, seconds.",
+        description="Waiting time of the most urgent request after which a prompt is admitted immediately, seconds.",
     )
 
 
@@ -108,7 +108,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=MixedPrefillGovernorConfig,
     build=MixedPrefillGovernor,
-    summary="While requests decode, small steps with prompts and steps of decodes alone between them.",
+    summary="While requests decode, steps with few prompt tokens, separated by pure decode steps.",
     source="local-inference-lab/vllm, pull request 596",
-    advice=("Use it where long prompts may not slow down streams. Not for short prompts, which wait for nothing."),
+    advice="Use it where long prompts must not slow down decodes. Not for short prompts, which it delays without need.",
 )

@@ -63,6 +63,7 @@ SPEC = PolicySpec(
     summary="Large chunks, except while several prompts compete with decodes.",
     source="P-PAS (arXiv:2608.15171)",
     advice=(
-        "Use it for long prompts with short answers at changing load. Not with small B_max, where it changes nothing."
+        "Use it for long prompts with short outputs under changing load. Not with a small B_max, where it changes "
+        "nothing."
     ),
 )

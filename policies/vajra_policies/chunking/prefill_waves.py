@@ -50,7 +50,7 @@ class PrefillWaves(FixedChunk):
         super().__init__(config, context)
         self._wave_slots = config.wave_slots
         self._num_new = 0
-        """Waiting prompts that the wave may still take."""
+        """Number of waiting prompts that the wave may still take."""
         self._offered: RequestView | None = None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
@@ -79,7 +79,7 @@ class PrefillWaves(FixedChunk):
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if self._offered is not None and self._offered not in batch:
-            self._num_new += 1  # it was refused
+            self._num_new += 1  # the builder refused it, so the wave may take another prompt
         self._offered = None
         num_tokens = super()._next_chunk(request, batch, replica)
         if num_tokens and not request.is_resident:
@@ -95,9 +95,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=PrefillWavesConfig,
     build=PrefillWaves,
-    summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
+    summary="Pure decode steps while decodes fill the batch; otherwise a bounded number of prompts at once.",
     source="vLLM, pull request 56455",
-    advice=(
-        "Use it for backlogs where steps of decodes alone are faster (CUDA graphs). Not for low times to first token."
-    ),
+    advice="Use it for backlogs where pure decode steps are faster (CUDA graphs). Not where TTFT must be low.",
 )

@@ -43,7 +43,7 @@ class D2lpm(BindsOnArrival):
         self._placed: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that is up, has deficit left and the longest match."""
+        """Return the active replica with the longest match among those with deficit left."""
         up = those_up(replicas)
         if not up:
             return None
@@ -81,7 +81,7 @@ SPEC = PolicySpec(
     summary="The longest cached prefix among the replicas where the tenant has not used up its quantum.",
     source="D2LPM (Cao et al., arXiv:2501.14312)",
     advice=(
-        "Use it with `dlpm` for tenants with prefixes of their own on several replicas. Not with one tenant "
+        "Use it with `dlpm` for tenants that each have their own prefixes, on several replicas. Not with one tenant "
         "(`lmetric`)."
     ),
 )

@@ -49,11 +49,11 @@ class DeficitRoundRobin:
         self._num_places = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a tenant."""
+        """Return 0: requests of one tenant are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
@@ -145,11 +145,14 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=DeficitRoundRobinConfig,
     build=_build,
-    summary="Tenants take turns, each for a quantum of weighted tokens, and pay for what they could not know in later turns.",
+    summary=(
+        "Tenants take turns, each for a quantum of weighted tokens; tokens used beyond the quantum are repaid in "
+        "later turns."
+    ),
     source="Deficit round robin (Shreedhar and Varghese, SIGCOMM'95); VTC's baseline (OSDI'24)",
     aliases=("drr",),
     advice=(
-        "Use it as the classical alternative to `vtc`: turns of a quantum keep requests of one tenant together. "
+        "Use it as the classical alternative to `vtc`: with turns of a quantum, requests of one tenant run together. "
         "Not for many tenants with few requests each, where turns are long."
     ),
 )

@@ -61,11 +61,11 @@ class Dlpm:
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """0 with deficit left, else 1."""
+        """Return 0 for a tenant with deficit left, else 1."""
         return 0.0 if self._has_deficit(group) else 1.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -136,7 +136,7 @@ SPEC = PolicySpec(
     source="DLPM (Cao et al., arXiv:2501.14312)",
     aliases=("deficit_longest_prefix_match",),
     advice=(
-        "Use it where tenants bring prefixes of their own: nearly the hits of `lpm`, and a bounded gap between "
-        "tenants, 2 (U + Q) with U as for `vtc`. Not without a prefix cache (`vtc`)."
+        "Use it where each tenant has its own prefixes: nearly the hit rate of `lpm`, and a bounded difference of "
+        "service between tenants, 2 (U + Q) with U as for `vtc`. Not without a prefix cache (`vtc`)."
     ),
 )

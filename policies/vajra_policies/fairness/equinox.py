@@ -24,10 +24,12 @@ from vajra_py.contract import (
 class EquinoxConfig(LengthConfig):
     """Parameters of `equinox`."""
 
-    user_share: float = Field(0.7, ge=0, le=1, description="Weight of the user's counter in the mix (alpha).")
-    output_weight: float = Field(4.0, ge=0, description="Charge of an output token over that of a prompt token.")
+    user_share: float = Field(0.7, ge=0, le=1, description="Weight of the user's counter (alpha).")
+    output_weight: float = Field(
+        4.0, ge=0, description="Ratio of the charge of an output token to that of a prompt token."
+    )
     patience_s: float = Field(
-        10.0, gt=0, description="Wait for admission that halves what a request is worth to its user, seconds."
+        10.0, gt=0, description="Wait for admission that halves the value of a request to its user, seconds."
     )
 
 
@@ -64,11 +66,11 @@ class Equinox:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a tenant."""
+        """Return 0: requests of one tenant are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
@@ -125,10 +127,13 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=EquinoxConfig,
     build=Equinox,
-    summary="The tenant with the least mix of what its users got in time and what it cost, both predicted.",
+    summary=(
+        "The tenant with the least weighted sum of two predicted counters first: service received in time, and "
+        "resources used."
+    ),
     source="Equinox (arXiv:2508.16646)",
     advice=(
-        "Use it where tenants send requests of different shapes, and shares are to follow what these cost. Not "
-        "where shares are promised in tokens (`vtc`), or nothing is known of outputs."
+        "Use it where tenants' requests differ in prompt and output lengths, and shares should follow their cost. Not "
+        "where shares are defined in tokens (`vtc`), or output lengths cannot be predicted."
     ),
 )

@@ -28,10 +28,13 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LeastCounterFirstConfig,
     build=_build,
-    summary="The tenant that has been served least since the start goes first, whatever it asked for meanwhile (a control for `vtc`).",
+    summary=(
+        "The tenant that has received the least service since the start goes first, even after a pause (a control for "
+        "`vtc`)."
+    ),
     source="LCF, baseline of VTC (Sheng et al., OSDI'24)",
     advice=(
-        "Use it as a control for what the lift of `vtc` is worth. Not to serve: who returns after a pause locks "
-        "out all others."
+        "Use it as a control that shows the effect of the lift of `vtc`. Not in production: a tenant that returns "
+        "after a pause blocks all others."
     ),
 )

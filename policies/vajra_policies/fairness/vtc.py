@@ -55,15 +55,15 @@ class Vtc:
         """Heap of (counter, tenant) of tenants that have left; some may have returned, or been forgotten."""
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a tenant."""
+        """Return 0: requests of one tenant are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """The tenant's counter, weighted tokens."""
+        """Return the tenant's counter, weighted tokens."""
         self._accounts.collect(group)
         return self._counters.get(group, 0.0)
 
@@ -105,7 +105,7 @@ class Vtc:
         self._counters[tenant] = added(self._counters.get(tenant, 0.0), cost, times)
 
     def _level(self) -> float:
-        """The counter to which a tenant is lifted that begins to wait now."""
+        """Return the counter to which a tenant that begins to wait now is lifted."""
         level = self._least_waiting.value()
         return self.group_key(self._last_waiting) if level is None else level
 
@@ -142,7 +142,7 @@ class _LeastCounter:
             heappush(self._heap, (self._counter(tenant), tenant))
 
     def value(self) -> float | None:
-        """The least counter; None if the set is empty."""
+        """Return the least counter; None if the set is empty."""
         heap = self._heap
         while heap:
             known, tenant = heap[0]
@@ -166,10 +166,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=VtcConfig,
     build=_build,
-    summary="Virtual token counter: the tenant that has been served the fewest weighted tokens first.",
+    summary="Virtual token counter: the tenant that has received the fewest weighted tokens goes first.",
     source="VTC (Sheng et al., OSDI'24, arXiv:2401.00588)",
     advice=(
-        "Use it where tenants share replicas and one may flood them; who asks for less than its share gets it at "
-        "once. Not beside a scheduler that preempts by urgency: counters change places all the time."
+        "Use it where tenants share replicas and one of them may send too many requests; a tenant that demands less "
+        "than its share is served at once. Not with a replica scheduler that preempts by urgency: the order of "
+        "counters changes all the time."
     ),
 )

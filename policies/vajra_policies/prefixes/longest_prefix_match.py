@@ -47,7 +47,7 @@ class LongestPrefixMatch:
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
 
     def key_epoch(self) -> int:
-        """Number of switches between keys by cached tokens and order of arrival."""
+        """Return the number of switches between keys by cached tokens and order of arrival."""
         if self._goes_by_arrival() is not self._went_by_arrival:
             self._went_by_arrival = not self._went_by_arrival
             self._num_changes += 1
@@ -87,7 +87,7 @@ SPEC = PolicySpec(
     source="SGLang (Zheng et al., arXiv:2312.07104)",
     aliases=("longest_prefix_match",),
     advice=(
-        "Use it where prompts share prefixes and the cache is too small for all of them. Not where a request "
-        "without a cached prefix may not wait for ever (`dlpm`, `residual_sjf`)."
+        "Use it where prompts share prefixes and the cache is too small for all of them. Not where a request without "
+        "a cached prefix must not starve (`dlpm`, `residual_sjf`)."
     ),
 )

@@ -66,10 +66,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=PreflowConfig,
     build=_build,
-    summary="Prompts by the attention work that they need times what is left, aged by their wait.",
+    summary="Prompts ordered by total times remaining attention work, aged by their wait.",
     source="PREFLOW (vllm-ascend, pull request 16360)",
     advice=(
-        "Use it with chunked schedulers where prompts differ by orders of magnitude: low slowdowns in the mean, "
-        "and no request waits for ever. Not where outputs make up most of the work."
+        "Use it with chunked schedulers where prompt lengths differ by orders of magnitude: mean slowdown is low, and "
+        "no request starves. Not where outputs make up most of the work."
     ),
 )

@@ -66,7 +66,9 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=ResidualShortestJobConfig,
     build=_build,
-    summary="The prompt with the fewest uncached blocks first; who has waited for long goes before all others.",
+    summary=(
+        "The prompt with the fewest uncached blocks first; requests that have waited for long go before all others."
+    ),
     source="xLLM (pull request 2164); PrefillOnly (arXiv:2505.07203)",
     advice=(
         "Use it where many prompts are long and mostly cached: they are short jobs. Not without a prefix cache (`sjf`)."

@@ -44,7 +44,7 @@ class AttainedServiceConfig(PolicyConfig):
     def _rising(self) -> AttainedServiceConfig:
         bounds = self.queue_bounds_s
         if any(later <= earlier for earlier, later in zip((0.0, *bounds), bounds, strict=False)):
-            raise ValueError(f"queue_bounds_s do not rise from above 0 ({bounds}). Allowed: rising seconds")
+            raise ValueError(f"queue_bounds_s are not ascending numbers above 0 ({bounds}). Allowed: ascending seconds")
         return self
 
 
@@ -184,8 +184,8 @@ PLAS = PolicySpec(
     summary="Calls of the program with the least attained service first.",
     source="Autellix (arXiv:2502.13965), PLAS",
     advice=(
-        "Use it for programs whose calls follow one another: those that have run little go first. Not for "
-        "programs with calls side by side (`atlas`)."
+        "Use it for programs whose calls follow one another: programs that have run little go first. Not for programs "
+        "with parallel calls (`atlas`)."
     ),
 )
 ATLAS = PolicySpec(
@@ -193,10 +193,10 @@ ATLAS = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=AttainedServiceConfig,
     build=_build_atlas,
-    summary="Calls of the program with the shortest longest chain of served calls first.",
+    summary="Calls of the program whose longest chain of served calls is the shortest first.",
     source="Autellix (arXiv:2502.13965), ATLAS",
     advice=(
-        "Use it for programs with calls side by side: the longest chain counts. Not for single requests, which it "
-        "serves by arrival."
+        "Use it for programs with parallel calls: only the longest chain counts. Not for single requests, which it "
+        "serves in order of arrival."
     ),
 )

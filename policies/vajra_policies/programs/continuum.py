@@ -75,7 +75,7 @@ SPEC = PolicySpec(
     summary="Calls whose program's content is still pinned first, then programs by their first arrival.",
     source="Continuum (arXiv:2511.02230)",
     advice=(
-        "Use it with the retention policy `continuum_pins`, which pins by the same rule, for agents whose tools "
-        "are fast. Not for programs whose turns come minutes apart."
+        "Use it with the retention policy `continuum_pins`, which pins by the same rule, for agents whose tools are "
+        "fast. Not for programs with minutes between their turns."
     ),
 )

@@ -82,7 +82,7 @@ class Justitia:
         self._tags: dict[ProgramView | RequestView, float] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """The agent's finish tag, KV tokens times steps of virtual time."""
+        """Return the agent's finish tag, KV tokens times steps of virtual time."""
         agent = request.program or request
         tag = self._tags.get(agent)
         if tag is None:
@@ -95,7 +95,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Even sharing has served as much as the replica's memory allows."""
+        """Advance even sharing by the KV tokens of the replica's memory."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -120,10 +120,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=JustitiaConfig,
     build=Justitia,
-    summary="Agents one after the other, in the order in which they would end under even sharing of the memory.",
+    summary="Agents one after the other, in the order in which they would end if all shared the memory evenly.",
     source="Justitia (arXiv:2510.17015)",
     advice=(
-        "Use it for agents with many calls side by side: they end one after the other, hardly any later than "
+        "Use it for agents with many parallel calls: they end one after the other, hardly any of them later than "
         "under even sharing. Not where costs cannot be estimated beforehand."
     ),
 )

@@ -63,11 +63,11 @@ class LeastAttainedService:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """The same for all of a program."""
+        """Return 0: requests of one program are served in order of arrival."""
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """The program."""
+        """Return the program."""
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
@@ -145,7 +145,7 @@ class LeastAttainedService:
 
 
 def _normalised(values: dict[str, float]) -> dict[str, float]:
-    """The values mapped to 0 .. 1, from the least to the most."""
+    """Return the values mapped to 0 .. 1, from the least to the most."""
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     span = most - least
     return {name: (value - least) / span if span > 0 else 0.0 for name, value in values.items()}
@@ -164,11 +164,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LeastAttainedServiceConfig,
     build=_build,
-    summary="The program with the least service of late first, mixed with the wait of its first request.",
+    summary="The program with the least recent service first, combined with the wait of its first request.",
     source="llm-d's program-aware fairness, strategy las",
     aliases=("las", "program_aware_fairness"),
     advice=(
-        "Use it for programs that come and go: who has used little lately goes first. Not for exact shares "
-        "(`vtc`). Unlike `plas`, service fades, and counts tokens."
+        "Use it for programs that come and go: programs with little recent service go first. Not for exact shares "
+        "(`vtc`). Unlike in `plas`, service is counted in tokens and decays with time."
     ),
 )

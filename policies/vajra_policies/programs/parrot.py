@@ -73,10 +73,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=ParrotConfig,
     build=_build,
-    summary="Calls that stand deeper in their program's graph first.",
+    summary="Calls that are deeper in their program's graph first.",
     source="Parrot (OSDI'24, arXiv:2405.19888)",
     advice=(
-        "Use it for chains and graphs of calls of about equal length: applications end one after the other. Not "
-        "where programs differ much in what they have left (`justitia`, `atlas`)."
+        "Use it for chains and graphs of calls of about equal length: applications end one after the other. Not where "
+        "programs differ much in their remaining work (`justitia`, `atlas`)."
     ),
 )

@@ -15,7 +15,7 @@ class OldestFirst:
     key_motion = KeyMotion.STATIC
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of entry."""
+        """Return the time of entry."""
         return block.stored_at
 
 
@@ -45,21 +45,21 @@ FIFO = RetentionSpec(
     name="fifo",
     config=FifoConfig,
     build=_build_fifo,
-    summary="What was entered first goes first.",
+    summary="The content that was entered first is evicted first.",
     source="SGLang's fifo",
     advice=(
-        "Use it as a control for what recency is worth. Not to serve: a prefix in constant use goes like any other "
-        "when it is old."
+        "Use it as a control that shows the effect of recency. Not in production: an old prefix is evicted even if it "
+        "is in constant use."
     ),
 )
 FILO = RetentionSpec(
     name="filo",
     config=FiloConfig,
     build=_build_filo,
-    summary="What was entered last goes first.",
+    summary="The content that was entered last is evicted first.",
     source="SGLang's filo",
     advice=(
-        "Use it as a control, or where the first content (a common system prompt) is what has to stay. Not for "
-        "conversations: each one drives out the one before it."
+        "Use it as a control, or where the first content (a common system prompt) has to stay. Not for conversations: "
+        "each one evicts the one before it."
     ),
 )

@@ -40,7 +40,7 @@ class AdaptiveReplacement:
         """Evicted content of each list, the latest last, at most as much as the cache holds."""
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of the last use."""
+        """Return the time of the last use."""
         return block.last_used_at
 
     def segment(self, block: CachedBlock) -> int:
@@ -109,10 +109,10 @@ SPEC = RetentionSpec(
     name="arc",
     config=ArcConfig,
     build=_build,
-    summary="Content used once and content used again in two lists, whose sizes follow what was missed.",
+    summary="Two lists, of content used once and of content used again, whose sizes adapt to the misses.",
     source="Megiddo and Modha (FAST 2003), with the rules of vLLM's offloading manager",
     advice=(
-        "Use it where the mix of new and returning prompts changes, and no threshold fits all of it. Not where "
-        "results have to be explained: what goes depends on all that went before."
+        "Use it where the mix of new and returning prompts changes, and no fixed threshold suits all of it. Not where "
+        "results have to be explained: an eviction depends on all earlier ones."
     ),
 )

@@ -26,7 +26,7 @@ class ContinuumPins(LeastRecentlyUsed):
         self._gaps = ToolGaps(config)
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Seconds; 0 for requests without a program."""
+        """Return the seconds; 0 for requests without a program."""
         return self._gaps.ttl_s(request)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -50,11 +50,11 @@ SPEC = RetentionSpec(
     name="continuum_pins",
     config=ContinuumPinsConfig,
     build=_build,
-    summary="Least recently used first; a program's content is pinned while a tool runs that is fast in the mean.",
+    summary="Least recently used first; a program's content is pinned while a tool runs whose mean time is short.",
     source="Continuum (arXiv:2511.02230)",
     follows_release=True,
     advice=(
-        "Use it with the prioritizer `continuum` for agents whose tools are fast. Not for programs whose turns come "
-        "minutes apart (`ttl`)."
+        "Use it with the prioritizer `continuum` for agents whose tools are fast. Not for programs with minutes "
+        "between their turns (`ttl`)."
     ),
 )

@@ -57,21 +57,21 @@ LFU = RetentionSpec(
     name="lfu",
     config=LfuConfig,
     build=_build_lfu,
-    summary="What was used least goes first; of equals the least recently used.",
+    summary="The content with the fewest uses is evicted first; ties by least recent use.",
     source="SGLang's lfu",
     advice=(
-        "Use it for a few prefixes that everyone shares. Not where what is popular changes: uses of long ago keep "
-        "content that nobody asks for."
+        "Use it for a few prefixes that all requests share. Not where popularity changes: content that was used often "
+        "long ago stays although it is no longer needed."
     ),
 )
 SLRU = RetentionSpec(
     name="slru",
     config=SlruConfig,
     build=_build_slru,
-    summary="What was not used again goes before what was; within each the least recently used.",
+    summary="Content used once is evicted before content used again; within each group, the least recently used first.",
     source="SGLang's slru",
     advice=(
-        "Use it where many prompts never come again: they cannot drive out what was used twice. Not where content is "
-        "typically used again once, a long time later."
+        "Use it where many prompts are never repeated: they cannot evict content that was used twice. Not where "
+        "content is typically used just once more, after a long time."
     ),
 )

@@ -160,10 +160,10 @@ SPEC = RetentionSpec(
     name="kvflow",
     config=KvflowConfig,
     build=_build,
-    summary="Content of the agent whose turn is most calls away in its workflow goes first.",
+    summary="The content of the agent whose turn is furthest away in its workflow is evicted first.",
     source="KVFlow (NeurIPS'25, arXiv:2507.07400)",
     advice=(
-        "Use it for workflows whose agents take turns with prompts of their own, where the cache is too small for "
-        "all: `lru` gives up just the prefix that is needed next. Not for calls without a `stage`."
+        "Use it for workflows whose agents take turns, each with its own prompt, and a cache that is too small for "
+        "all of them: `lru` would evict just the prefix that is needed next. Not for calls without a `stage`."
     ),
 )

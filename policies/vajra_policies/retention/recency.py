@@ -17,7 +17,7 @@ class LeastRecentlyUsed:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Time of the last use."""
+        """Return the time of the last use."""
         return block.last_used_at
 
 
@@ -50,22 +50,22 @@ LRU = RetentionSpec(
     name="lru",
     config=LruConfig,
     build=_build_lru,
-    summary="What nobody has used for longest goes first; the default.",
+    summary="The content that has been unused for longest is evicted first; the default.",
     source="vLLM's free block queue, SGLang's lru",
     follows_release=True,
     advice=(
-        "Use it as the default and the baseline. Not where prompts that never come again drive out what is shared "
-        "(`slru`), or content is used in turn and there is more of it than fits (`mru`)."
+        "Use it as the default and the baseline. Not where prompts that are never repeated evict shared ones "
+        "(`slru`), or more content than fits is used in a cycle (`mru`)."
     ),
 )
 MRU = RetentionSpec(
     name="mru",
     config=MruConfig,
     build=_build_mru,
-    summary="What was used last goes first.",
+    summary="The content that was used last is evicted first.",
     source="SGLang's mru",
     advice=(
-        "Use it where more content is used in turn than fits: a part of it then hits in every round, where `lru` "
-        "loses all. Not for conversations, whose next turn needs what was used last."
+        "Use it where more content than fits is used in a cycle: a part of it then hits in every round, while `lru` "
+        "never hits. Not for conversations, whose next turn needs the content that was used last."
     ),
 )

@@ -31,10 +31,10 @@ SPEC = RetentionSpec(
     name="priority",
     config=PriorityConfig,
     build=_build,
-    summary="What only less urgent requests have used goes first; of equals the least recently used.",
+    summary="Content that only less urgent requests have used is evicted first; ties by least recent use.",
     source="SGLang's priority",
     advice=(
-        "Use it where some tenants pay for their cache: less urgent requests cannot drive out what these have used. "
-        "Not with a single priority, with which it is `lru`."
+        "Use it where some tenants pay for their cache: less urgent requests cannot evict their content. Not with a "
+        "single priority, with which it is `lru`."
     ),
 )

@@ -27,7 +27,7 @@ class SessionPin(LeastRecentlyUsed):
         self._pin_s = config.pin_s
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """The time of the parameters, for requests of a session."""
+        """Return the time of the parameters, for requests of a session."""
         return self._pin_s if request.session_id else 0.0
 
 
@@ -43,7 +43,7 @@ SPEC = RetentionSpec(
     source="Continuum (arXiv 2511.02230)",
     follows_release=True,
     advice=(
-        "Use it for agents that come back within seconds, after a tool. Not for people who read and type: pins then "
-        "hold memory for nobody."
+        "Use it for agents that continue within seconds, after a tool. Not for people, who take longer to read and "
+        "type: pins then hold memory in vain."
     ),
 )

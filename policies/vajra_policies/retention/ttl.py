@@ -49,10 +49,10 @@ SPEC = RetentionSpec(
     name="ttl",
     config=TtlConfig,
     build=_build,
-    summary="Idle content lives for a time after its last use; what would end first goes first.",
+    summary="Idle content expires some time after its last use; the content that expires first is evicted first.",
     source="prompt caches with a time to live; vLLM PR 38514",
     advice=(
-        "Use it where content is promised for so long, or has to be gone by then. Not to raise hits: what has expired "
-        "is lost, also while memory is free."
+        "Use it where content must stay for a fixed time, or must be gone after it. Not to raise hit rates: expired "
+        "content is lost even while memory is free."
     ),
 )

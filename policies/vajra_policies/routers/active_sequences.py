@@ -50,7 +50,7 @@ class ActiveSequences:
         self._holders = BlockHolders(num_replicas)
 
     def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
-        """Blocks that each replica would have with a request of these blocks."""
+        """Return the blocks that each replica would have with a request of these blocks."""
         total = self.blocks + num_blocks
         return total - self._holders.counts(blocks) if self._assume_reuse else total
 

@@ -58,7 +58,7 @@ class Ascendra(BindsOnArrival):
         """LP replica of each request with a TTFT SLO that waits there for the first time."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded LP replica."""
+        """Return the least loaded LP replica."""
         low, _ = self._split(replicas)
         if not low:
             return None
@@ -114,10 +114,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=AscendraConfig,
     build=Ascendra,
-    summary="The least loaded of most replicas; who would be late there moves to one of the few that are kept for that.",
+    summary=(
+        "The least loaded of most replicas; requests that would be late there move to one of a few replicas reserved "
+        "for this."
+    ),
     source="Ascendra (arXiv:2504.20828)",
     advice=(
-        "Use it where bursts or long prompts make first tokens late on some replicas at a time. Not near full "
-        "load: the replicas that are kept are missed by the others."
+        "Use it where bursts or long prompts delay first tokens on some replicas at a time. Not near full load: the "
+        "other replicas then lack the capacity of the reserved ones."
     ),
 )

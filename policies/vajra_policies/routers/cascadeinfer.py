@@ -124,7 +124,7 @@ class Cascadeinfer(BindsOnArrival):
 
 
 def _pools(replicas: Sequence[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    """Replicas of each pool that are up, in order of their ids."""
+    """Return the replicas of each pool that are up, in order of their ids."""
     return by_pool(sorted(those_up(replicas), key=lambda one: one.replica_id))
 
 
@@ -136,7 +136,7 @@ SPEC = PolicySpec(
     summary="Replicas for ranges of lengths, chosen for the least cost; requests move on to the next range as they grow.",
     source="CascadeInfer (arXiv:2512.19179)",
     advice=(
-        "Use it where a batch waits for its longest context, and lengths differ by factors. Not over slow links, or "
-        "where a step takes as long as its contexts do together (`least_loaded`)."
+        "Use it where a batch takes as long as its longest context, and lengths differ by factors. Not over slow "
+        "links, or where a step's time depends on the sum of its contexts (`least_loaded`)."
     ),
 )

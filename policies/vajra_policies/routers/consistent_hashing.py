@@ -49,7 +49,7 @@ class ConsistentHashing(BindsOnArrival):
         self._ring = sorted((_hash(place), one) for place, one in places)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The first replica on the ring with room."""
+        """Return the first replica on the ring with room."""
         up = {one.replica_id: one for one in those_up(replicas)}
         if not up:
             return None
@@ -79,10 +79,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=ConsistentHashingConfig,
     build=_build,
-    summary="Each session to its place on a ring of replicas, or to the next with room.",
+    summary="Each session to its position on a ring of replicas, or to the next replica with room.",
     source="Karger et al. (STOC'97); bounded loads (Mirrokni et al., SODA'18)",
     advice=(
-        "Use it where routers must agree without talking, or caches are invisible to them. Not with few sessions "
-        "and long prefixes on many replicas: `lmetric` sees the caches."
+        "Use it where several routers must make the same choice without communication, or cannot see the caches. Not "
+        "with few sessions and long prefixes on many replicas: `lmetric` reads the caches."
     ),
 )

@@ -46,7 +46,9 @@ class PrefixBasedConfig(OfPrefixProducer):
 
 
 class PrefixBased:
-    """Prompts of which the decode replica would have to compute much: prompt - cached >= `non_cached_tokens`."""
+    """Decides for another replica if the decode replica would have to compute many tokens: prompt - cached >=
+    `non_cached_tokens`.
+    """
 
     def __init__(self, config: PrefixBasedConfig, matches: PrefixMatches) -> None:
         self._config = config

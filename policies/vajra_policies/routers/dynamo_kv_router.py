@@ -145,9 +145,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=CostRouterConfig,
     build=CostRouter,
-    summary="Each arriving request to the replica of least cost: blocks to compute, less cached ones, and blocks to hold.",
+    summary=(
+        "Each arriving request to the replica with the least cost: blocks to compute, less cached ones, plus blocks "
+        "to hold."
+    ),
     source="NVIDIA Dynamo 1.6.1, KV router",
     advice=(
-        "Use it to compare with Dynamo, and where caches and loads count in one figure. Not without prefix caches."
+        "Use it to compare with Dynamo, and where one figure should combine cache hits and load. Not without prefix "
+        "caches."
     ),
 )

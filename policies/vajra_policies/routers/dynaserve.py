@@ -82,7 +82,7 @@ class Dynaserve(BindsOnArrival):
         self._cuts = _cuts(context.shared).of
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of the first part."""
+        """Return the replica that computes the first part of the request."""
         self._cuts.pop(request, None)
         loads = self.loads(replicas)
         up = sorted((one.replica_id for one in those_up(replicas)), key=lambda one: (loads[one], one))
@@ -171,7 +171,7 @@ class MicroRequests(FixedChunk):
         super().schedule(replica, batch, now)
 
     def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
-        """The cut of a request whose first part is computed here."""
+        """Return the cut of a request whose first part is computed here."""
         cut = self._cuts.get(request)
         return cut if cut is not None and cut.first == replica.replica_id != cut.second else None
 
@@ -190,12 +190,16 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=DynaserveConfig,
     build=Dynaserve,
-    summary="Requests cut at one token into two parts, on the two least loaded replicas, so that both have the same work.",
+    summary=(
+        "Each request cut at one token into two parts, on the two least loaded replicas, so that both have the same "
+        "work."
+    ),
     source="DynaServe (arXiv:2504.09285)",
     advice=(
-        "Use it with the replica scheduler `micro_requests` and fast links, where replicas are few, requests "
-        "large and shapes change, so that no ratio of pools is right for long. Not where many requests run on "
-        "each replica: the shortest queue is even then, and a second part waits for its first one."
+        "Use it with the replica scheduler `micro_requests` and fast links, where there are few replicas, requests "
+        "are large, and their mix of prompt and output lengths changes, so that no ratio of pools suits for long. Not "
+        "where many requests run on each replica: loads are balanced anyway then, and the second part of a request "
+        "has to wait for its first one."
     ),
 )
 REPLICA_SPEC = PolicySpec(

@@ -61,7 +61,7 @@ class Normalization(PolicyConfig):
     @model_validator(mode="after")
     def _is_one(self) -> Normalization:
         if self.fixed_range is not None and self.adaptive_range is not None:
-            raise ValueError("gives both fixed_range and adaptive_range; one at most")
+            raise ValueError("sets both fixed_range and adaptive_range; at most one is allowed")
         return self
 
 
@@ -156,7 +156,7 @@ SPECS = (
         kind=RoutingPartKind.SCORER,
         config=AttributeScorerConfig,
         build=_scorer,
-        summary="Any figure of the replicas, linearly over a fixed range or that of the candidates.",
+        summary="Any figure of the replicas, scaled linearly over a fixed range or over that of the candidates.",
         source="llm-d endpoint-attribute-scorer",
     ),
     RoutingPartSpec(
@@ -164,7 +164,7 @@ SPECS = (
         kind=RoutingPartKind.FILTER,
         config=AttributeFilterConfig,
         build=_filter,
-        summary="Replicas of which a figure fulfils a condition.",
+        summary="Replicas with a figure that fulfils a condition.",
         source="llm-d endpoint-attribute-filter",
     ),
 )

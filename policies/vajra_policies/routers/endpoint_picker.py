@@ -54,7 +54,7 @@ class EndpointPicker:
             setattr(self, name, notify)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The choice of the profile."""
+        """Return the replica that the profile selects."""
         up = figures.those_up(replicas)
         chosen = self._entry.choose(request, up, now)
         if chosen is not None:
@@ -66,7 +66,7 @@ class EndpointPicker:
         return self._entry.may_take(pool, role)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that no replica was chosen for, as far as the filters keep this replica."""
+        """Return the requests that no replica was chosen for, as far as the filters keep this replica."""
         if has_room(replica, self._num_batches):
             for request in queued:
                 if self._entry.filtered(request, [replica], now):
@@ -198,7 +198,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=EndpointPickerPolicyConfig,
     build=build,
-    summary="Filters, weighted scorers and a picker, chosen by name: each arriving request to the best score.",
+    summary="Filters, weighted scorers and a picker, selected by name; each arriving request to the best replica.",
     source="llm-d endpoint picker (llm-d-router)",
-    advice=("Use it to compose a router from parts, and to compare with llm-d. Not where one rule does it."),
+    advice="Use it to compose a router from parts, and to compare with llm-d. Not where a single rule suffices.",
 )

@@ -47,7 +47,7 @@ class DisaggregationConfig(PolicyConfig):
     def _decides_by_decode(self) -> DisaggregationConfig:
         if self.decider is not None and self.order != "decode-first":
             raise ValueError(
-                f"a decider needs order decode-first, since it asks about the decode replica (got {self.order})"
+                f"a decider needs order decode-first, since it depends on the decode replica (got {self.order})"
             )
         return self
 
@@ -57,7 +57,7 @@ _DEFAULT_PICKER = "max-score-picker"
 
 
 class EndpointPickerPolicyConfig(PolicyConfig):
-    """Parameters of `endpoint_picker`. Without any, llm-d's default configuration holds."""
+    """Parameters of `endpoint_picker`. Without any, llm-d's default configuration applies."""
 
     producers: list[ProducerChoice] = Field(
         default_factory=list, description="Settings of producers; others that parts need have their defaults."
@@ -97,5 +97,5 @@ class EndpointPickerPolicyConfig(PolicyConfig):
         if DECODE not in self.profiles:
             raise ValueError("profiles need one named decode")
         if self.filters or self.scorers is not None or self.picker is not None:
-            raise ValueError("gives profiles, and filters, scorers or a picker beside them")
+            raise ValueError("sets profiles, and also filters, scorers or a picker")
         return self

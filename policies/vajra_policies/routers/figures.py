@@ -16,10 +16,10 @@ Integers: TypeAlias = NDArray[np.int64]
 
 
 class Candidates(list[ReplicaLoadView]):
-    """Replicas of one placement, with the figures read from them so far.
+    """Replicas considered for one placement, with the loads read from them so far.
 
-    `source`: the sequence that they are from, if it may have a faster way to read figures; `mask`: marks them in that
-    sequence if they are not all of it.
+    `source`: the sequence that contains them, which may offer all loads as arrays; `mask`: marks these replicas in
+    `source` (None: all of it).
     """
 
     __slots__ = ("columns", "mask", "source")
@@ -34,7 +34,7 @@ class Candidates(list[ReplicaLoadView]):
 
 
 def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
-    """The replicas that take requests."""
+    """Return the replicas that take requests."""
     is_up = [one.is_up for one in replicas]
     if all(is_up):
         return Candidates(replicas, replicas)
@@ -42,7 +42,7 @@ def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
 
 
 def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
-    """The replicas with a place for their figures."""
+    """Return the replicas as `Candidates`, whose loads are read on demand."""
     return replicas if isinstance(replicas, Candidates) else Candidates(replicas)
 
 
@@ -63,23 +63,23 @@ def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> i
 
 
 def ids(replicas: Sequence[ReplicaLoadView]) -> Integers:
-    """The replicas' ids."""
+    """Return the replicas' ids."""
     found: Integers = _column(replicas, "replica_id", np.int64)
     return found
 
 
 def running(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Requests that hold KV blocks."""
+    """Return the requests that hold KV blocks."""
     return _floats(replicas, "num_running")
 
 
 def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Requests assigned and not admitted."""
+    """Return the requests assigned and not admitted."""
     return _floats(replicas, "num_waiting")
 
 
 def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Tokens whose KV is held for running requests."""
+    """Return the tokens whose KV is held for running requests."""
     return _floats(replicas, "num_context_tokens")
 
 

@@ -62,7 +62,7 @@ SPECS = (
         kind=RoutingPartKind.FILTER,
         config=HeadroomTierConfig,
         build=_filter,
-        summary="Replicas that are predicted to keep the request's promises, where there are any.",
+        summary="Replicas that are predicted to meet the request's SLOs, if there are any.",
         source="llm-d slo-headroom-tier-filter",
     ),
 )

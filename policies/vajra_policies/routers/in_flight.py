@@ -76,12 +76,12 @@ class InFlightLoad:
         """Admitted requests that may have got their first token unnoticed."""
 
     def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Requests in flight at each replica."""
+        """Return the requests in flight at each replica."""
         self._note_first_tokens()
         return self._requests[figures.ids(replicas)]  # type: ignore[return-value]  # an array is a sequence of numbers
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Tokens in flight at each replica."""
+        """Return the tokens in flight at each replica."""
         self._note_first_tokens()
         return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
 
@@ -144,7 +144,7 @@ def loads_of(context: RoutingContext, name: str) -> InFlightLoads:
     """Return the router's producer of this name. Raises `ValueError` if it does not count in-flight load."""
     found = context.producer(name)
     if not isinstance(found, InFlightLoads):
-        raise ValueError(f"producer {name!r} does not count what is in flight; {IN_FLIGHT} does")
+        raise ValueError(f"producer {name!r} does not count requests in flight; {IN_FLIGHT} does")
     return found
 
 

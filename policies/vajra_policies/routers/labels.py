@@ -28,7 +28,7 @@ _ROLES: Mapping[str, frozenset[str]] = {
     "prefill": frozenset({"prefill", "encode-prefill"}),
     "decode": frozenset({"decode"}),
 }
-"""Values of llm-d's role label that a replica of each role here answers to."""
+"""Values of llm-d's role label that match replicas of each role."""
 
 
 def _values(pool: str, role: str, label: str) -> frozenset[str]:

@@ -74,7 +74,7 @@ def predictions_of(context: RoutingContext, name: str) -> PredictsLatencies:
     """Return the router's producer of this name. Raises `ValueError` if it predicts no latencies."""
     found = context.producer(name)
     if not isinstance(found, PredictsLatencies):
-        raise ValueError(f"producer {name!r} predicts no latencies; {LATENCIES} does")
+        raise ValueError(f"producer {name!r} does not predict latencies; {LATENCIES} does")
     return found
 
 

@@ -135,7 +135,7 @@ SPECS = (
         kind=RoutingPartKind.SCORER,
         config=LatencyScorerConfig,
         build=_scorer,
-        summary="By headroom between promised and predicted latencies.",
+        summary="Headroom: the SLOs minus the predicted latencies.",
         source="llm-d latency-scorer",
     ),
 )

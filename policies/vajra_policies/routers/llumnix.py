@@ -56,7 +56,7 @@ class LlumnixConfig(PolicyConfig):
     )
     moved: Literal["shortest", "longest", "last", "first_waiting", "first_waiting_and_shortest"] = Field(
         "shortest",
-        description="Request that a replica gives away: of those that decode the shortest, the longest or the one admitted last; or the "
+        description="Request that a replica gives away: of the decodes the shortest, the longest or the one admitted last; or the "
         "first that waits; or the first that waits and the shortest that decodes.",
     )
     high_priority_below: int = Field(0, description="Requests with a priority below this are of high priority.")
@@ -86,7 +86,7 @@ class Llumnix(BindsOnArrival):
     # Dispatch
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The freest replica that is up."""
+        """Return the freest replica that is up."""
         if self._config.migrates:
             self._looks.start(now)
         counted = self._config.dispatch_counts
@@ -208,7 +208,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the freest replica; live migration from replicas that are short of KV blocks.",
     source="Llumnix (OSDI'24, arXiv:2406.03243); code AlibabaPAI/llumnix",
     advice=(
-        "Use it where outputs differ much and memory is short: running requests move. Not over slow links, or "
-        "with one replica."
+        "Use it where output lengths differ much and memory is short: running requests migrate to other replicas. Not "
+        "over slow links, or with one replica."
     ),
 )

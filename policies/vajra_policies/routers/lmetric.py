@@ -41,7 +41,7 @@ class Lmetric(BindsOnArrival):
         self._last = -1
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that is up with the least product."""
+        """Return the active replica with the least product."""
         up = those_up(replicas)
         if not up:
             return None
@@ -68,7 +68,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the replica with the least product of tokens to prefill and requests.",
     source="LMetric (arXiv:2603.15202, OSDI'26)",
     advice=(
-        "Use it for shared prefixes where nobody wants to tune weights. Not where a few prefixes make up most of "
+        "Use it for shared prefixes, without weights that have to be tuned. Not where a few prefixes make up most of "
         "the load: the paper's detector of such hot spots is left out."
     ),
 )

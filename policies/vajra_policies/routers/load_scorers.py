@@ -32,7 +32,7 @@ class QueueScorer:
     """(max - waiting) / (max - min) over the candidates; all equal: 1."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """The shortest queue scores 1, the longest 0."""
+        """Return 1 for the replica with the shortest queue, 0 for the one with the longest."""
         return figures.min_max(figures.waiting(replicas))
 
 
@@ -40,7 +40,7 @@ class RunningRequestsScorer:
     """(max - running) / (max - min) over the candidates; all equal: 1."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """The fewest running requests score 1, the most 0."""
+        """Return 1 for the replica with the fewest running requests, 0 for the one with the most."""
         return figures.min_max(figures.running(replicas))
 
 
@@ -48,7 +48,7 @@ class KvCacheUtilizationScorer:
     """1 - the part of the KV blocks in use."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """The free part of each replica's KV memory."""
+        """Return the free part of each replica's KV memory."""
         free: Floats = 1.0 - figures.kv_usage(replicas)
         return free
 

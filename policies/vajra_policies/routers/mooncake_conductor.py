@@ -43,7 +43,7 @@ class MooncakeConductor(BindsOnArrival):
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that is up with the least predicted time."""
+        """Return the active replica with the least predicted time."""
         self._forget(request)
         up = those_up(replicas)
         if not up:
@@ -92,10 +92,12 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=MooncakeConductorConfig,
     build=_build,
-    summary="Each arriving request to the replica with the least predicted time to first token, queues and cached prefixes included.",
+    summary=(
+        "Each arriving request to the replica with the least predicted TTFT, including queueing and cached prefixes."
+    ),
     source="Mooncake (FAST'25, arXiv:2407.00079), Algorithm 1",
     advice=(
-        "Use it for low times to first token with shared prefixes. Not where decodes are what is short. "
-        "`mooncake` refuses by the same prediction."
+        "Use it for a low TTFT with shared prefixes. Not where decoding is the bottleneck. `mooncake` refuses by the "
+        "same prediction."
     ),
 )

@@ -106,7 +106,7 @@ SPECS = (
         kind=RoutingPartKind.PICKER,
         config=PickerConfig,
         build=_random,
-        summary="Any candidate with the same chance.",
+        summary="Any candidate, with equal probability.",
         source="llm-d random-picker",
     ),
     RoutingPartSpec(
@@ -114,7 +114,7 @@ SPECS = (
         kind=RoutingPartKind.PICKER,
         config=PickerConfig,
         build=_weighted_random,
-        summary="Any candidate with a chance in proportion to its score.",
+        summary="Any candidate, with a probability proportional to its score.",
         source="llm-d weighted-random-picker",
     ),
 )

@@ -131,10 +131,12 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=E2Config,
     build=E2,
-    summary="Exploits a prefix that is longer than the rest of the prompt, else explores by the work sent of late.",
+    summary=(
+        "A replica that has cached more than half of the prompt (exploit), else the one that was sent the least "
+        "work recently (explore)."
+    ),
     source="Preble E2 (arXiv:2407.00023)",
     advice=(
-        "Use it where long prefixes are shared by some requests and loads are uneven. Not for prompts without "
-        "common prefixes."
+        "Use it where some requests share long prefixes and loads are uneven. Not for prompts without common prefixes."
     ),
 )

@@ -78,7 +78,7 @@ class ApproximatePrefixMatches:
         return found
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Each replica that was chosen has the prompt's blocks from now on."""
+        """Record that each chosen replica has the prompt's blocks."""
         blocks = self._blocks(request)
         for replica in placements.values():
             self._sent.add(blocks, replica.replica_id)
@@ -111,7 +111,7 @@ class PrecisePrefixMatches:
         """Tokens of one of its blocks."""
 
     def num_blocks(self, request: RequestView) -> int:
-        """Full blocks of the prompt."""
+        """Return the number of full blocks of the prompt."""
         return request.num_prompt_tokens // self.block_size
 
     def matched_blocks(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
@@ -139,7 +139,7 @@ def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
     """Return the router's producer of this name. Raises `ValueError` if it has no prefix figures."""
     found = context.producer(name)
     if not isinstance(found, PrefixMatches):
-        raise ValueError(f"producer {name!r} knows no prefixes; {APPROXIMATE} and {PRECISE} do")
+        raise ValueError(f"producer {name!r} does not match prefixes; {APPROXIMATE} and {PRECISE} do")
     return found
 
 
@@ -157,7 +157,7 @@ SPECS = (
         kind=RoutingPartKind.PRODUCER,
         config=ApproximateConfig,
         build=_approximate,
-        summary="Prefixes by what the router itself sent to each replica, in an LRU of blocks.",
+        summary="Prefixes of the prompts that this router has sent to each replica, in an LRU list of blocks.",
         source="llm-d approx-prefix-cache-producer",
     ),
     RoutingPartSpec(
@@ -165,7 +165,7 @@ SPECS = (
         kind=RoutingPartKind.PRODUCER,
         config=PreciseConfig,
         build=_precise,
-        summary="Prefixes by what the replicas' caches hold now.",
+        summary="Prefixes that the replicas' caches hold now.",
         source="llm-d precise-prefix-cache-producer",
     ),
 )

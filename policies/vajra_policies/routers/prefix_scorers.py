@@ -127,7 +127,7 @@ SPECS = (
         kind=RoutingPartKind.SCORER,
         config=NoHitLruConfig,
         build=_no_hit_lru,
-        summary="Spreads prompts that nobody has cached: least recently used replica first.",
+        summary="Spreads prompts that no replica has cached: least recently used replica first.",
         source="llm-d no-hit-lru-scorer",
     ),
 )

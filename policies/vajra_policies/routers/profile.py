@@ -51,7 +51,7 @@ class Parts:
         return part
 
     def producer(self, name: str) -> Any:
-        """The producer of this name."""
+        """Return the producer of this name."""
         if name not in self._producers:
             choice = self._choices.get(name) or ProducerChoice(producer=name)
             self._producers[name] = self.build(choice)
@@ -105,7 +105,7 @@ class Profile:
         total = self.totals(request, left, now)
         chosen = self._picker.pick(request, left, total, now)  # type: ignore[arg-type]  # an array is a sequence of numbers
         if position_of(chosen, left) < 0:
-            raise ValueError(f"the picker took replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
+            raise ValueError(f"the picker chose replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
         return chosen
 
     def may_take(self, pool: str, role: str) -> bool:
@@ -133,14 +133,14 @@ class Profile:
 
 def _clamped(one: WeightedScorer, scores: Scores, num_replicas: int) -> Floats:
     if len(scores) != num_replicas:
-        raise ValueError(f"scorer {one.name!r} gave {len(scores)} scores for {num_replicas} replicas")
+        raise ValueError(f"scorer {one.name!r} returned {len(scores)} scores for {num_replicas} replicas")
     values: Floats = np.asarray(scores, dtype=np.float64)
     low, high = values.min(), values.max()  # both NaN if any score is None or NaN
     if low >= 0.0 and high <= 1.0:
         return values
     if low != low:
         if any(score is not None and score != score for score in scores):
-            raise ValueError(f"scorer {one.name!r} gave a score that is not a number")
+            raise ValueError(f"scorer {one.name!r} returned a score that is not a number")
         values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
     clamped: Floats = np.clip(values, 0.0, 1.0)
     return clamped

@@ -39,7 +39,7 @@ class RequestPlaces:
             self._leave(request)
 
     def has_preempted(self, replica_id: ReplicaId) -> bool:
-        """True if a preempted request waits at the replica."""
+        """Return True if a preempted request waits at the replica."""
         return any(one.preempted_index > 0 for one in self.waiting[replica_id])
 
     def _leave(self, request: RequestView) -> None:

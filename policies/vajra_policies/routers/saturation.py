@@ -142,7 +142,7 @@ SPECS = (
         kind=RoutingPartKind.FILTER,
         config=UtilizationConfig,
         build=_utilization,
-        summary="Replicas that keep to upper bounds of requests, queues and KV memory.",
+        summary="Replicas within upper bounds of running requests, waiting requests and KV memory.",
         source="llm-d utilization-filter",
     ),
     RoutingPartSpec(
@@ -150,7 +150,7 @@ SPECS = (
         kind=RoutingPartKind.FILTER,
         config=UtilizationDetectorConfig,
         build=_utilization_detector,
-        summary="Replicas that are not saturated by queue or KV memory; all where every one is.",
+        summary="Replicas whose queue and KV memory are not saturated; all replicas if every one is.",
         source="llm-d utilization-detector, as a filter",
     ),
     RoutingPartSpec(

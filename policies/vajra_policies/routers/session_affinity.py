@@ -120,7 +120,7 @@ SPECS = (
         kind=RoutingPartKind.FILTER,
         config=SessionAffinityConfig,
         build=_filter,
-        summary="The replica that took the session's last request alone, where it is a candidate.",
+        summary="Only the replica that took the session's last request, if it is a candidate.",
         source="llm-d session-affinity-filter",
     ),
 )

@@ -100,7 +100,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the replica that got the longest common prefix, unless load is too uneven.",
     source="SGLang router 0.3.2, cache_aware",
     advice=(
-        "Use it to compare with SGLang's router, or where replicas publish no KV events. Not where caches "
-        "are reset or small: it believes what it has sent."
+        "Use it to compare with SGLang's router, or where replicas publish no KV events. Not where caches are small "
+        "or are reset: it assumes that everything it has sent is still cached."
     ),
 )

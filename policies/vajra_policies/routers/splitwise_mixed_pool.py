@@ -62,7 +62,7 @@ class MixedPool(BindsOnArrival):
     # Placing
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica of the prompt."""
+        """Return the replica that computes the prompt."""
         self._scheduled.forget(request)
         self._see(replicas)
         up = {one.replica_id: one for one in those_up(replicas)}
@@ -188,7 +188,7 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=MixedPoolConfig,
     build=MixedPool,
-    summary="Prompts and decodes in pools of their own that lend each other replicas while one is full.",
+    summary="Separate pools for prompts and decodes, which lend each other replicas while one is full.",
     source="Splitwise (ISCA'24, arXiv:2311.18677); splitwise-sim, MixedPoolScheduler",
-    advice=("Use it with pools of prompts and decodes whose load changes. Not with one pool."),
+    advice="Use it with pools for prompts and decodes whose load changes. Not with one pool.",
 )

@@ -77,7 +77,7 @@ class ThunderAgent:
         return self._at(passage.replica, request, replicas)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Calls of resumed programs that are to go there, and requests for any replica."""
+        """Return the calls of resumed programs that are to go there, and requests for any replica."""
         if not has_room(replica):
             return ()
         ready = [*self._ready.get(replica.replica_id, {}).items(), *self._ready.get(_UNPLACED, {}).items()]
@@ -194,10 +194,12 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=ThunderAgentConfig,
     build=_build,
-    summary="Programs keep their replica, and are paused and resumed as wholes by their tokens.",
+    summary=(
+        "Programs keep their replica; whole programs are paused and resumed, depending on the tokens of their contexts."
+    ),
     source="ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6",
     advice=(
-        "Use it for agents with tools, whose contexts together exceed the memory: programs wait as wholes. Not "
-        "for single requests."
+        "Use it for agents with tools whose contexts together exceed the memory: whole programs wait. Not for single "
+        "requests."
     ),
 )

@@ -88,7 +88,7 @@ class ProgramTable:
     # Figures
 
     def used(self) -> dict[ReplicaKey, int]:
-        """Tokens that the programs of each replica count."""
+        """Return the tokens that the programs of each replica count."""
         found = dict.fromkeys(self.capacity, 0)
         for one in self.programs.values():
             if not one.is_paused and one.replica in found:
@@ -96,12 +96,12 @@ class ProgramTable:
         return found
 
     def counted(self, one: AgentProgram) -> int:
-        """Tokens that a program counts at its replica."""
+        """Return the tokens that a program counts at its replica."""
         weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
         return int(one.tokens * weight) + self.rules.buffer_tokens
 
     def needed(self, one: AgentProgram) -> int:
-        """Tokens of room that a program needs at a replica."""
+        """Return the tokens of room that a program needs at a replica."""
         return one.tokens + self.rules.buffer_tokens
 
     @property
@@ -110,7 +110,7 @@ class ProgramTable:
         return any(one.is_paused for one in self.programs.values())
 
     def programs_on(self, replica: ReplicaKey) -> list[AgentProgram]:
-        """Programs of a replica."""
+        """Return the programs of a replica."""
         return [one for one in self.programs.values() if one.replica == replica and not one.is_paused]
 
     # Moves of one program

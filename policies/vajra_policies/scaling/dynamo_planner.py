@@ -52,7 +52,7 @@ class DynamoPlanner:
         self._due.add(key)
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Replicas of each pool."""
+        """Return the replicas of each pool."""
         if not self._has_begun:
             self._has_begun, self._observed.since = True, now
             for key, interval_s in self._config.intervals_s.items():
@@ -112,10 +112,12 @@ SPEC = ScalerSpec(
     name="dynamo_planner",
     config=DynamoPlannerConfig,
     build=DynamoPlanner,
-    summary="Replicas for the expected throughput, and one up or down by load, for prompts and decodes together.",
+    summary=(
+        "Replicas for the expected throughput, and one more or less by load, for prefill and decode pools together."
+    ),
     source="NVIDIA Dynamo 1.6.1, planner",
     advice=(
-        "Use it where times to the first token and between tokens are promised, with `target: sla`. Not where the "
-        "latency model errs by much: its plan is only as good."
+        "Use it where requests have SLOs for TTFT and TBT, with `target: sla`. Not where the latency model has large "
+        "errors: the plan depends on it."
     ),
 )

@@ -69,7 +69,7 @@ class DynamoPlannerConfig(PolicyConfig):
     @model_validator(mode="after")
     def _decides(self) -> Self:
         if not self.by_load and not self._scales_by_throughput:
-            raise ValueError("nothing decides: by_load is false, and by_throughput needs target `sla`")
+            raise ValueError("no rule is active: by_load is false, and by_throughput needs target `sla`")
         if self.max_devices is not None and self.min_devices is not None and self.min_devices > self.max_devices:
             raise ValueError(f"min_devices ({self.min_devices}) is above max_devices ({self.max_devices})")
         if self.target == "load" and None in (self.kv_up_fraction, self.kv_down_fraction):

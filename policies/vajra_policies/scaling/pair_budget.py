@@ -33,7 +33,7 @@ class PairBudget:
         return max(self.devices)
 
     def total(self, counts: Counts) -> int:
-        """Number of devices of these replicas."""
+        """Return the number of devices of these replicas."""
         return counts[0] * self.devices[0] + counts[1] * self.devices[1]
 
     def admits(self, counts: Counts) -> bool:

@@ -115,7 +115,7 @@ class EngineLoad:
     queued_kv: int = 0
     """Contexts of requests that wait to decode."""
     num_decodes: int = 0
-    """Requests that decode."""
+    """Number of requests that decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,12 @@ class Traffic:
 
 
 def both_ready(pools: tuple[PoolState, PoolState]) -> Counts:
-    """Replicas of two pools that are up."""
+    """Return the replicas of two pools that are up."""
     return pools[0].ready, pools[1].ready
 
 
 def budget_of_two(rules: PlannerRules, pools: tuple[PoolState, PoolState]) -> PairBudget:
-    """The budget that two pools share."""
+    """Return the budget that two pools share."""
     one, other = pools[0].rules, pools[1].rules
     return PairBudget(rules.budget, (one.devices, other.devices), (one.least, other.least))
 

@@ -33,10 +33,10 @@ INSUFFICIENT = "insufficient_data"
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """Return the number of replicas by load."""
+    """Number of replicas that the load requires, or the reason why there is none."""
 
     wanted: int | None
-    """None: no opinion, for `reason`."""
+    """Number of replicas; None if it could not be determined, for `reason`."""
     reason: str = ""
     ttft_s: float | None = None
     itl_s: float | None = None

@@ -1,4 +1,6 @@
-"""Target utilisation: as many replicas as keep a load figure at its target, as the horizontal pod autoscaler computes it."""
+"""Target utilisation: the number of replicas that keeps a load metric at its target, as in Kubernetes' Horizontal Pod
+Autoscaler.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class TargetUtilization:
         self._targets: dict[str, int] = {}
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Replicas of each pool."""
+        """Return the replicas of each pool."""
         if not self._targets or now >= self._next_at:
             self._targets = {pool.name: self._stabilized(pool, now) for pool in pools}
             self._next_at = now + self._config.interval_s
@@ -125,10 +127,10 @@ SPEC = ScalerSpec(
     name="target_utilization",
     config=TargetUtilizationConfig,
     build=_build,
-    summary="As many replicas as keep a load figure (KV usage, requests, queued tokens) at its target.",
+    summary="The number of replicas that keeps a load figure (KV usage, requests, queued tokens) at its target.",
     source="Kubernetes, HorizontalPodAutoscaler",
     advice=(
-        "Use it where one figure of load shows when replicas are full, as for services on Kubernetes. Not where "
-        "replicas take longer to start than a peak lasts: it reacts, and does not predict."
+        "Use it where one load figure shows when replicas are full, as for services on Kubernetes. Not where replicas "
+        "take longer to start than a peak lasts: it reacts, and does not predict."
     ),
 )

@@ -35,12 +35,12 @@ class HighestResponseRatio:
         return request.arrived_at * slope, -slope
 
     def key(self, request: RequestView, now: float) -> float:
-        """The line at `now`."""
+        """Return the line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._lengths.forget(requests)
 
 
@@ -49,11 +49,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=HighestResponseRatioConfig,
     build=HighestResponseRatio,
-    summary="Highest response ratio next: the longest wait in relation to the expected size.",
+    summary="Highest response ratio next: the longest wait relative to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),
     advice=(
-        "Use it for most of the gain of `sjf` without starvation, at no cost: keys are straight lines in time. "
+        "Use it for most of the gain of `sjf` without starvation, and as cheaply: keys are straight lines in time. "
         "Not for tight deadlines (`lrs`, `edf`)."
     ),
 )

@@ -111,11 +111,11 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LearningToRankConfig,
     build=LearningToRank,
-    summary="Shortest expected output first, by rank; who has not run for long is boosted.",
+    summary="Shortest expected output first, by rank; requests that have not run for long are boosted.",
     source="LTR (Fu et al., NeurIPS'24, arXiv:2408.15792)",
     aliases=("learning_to_rank",),
     advice=(
-        "Use it with `preemptive` and a predictor that ranks well. Not without one: by a constant it is FCFS with "
-        "boosts."
+        "Use it with `preemptive` and a predictor that ranks well. Not without one: with a constant prediction it is "
+        "FCFS with boosts."
     ),
 )

@@ -39,7 +39,7 @@ class Lengths:
         self._predictor = predictor
 
     def total(self, request: RequestView) -> float:
-        """Tokens that the request is expected to generate in all, as of now."""
+        """Return the tokens that the request is expected to generate in all, as of now."""
         estimate = self._predictor.predict(request)
         expected: float = self._default if estimate is None else getattr(estimate, self._figure)
         return expected
@@ -57,7 +57,7 @@ class FirstLengths:
         self._first: dict[RequestView, float] = {}
 
     def total(self, request: RequestView) -> float:
-        """Tokens that the request was expected to generate in all."""
+        """Return the tokens that the request was expected to generate in all."""
         first = self._first.get(request)
         if first is None:
             first = self._first[request] = self._lengths.total(request)

@@ -30,11 +30,11 @@ class ShortestJobFirst:
         self._lengths = FirstLengths(Lengths(config, context.output_lengths))
 
     def key(self, request: RequestView, now: float) -> float:
-        """The expected size, output tokens."""
+        """Return the expected size, output tokens."""
         return self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._lengths.forget(requests)
 
 
@@ -48,6 +48,6 @@ SPEC = PolicySpec(
     aliases=("shortest_job_first",),
     advice=(
         "Use it for a low mean latency where lengths can be estimated beforehand. Not where no request may starve: "
-        "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
+        "the wait of a long request is unbounded (see `hrrn`, `ltr`)."
     ),
 )

@@ -39,12 +39,12 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestRemainingConfig,
     build=ShortestRemaining,
-    summary="Shortest remaining processing time first, by expected output and what is left of the prompt.",
+    summary="Shortest remaining processing time first: expected remaining output plus the rest of the prompt.",
     source="Schrage (1968)",
     aliases=("shortest_remaining_processing_time",),
     advice=(
-        "Use it as the bound that others are compared with (`output_length: {type: oracle}`), or with predictions "
-        "that progress narrows. Not with predictions that err by factors: long requests taken for short ones then "
-        "hold up everybody."
+        "Use it as the bound with which others are compared (`output_length: {type: oracle}`), or with predictions "
+        "that improve as a request progresses. Not with predictions that are off by factors: long requests that are "
+        "predicted to be short delay all others."
     ),
 )

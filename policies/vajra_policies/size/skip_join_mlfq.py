@@ -131,11 +131,14 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=SkipJoinMlfqConfig,
     build=_build,
-    summary="Skip-join multi-level feedback queue: who has run little goes first, and long prompts join further down.",
+    summary=(
+        "Skip-join multi-level feedback queue: requests that have run little go first, and long prompts join at a "
+        "lower level."
+    ),
     source="FastServe (Wu et al., arXiv:2305.05920)",
     aliases=("fastserve",),
     advice=(
-        "Use it with `preemptive` where nothing is known of output lengths and they differ much. Not where "
-        "everybody has about the same length: it then interrupts for nothing."
+        "Use it with `preemptive` where output lengths are unknown and differ much. Not where all requests have about "
+        "the same length: it then preempts without benefit."
     ),
 )

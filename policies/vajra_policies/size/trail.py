@@ -47,7 +47,7 @@ class Trail:
         return (0.0 if stays else 1.0, self._lengths.remaining(request))
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget what was expected of them."""
+        """Forget the expected lengths of these requests."""
         self._first.forget(requests)
 
 
@@ -56,10 +56,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=TrailConfig,
     build=Trail,
-    summary="Shortest remaining output first, with preemption only of requests that are not far on.",
+    summary="Shortest remaining output first; requests near their end are not preempted.",
     source="TRAIL (Shahout et al., ICLR'25, arXiv:2410.01035)",
     advice=(
-        "Use it with `preemptive` where KV memory is short and preempted requests are computed again. Not where "
-        "memory is ample: preemption is free there, and C = 1 is best."
+        "Use it with `preemptive` where KV memory is short and preempted requests are recomputed. Not where memory is "
+        "ample: preemption costs nothing there, and C = 1 is best."
     ),
 )

@@ -43,12 +43,12 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """Tokens that a decode needs of a step, and the chance of its drafts."""
+    """Tokens that a decode needs from a step, and the probability that its drafts are accepted."""
 
     needed: float
-    """A(r): tokens that it needs of this step to meet its SLO."""
+    """A(r): tokens that it needs from this step to meet its SLO."""
     chance: float
-    """Chance that a draft is accepted, given that those before it are."""
+    """Probability that a draft is accepted, given that all earlier ones are."""
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
@@ -157,10 +157,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=AdaServeConfig,
     build=AdaServe,
-    summary="Gives each decode the drafts that its promised pace needs, and the rest of a budget to the likeliest drafts.",
+    summary=(
+        "Gives each decode the drafts that its TPOT SLO requires, and the rest of a budget to the drafts most likely "
+        "to be accepted."
+    ),
     source="AdaServe (arXiv:2501.12162)",
     advice=(
-        "Use it with drafts where requests promise different times per token: the tight ones get more drafts. Not without "
-        "promises or where steps are compute-bound anyway: then drafts only cost time."
+        "Use it with drafts where requests have different TPOT SLOs: those with tight ones get more drafts. Not "
+        "without SLOs, or where steps are compute-bound anyway: drafts then only cost time."
     ),
 )

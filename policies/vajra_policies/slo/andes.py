@@ -83,7 +83,7 @@ class Andes:
         self._num_preemptions += 1
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Readers receive tokens."""
+        """Add the tokens of the step to the buffers of the requests' readers."""
         self._step_s += 0.1 * (step.duration_s - self._step_s)
         for request in step.requests:
             reading = self._reading(request)
@@ -126,10 +126,13 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=AndesConfig,
     build=_build,
-    summary="Who gains the most quality of experience for its memory first; who has tokens in store can pause.",
+    summary=(
+        "Requests that gain the most quality of experience per token of memory first; requests with buffered tokens "
+        "can pause."
+    ),
     source="Andes (Liu et al., arXiv:2404.16283)",
     advice=(
-        "Use it with `preemptive` for chats that are read: who has tokens in store is paused unseen. Not for "
-        "answers that machines read."
+        "Use it with `preemptive` for chats that people read: a request whose reader has buffered tokens can pause "
+        "unnoticed. Not for outputs that are read by programs."
     ),
 )

@@ -135,10 +135,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=BlendserveConfig,
     build=Blendserve,
-    summary="Offline requests from both ends of an order by computing over reading, so that both overlap.",
+    summary=(
+        "Offline requests from both ends of an order by arithmetic intensity, so that computing and reading memory "
+        "overlap."
+    ),
     source="BlendServe (ASPLOS'26, arXiv:2411.16102)",
     advice=(
-        "Use it for offline work of mixed shapes on engines whose computing and reading of memory overlap. "
-        "Not online, where nobody may wait for the middle of a line."
+        "Use it for offline requests of different prompt and output lengths on engines that overlap computing with "
+        "reading memory. Not online: requests of medium density would wait for very long."
     ),
 )

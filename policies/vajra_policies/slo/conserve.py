@@ -66,10 +66,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=ConserveConfig,
     build=Conserve,
-    summary="Online requests first; offline ones fill what the tightest promise leaves, and all of a step without online ones.",
+    summary=(
+        "Online requests first; offline ones fill steps up to the tightest TPOT SLO, or the whole step without "
+        "online requests."
+    ),
     source="ConServe (arXiv:2410.01228)",
     advice=(
-        "Use it with the prioritizer `priority` for online load in bursts: offline work takes the replica between "
-        "them. Not where one budget does for all (`hygen`)."
+        "Use it with the prioritizer `priority` for online load in bursts: offline requests use the replica between "
+        "bursts. Not where a single latency budget suffices (`hygen`)."
     ),
 )

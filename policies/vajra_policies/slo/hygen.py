@@ -55,7 +55,7 @@ class Hygen(Preemptive):
         return False
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Tokens as for `preemptive`; of an offline request as many as fit into the budget."""
+        """Return the tokens as for `preemptive`; of an offline request as many as fit into the budget."""
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens
@@ -71,10 +71,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=HygenConfig,
     build=Hygen,
-    summary="Online requests first; offline ones fill what is left of a step's latency budget.",
+    summary="Online requests first; offline ones fill the rest of a step's latency budget.",
     source="HyGen (NeurIPS'25, arXiv:2501.14808)",
     advice=(
-        "Use it with the prioritizer `priority`: offline requests have priority 1 or more. Not where offline work "
-        "must end by some time: it gets what is left."
+        "Use it with the prioritizer `priority`: offline requests have priority 1 or more. Not where offline requests "
+        "have deadlines: they only get capacity that is left over."
     ),
 )

@@ -157,10 +157,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=JitserveConfig,
     build=Jitserve,
-    summary="The most reward, in tokens served in time, for the remaining time first.",
+    summary="The highest reward, in tokens served in time, per remaining time first.",
     source="JITServe (NSDI'26, arXiv:2504.20068)",
     advice=(
-        "Use it with `preemptive` and upper estimates of lengths, where tokens count only if they are in time. "
-        "Not where everybody can be served in time (`edf`)."
+        "Use it with `preemptive` and upper estimates of lengths, where tokens count only if they are in time. Not "
+        "where all requests can be served in time (`edf`)."
     ),
 )

@@ -58,11 +58,14 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=KairosConfig,
     build=_build,
-    summary="The prompt that has to start soonest for its promised first token.",
+    summary=(
+        "The prompt with the latest start time that is soonest first: the deadline of its first token minus its "
+        "prefill time."
+    ),
     source="Kairos (arXiv:2605.02329)",
     advice=(
-        "Use it for prompts of very different lengths with promised first tokens: of two with one deadline the "
-        "longer goes first. Not in overload, where it starts long prompts that will be late anyway (`qoserve`, "
+        "Use it for prompts of very different lengths with TTFT SLOs: of two prompts with the same deadline, the "
+        "longer one goes first. Not in overload, where it starts long prompts that will be late anyway (`qoserve`, "
         "`slos_serve`)."
     ),
 )

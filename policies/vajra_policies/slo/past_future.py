@@ -82,7 +82,7 @@ class PastFuture(FixedChunk):
         self._slack_tokens = limits.block_size - 1
         self._recent: deque[int] = deque()
         self._lengths: list[int] = []
-        """The same, ascending."""
+        """The recent output lengths, ascending."""
         self._entries: list[tuple[float, float]] | None = None
         self._is_closed = False
 
@@ -144,10 +144,11 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=PastFutureConfig,
     build=PastFuture,
-    summary="Fixed chunks; a request is admitted while the expected peak of KV memory fits.",
+    summary="Fixed chunks; a request is admitted if the expected peak of KV memory fits.",
     source="Past-Future (Gong et al., ASPLOS'25, arXiv:2507.10150)",
     advice=(
-        "Use it where outputs are long against prompts and memory is the limit: nearly no evictions at nearly "
-        "full memory. Not with prefix caching of long shared prefixes, which are counted for each request."
+        "Use it where outputs are long relative to prompts and memory is the bottleneck: there are hardly any "
+        "preemptions at nearly full memory. Not with prefix caching of long shared prefixes, which are counted for "
+        "each request."
     ),
 )

@@ -98,10 +98,12 @@ SPEC = PolicySpec(
     layer=Layer.REPLICASET_SCHEDULER,
     config=PolyserveConfig,
     build=Polyserve,
-    summary="Tiers of promised times per token on replicas of their own; each request to the fullest that keeps its promises.",
+    summary=(
+        "Separate replicas for tiers of TPOT SLOs; each request to the most loaded replica that still meets its SLOs."
+    ),
     source="PolyServe (arXiv:2507.17769)",
     advice=(
-        "Use it to see how few replicas a load needs, or with a scaler that takes away idle ones. Not with a "
-        "fixed number of replicas and nothing to save (`least_loaded`)."
+        "Use it to determine how few replicas a load needs, or with a scaler that stops idle replicas. Not with a "
+        "fixed number of replicas, where nothing is saved (`least_loaded`)."
     ),
 )

@@ -14,7 +14,7 @@ class Prompt(NamedTuple):
 
     num_tokens: int
     num_steps: int
-    """Whole steps until its first token is due."""
+    """Number of whole steps until its first token is due."""
     is_admitted: bool = False
     """True if an earlier plan contains it, so that every later plan must too."""
 

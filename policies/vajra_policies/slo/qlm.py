@@ -86,7 +86,7 @@ class Qlm:
         return request.arrived_at
 
     def group(self, request: RequestView) -> str:
-        """Number of the request's group."""
+        """Return the number of the request's group."""
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
@@ -185,10 +185,10 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=QlmConfig,
     build=_build,
-    summary="Groups of requests with one promise, by arrival, and by deadline once a group is predicted to be late.",
+    summary="Groups of requests with a common SLO, by arrival, or by deadline once a group is predicted to be late.",
     source="QLM (SoCC'24, arXiv:2407.00047)",
     advice=(
-        "Use it for interactive and batch requests in one queue, where order of arrival does while all are in "
-        "time. Not where promises differ from request to request (`edf`): groups round them."
+        "Use it for interactive and batch requests in one queue, where order of arrival suffices as long as all are "
+        "in time. Not where every request has a different SLO (`edf`): groups round SLOs."
     ),
 )

@@ -96,7 +96,7 @@ class Qoserve:
                 self._reprieve(step.ended_at)
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps without prompts do not count."""
+        """Do nothing: steps without prompts do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""
@@ -140,11 +140,14 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=QoserveConfig,
     build=_build,
-    summary="Earliest deadline and shortest prompt mixed; who would be late anyway goes behind all others.",
+    summary=(
+        "Earliest deadline first, combined with shortest prompt first; requests that would be late anyway go behind "
+        "all others."
+    ),
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     aliases=("niyama",),
     advice=(
-        "Use it with `slack_chunk` for classes of different urgency that must survive an overload. Not where a "
-        "late answer is worth as much as a punctual one: the relegated wait for all others."
+        "Use it with `slack_chunk` for classes of different urgency in an overload. Not where a late answer is worth "
+        "as much as one in time: relegated requests wait for all others."
     ),
 )

@@ -20,7 +20,7 @@ class Reading:
     ttft_s: float
     at_s: float = 0.0
     num_tokens: int = 0
-    """Tokens that have come."""
+    """Number of tokens that have come."""
     num_read: float = 0.0
     area: float = 0.0
     """Integral of `num_read` so far, token seconds."""

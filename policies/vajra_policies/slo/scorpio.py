@@ -115,7 +115,7 @@ class Scorpio(FixedChunk):
             promised_s = request.ttft_slo_s
             is_new = not request.num_output_tokens and not request.num_preemptions
             if is_new and promised_s is not None and now + ahead_s + prefill_s > request.arrived_at + promised_s:
-                batch.drop(request, f"its first token would be later than the promised {promised_s:g} s")
+                batch.drop(request, f"its first token would miss its TTFT SLO of {promised_s:g} s")
             else:
                 ahead_s += prefill_s
 
@@ -144,11 +144,14 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=ScorpioConfig,
     build=Scorpio,
-    summary="Decodes run as often as their promises need; prompts are let in while these hold, and turned away when late.",
+    summary=(
+        "Decodes run as often as their TPOT SLOs require; requests are admitted if all SLOs still hold, and rejected "
+        "if late."
+    ),
     source="SCORPIO (arXiv:2505.23022)",
     advice=(
-        "Use it with `edf` and `use_request_deadlines: true` in overload with promises that differ much, and with "
-        "chunks that take no longer than the tightest promise. Not near full load: the exact spacing uses up all "
-        "slack of loose requests."
+        "Use it with `edf` and `use_request_deadlines: true` in overload, for SLOs that differ much, and with chunks "
+        "that take no longer than the tightest TPOT SLO. Not near full load: the exact spacing uses up all slack of "
+        "requests with loose SLOs."
     ),
 )

@@ -36,7 +36,9 @@ class SlackChunkConfig(PreemptionConfig):
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value[0] < 1 or list(value) != sorted(set(value)):
-            raise ValueError(f"sizes do not ascend from 1 or more (got {value}). Allowed: such as [128, 512]")
+            raise ValueError(
+                f"sizes are not ascending numbers of at least 1 (got {value}). Allowed: such as [128, 512]"
+            )
         return value
 
 
@@ -97,10 +99,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=SlackChunkConfig,
     build=SlackChunk,
-    summary="Decodes first, then prompts by urgency, as many tokens as the tightest promise of a decode leaves time for.",
+    summary="Decodes first, then as many prompt tokens, by urgency, as the tightest slack of a decode allows.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     advice=(
-        "Use it with `qoserve` where requests promise a TBT: decodes that are ahead of it leave time to prompts. "
-        "Not without promises: every step then has the largest size."
+        "Use it with `qoserve` where requests have TBT SLOs: decodes that are ahead of theirs leave time to prompts. "
+        "Not without SLOs: every step then has the largest size."
     ),
 )

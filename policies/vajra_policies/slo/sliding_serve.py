@@ -152,10 +152,13 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=SlidingServeConfig,
     build=SlidingServe,
-    summary="Prompt tokens that this step and the next can afford; where not all prompts can be in time, as many as can.",
+    summary=(
+        "The prompt tokens for which this step and the next have time; if not all prompts can be in time, as many as "
+        "possible."
+    ),
     source="SlidingServe (arXiv:2606.05933)",
     advice=(
-        "Use it with `qoserve` where requests promise a TBT, and small chunks in many steps do more than a large one "
-        "in one. Not without promises: every step then has the largest size."
+        "Use it with `qoserve` where requests have TBT SLOs, and small chunks in many steps are better than one large "
+        "chunk. Not without SLOs: every step then has the largest size."
     ),
 )

@@ -143,10 +143,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=SlosServeConfig,
     build=SlosServe,
-    summary="Admits the most requests whose promised first tokens can all be kept; the others are best effort.",
+    summary="Admits the largest set of requests whose TTFT SLOs can all be met; the others are best effort.",
     source="SLOs-Serve (arXiv:2504.08784)",
     advice=(
-        "Use it where bursts exceed what can be served in time: whoever is admitted is in time. Not where many "
-        "requests promise nothing: they wait for all that do."
+        "Use it where bursts exceed the load that can be served in time: all admitted requests are in time. Not where "
+        "many requests have no SLO: they wait for all that have one."
     ),
 )

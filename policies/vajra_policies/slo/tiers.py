@@ -30,7 +30,7 @@ class TierConfig(PolicyConfig):
     @classmethod
     def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if value[0] <= 0 or list(value) != sorted(set(value)):
-            raise ValueError(f"tiers_s do not rise from above 0 (got {value}). Allowed: such as [0.03, 0.1]")
+            raise ValueError(f"tiers_s are not ascending numbers above 0 (got {value}). Allowed: such as [0.03, 0.1]")
         return value
 
 
@@ -67,9 +67,7 @@ class Tiers:
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
 
     def of(self, request: RequestView, now: float) -> tuple[int, bool]:
-        """Return the request's tier, and True if its SLOs can be met, False if not even an idle replica would meet
-        them.
-        """
+        """Return (the request's tier, True if an idle replica would meet its SLOs)."""
         prefill_s = self._prefill_time.total_s(request.num_prompt_tokens)
         tier = self.promised(request)
         if self._in_time(request, tier, prefill_s, self._step_s(1, request.num_prompt_tokens), now):
@@ -77,7 +75,7 @@ class Tiers:
         return len(self._tpots_s) - 1, False
 
     def _in_time(self, request: RequestView, tier: int, prefill_s: float, step_s: float, now: float) -> bool:
-        """Checks (1) and (2): the first two tokens."""
+        """Return True if the first token meets its TTFT SLO, and the second arrives within that SLO plus one TPOT."""
         if request.ttft_slo_s is None:
             return True
         left_s = request.arrived_at + request.ttft_slo_s - now
@@ -89,7 +87,9 @@ class Tiers:
     def keeps(
         self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, has_promises: bool
     ) -> bool:
-        """The three checks, for a replica of this tier."""
+        """Return True if a replica of this tier would meet the SLOs: of the first token, of the second, and of each
+        step.
+        """
         prompt = request.num_prompt_tokens
         hit = min(replica.prefix_hit_tokens(request), prompt - 1)
         own_s = self._prefill_time.remaining_s(prompt, hit)

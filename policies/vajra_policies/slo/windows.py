@@ -14,7 +14,7 @@ def first_of_two(
     """
 
     def most(fits: Callable[[int], bool]) -> int:
-        """Number of the ascending sizes that fit."""
+        """Return the number of the ascending sizes that fit."""
         return bisect_left(sizes, True, key=lambda size: not fits(size))
 
     def total(c_1: int) -> int:

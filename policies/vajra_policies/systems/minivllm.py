@@ -82,10 +82,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=MinivllmConfig,
     build=_build,
-    summary="MinivLLM as documented: prefill whole prompts first, else decode, one budget for both.",
+    summary="MinivLLM as documented: whole prompts first, else decodes, with one budget for both.",
     source="MinivLLM, documentation of scheduling",
     advice=(
-        "Use it to predict a MinivLLM, with a budget that counts prompts and decodes alike. Not where tokens must "
-        "come evenly: decodes stand still while prompts come in."
+        "Use it to predict MinivLLM, with a budget that counts prompts and decodes alike. Not where TBT must be even: "
+        "decodes pause while prompts are computed."
     ),
 )

@@ -125,10 +125,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=NanoVllmConfig,
     build=_build,
-    summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted is preempted.",
+    summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted request is preempted first.",
     source="nano-vLLM, scheduler of 2025 (`whole`) and of 2026 (`chunk_first`)",
     advice=(
-        "Use it to predict a nano-vLLM, or as a small example of prompts first. Not where tokens must come evenly: "
-        "decodes stand still while prompts come in."
+        "Use it to predict nano-vLLM, or as a small example of prefill-first scheduling. Not where TBT must be even: "
+        "decodes pause while prompts are computed."
     ),
 )

@@ -93,7 +93,7 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request for which a step has preempted all requests that it had admitted, in vain."""
+        """Request that still did not fit after a step had preempted all requests that the step had admitted."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""
@@ -206,7 +206,7 @@ SPEC = PolicySpec(
     summary="Rust nano-vllm: mixed steps, chunks, priorities, preemption to host memory with resume.",
     source="nano-vllm-rs, scheduler document",
     advice=(
-        "Use it to predict the Rust nano-vllm. Not as the example of a short policy: it repeats a system's rules one "
-        "by one (`preemptive`)."
+        "Use it to predict the Rust nano-vllm. Not as an example of a short policy: it reproduces a system's rules "
+        "one by one (`preemptive`)."
     ),
 )

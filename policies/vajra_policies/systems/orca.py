@@ -77,10 +77,10 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=OrcaConfig,
     build=_build,
-    summary="ORCA: iteration-level batching without chunks, memory for the longest output set aside at admission.",
+    summary="ORCA: iteration-level batching without chunks; memory for the longest output is reserved at admission.",
     source="ORCA (OSDI'22), Algorithm 1",
     advice=(
-        "Use it as the baseline of papers before paged memory and chunks. Not to serve: memory for the longest output "
-        "is held from the start, and long prompts stall all decodes."
+        "Use it as the baseline of papers from before paged memory and chunked prefill. Not in production: memory for "
+        "the longest output is reserved from the start, and long prompts stall all decodes."
     ),
 )

@@ -89,14 +89,16 @@ PRESETS: list[Preset] = [
     ),
     Preset(
         name="llumnix",
-        summary="Llumnix over vLLM: to the freest replica, and live migration; `migration:` has its defaults.",
+        summary="Llumnix over vLLM: dispatch to the freest replica, and live migration; `migration:` has its defaults.",
         source="Llumnix (OSDI'24); AlibabaPAI/llumnix, GlobalSchedulerConfig and MigrationConfig",
         scheduling=_vllm(VICTIMS_FIRST, "latest_admitted", "llumnix"),
         replica=_VLLM_REPLICA,
     ),
     Preset(
         name="distserve",
-        summary="DistServe: prompts and decodes on replicas of their own, each request to the least loaded of either.",
+        summary=(
+            "DistServe: separate replicas for prompts and decodes; each request to the least loaded one of either kind."
+        ),
         source="DistServe (OSDI'24); hand-off as in its simulator, the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "least_loaded"),
         replica={"memory": {"prefix_cache": NO_PREFIX_CACHE}},
@@ -104,7 +106,7 @@ PRESETS: list[Preset] = [
     ),
     Preset(
         name="splitwise",
-        summary="Splitwise: pools of prompts and decodes that lend each other replicas while one is full.",
+        summary="Splitwise: pools for prompts and decodes, which lend each other replicas while one is full.",
         source="Splitwise (ISCA'24); splitwise-sim; the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "splitwise_mixed_pool"),
         replica={"memory": {"prefix_cache": NO_PREFIX_CACHE}},
@@ -119,14 +121,17 @@ PRESETS: list[Preset] = [
     ),
     Preset(
         name="mooncake",
-        summary="Mooncake: its conductor over split pools with prefix caches, and early rejection of what would be late.",
+        summary=(
+            "Mooncake: its conductor over split pools with prefix caches, and early rejection of requests that would "
+            "be late."
+        ),
         source="Mooncake (FAST'25), Algorithm 1; the ratio of pools and the links (50 GB/s) are ours",
         scheduling={**_scheduling("fcfs", "fixed_chunk", "mooncake_conductor"), "admission": "mooncake"},
         replicaset=_SPLIT_POOLS,
     ),
     Preset(
         name="dynaserve",
-        summary="DynaServe: requests cut at one token into two parts, so that two replicas have the same work.",
+        summary="DynaServe: each request cut at one token into two parts, so that two replicas have the same work.",
         source="DynaServe (arXiv:2504.09285); the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "micro_requests", "dynaserve"),
         replicaset={"links": _LINKS},
@@ -167,7 +172,7 @@ PRESETS: list[Preset] = [
     ),
     Preset(
         name="nano-vllm-rs",
-        summary="The Rust nano-vllm as its document means it, with preemption on and host memory to swap to.",
+        summary="The Rust nano-vllm according to its documentation, with preemption on and host memory to swap to.",
         source="nano-vllm-rs, SchedulerConfig and EngineConfig",
         scheduling=_scheduling(
             "priority",
@@ -192,7 +197,7 @@ PRESETS: list[Preset] = [
     ),
     Preset(
         name="orca",
-        summary="ORCA: iteration-level batching, memory for the longest output set aside at admission.",
+        summary="ORCA: iteration-level batching; memory for the longest output is reserved at admission.",
         source="ORCA (OSDI'22); batch limit of Vidur's OrcaSchedulerConfig",
         scheduling=_scheduling("fcfs", "orca"),
         replica=_replica(128, None, _memory(prefix_cache=NO_PREFIX_CACHE)),

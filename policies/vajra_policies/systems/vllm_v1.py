@@ -208,7 +208,7 @@ class VllmV1:
             if batch.blocks_needed(request, must_fit, in_steps=must_fit > end) + watermark > batch.free_blocks:
                 break
             if watermark and must_fit > end and batch.blocks_needed(request, end) + watermark > batch.free_blocks:
-                break  # of a prompt that windows leave in part, the chunk can need more than the whole
+                break  # with sliding windows, a chunk can need more blocks at once than the whole prompt
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
                 continue  # a request that waits for its KV or adapter does not block those behind it
@@ -230,7 +230,7 @@ SPEC = PolicySpec(
     summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
     source="vLLM 0.33, V1 scheduler",
     advice=(
-        "Use it to predict a vLLM, or as the baseline that most papers mean. Not for promised times between tokens: "
-        "no step is sized by the time that it takes."
+        "Use it to predict vLLM, or as the baseline of most papers. Not for TBT SLOs: chunks are not sized by the "
+        "time of the step."
     ),
 )

@@ -100,9 +100,9 @@ def test_what_cannot_be_begun_ahead_is_refused(compute_kit: Any, small_models: C
     runner = compute_kit.runner(small_models("llama"))
     step = StepInput([Chunk(0, [5, 6], 0, True)], new=[NewRow(0, KINDS[0], 0)], tables=[TableUpdate(0, 0, [1])])
     runner.run_ahead(LookaheadStep(step, (), LookaheadDecodes([0], [0])))
-    with pytest.raises(ExecutorError, match="1 rows grow ahead, with 0 spare blocks"):
+    with pytest.raises(ExecutorError, match="1 rows grow in advance, but there are only 0 spare blocks"):
         runner.begin_ahead()
-    with pytest.raises(ExecutorError, match="what it counts on was not submitted ahead"):
+    with pytest.raises(ExecutorError, match="the step it depends on was not submitted"):
         runner.run_ahead(LookaheadStep(StepInput(decodes=[0]), [0]))
 
 

@@ -104,7 +104,7 @@ def test_a_step_waits_while_another_model_is_made(
         torch.set_default_dtype(torch.bfloat16)  # as transformers does while it makes one
         try:
             loads.set()
-            steps.wait(0.2)  # ends early where a step is let in
+            steps.wait(0.2)  # ends early where a step is admitted
             return plain_make(*given, **named)
         finally:
             torch.set_default_dtype(torch.float32)

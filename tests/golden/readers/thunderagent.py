@@ -140,7 +140,7 @@ def compare(system: str, name: str, case: Mapping[str, Any]) -> Result:
     table = table_of(case)
     for number, op in enumerate(case["ops"]):
         found = admitted(_OPERATIONS[op["op"]](table, op, case["timeout"]))
-        # the jump tells what the columns behind it repeat: whether the program was paused, and put behind others
+        # the jump shows the same as the columns after it: whether the program was paused, and moved behind others
         expected = sorted((row[:3] for row in op.get("admitted", [])), key=lambda row: str(row[0]))
         pairs = [("admitted", expected, found)]
         if "state" in op:

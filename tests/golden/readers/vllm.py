@@ -31,7 +31,7 @@ def setup_of(config: Mapping[str, Any]) -> Setup:
             "memory": {
                 "block_size": config["block_size"],
                 "num_blocks": config["num_blocks"] - 1,
-                # What the recorded scheduler did; the preset itself takes such blocks out of the cache.
+                # As the recorded scheduler did; the preset removes such blocks from the cache.
                 "prefix_cache": {"enabled": config["enable_prefix_caching"], "unscheduled": "keep"},
             },
         },

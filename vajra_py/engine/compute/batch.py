@@ -82,7 +82,7 @@ class HostBatch:
 
     @property
     def draft_offsets(self) -> Ints | None:
-        """For each sampled row, the number of drafts of its sequence that precede it; None without drafts."""
+        """Number of drafts of its sequence that precede each sampled row; None without drafts."""
         return np.repeat(self._rows_each, self._rows_each) - 1 - self._rows_behind if self.num_drafts else None
 
     @property
@@ -92,7 +92,7 @@ class HostBatch:
 
     @property
     def _rows_behind(self) -> Ints:
-        """For each sampled row, the number of later sampled rows of its sequence."""
+        """Return, for each sampled row, the number of later sampled rows of its sequence."""
         return np.concatenate([np.arange(count - 1, -1, -1) for count in self._rows_each.tolist()])
 
     @property

@@ -118,7 +118,7 @@ def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
             return [(kind.key, offers[name])]
     where = f"policy {name!r}"
     if name in registry.scalers:
-        message = "is a scaler, and every system of an atlas has the same replicas"
+        message = "is a scaler, but all systems of an atlas have the same replicas"
         raise ConfigError(Problem(where, message, "Compare scalers by a sweep of `scheduling.scaling`"))
     if name in registry.presets:
         raise ConfigError(Problem(where, "is a preset, and takes all places", "A preset is a row of its own"))

@@ -21,7 +21,9 @@ from vajra_py.config.slo import Slo
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5
-"""Seeds from which on an interval that ends at the highest seed's capacity holds in 95 %: all of `n` seeds lie on one side of their median with a chance of `2 ** (1 - n)`."""
+"""Smallest number of seeds with which an interval that ends at the highest seed's capacity has at least 95 % coverage:
+all of `n` seeds lie on one side of their median with probability `2 ** (1 - n)`.
+"""
 
 _CURVE_LEVELS = 40
 """Number of a curve's points on each side of the limit."""

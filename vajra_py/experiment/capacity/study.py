@@ -177,7 +177,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
             Problem("capacity", "is missing: nothing is asked", "Such as: capacity: {slo: p99(ttft) <= 0.5}")
         )
     if config.replications > 1:
-        message = f"stands beside `capacity` (got {config.replications})"
+        message = f"cannot be combined with `capacity` (got {config.replications})"
         raise ConfigError(Problem("replications", message, "Allowed: capacity.replications"))
     paths = (asked.rate.path,) if asked.rate is not None else tuple(asked.replicas or ())
     found = []

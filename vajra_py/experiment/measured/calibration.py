@@ -111,7 +111,7 @@ def calibrate(
     number = len(run.requests.request_id)
     num_fitted = round(fit_fraction * number)
     if num_fitted < FEWEST_REQUESTS or number - num_fitted < FEWEST_REQUESTS:
-        message = f"{num_fitted} of {number} requests are fitted, which leaves {number - num_fitted} to judge by"
+        message = f"{num_fitted} of {number} requests are fitted, which leaves {number - num_fitted} for validation"
         raise ConfigError(Problem("--fit-fraction", message, f"Allowed: at least {FEWEST_REQUESTS} of each"))
     trials = _Trials(run, latency, figures_of(run, latency), num_fitted, progress)
     try:

@@ -31,8 +31,8 @@ class Figure:
 
 
 class StepCosts:
-    """Steps of a simulation with the given `values` of the figures, and the figures' contributions to their
-    durations.
+    """Steps of a simulation in which the fitted figures have the given `values`, and each figure's contribution to the
+    steps' durations.
     """
 
     def __init__(self, data: RunData, model: ProfileBundleModel, figures: Sequence[Figure], values: Floats) -> None:

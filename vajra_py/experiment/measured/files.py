@@ -125,7 +125,7 @@ def _guidellm(place: Path, contents: Mapping[str, Any], given: Mapping[str, Any]
     """
     benchmarks = contents["benchmarks"]
     if len(benchmarks) != 1:
-        message = f"has {len(benchmarks)} benchmarks, which are loads of their own"
+        message = f"has {len(benchmarks)} benchmarks, each with a different load"
         raise ConfigError(Problem(str(place), message, "Allowed: a report of one (one rate)"))
     requests = benchmarks[0].get("requests") or {}
     successful = requests.get("successful", []) if isinstance(requests, dict) else requests

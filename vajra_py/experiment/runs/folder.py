@@ -110,11 +110,11 @@ class RunFolder:
         """
         changed = [] if overwrite else self._changed_files(config)
         if changed:
-            message = f"holds results from before these files changed ({', '.join(changed)})"
+            message = f"contains results computed before these files changed ({', '.join(changed)})"
             raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
         if self.holds_other_results(config):
             if "config_digest" not in self._manifest():
-                message = "holds something else than a run, of which nothing is deleted"
+                message = "contains something other than a run, and is left as it is"
                 raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
             if overwrite:
                 return
@@ -167,7 +167,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            message = "another run is being written there"
+            message = "another run is being written to it"
             raise ConfigError(
                 Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
             ) from None

@@ -124,7 +124,8 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if run.config.backend.kind != "simulator":  # a simulation without such changes saves the observer's time
+        # In a simulation no replica is lost and no policy is swapped, so the observer is left out.
+        if run.config.backend.kind != "simulator":
             self._observers.append(self._changes)
         logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)
         self._observers += [one for one in logs if one is not None]
@@ -139,7 +140,7 @@ class _Attempt:
         except KeyboardInterrupt:
             self._write()
             self._place.note(INTERRUPTED, **self._facts())
-            raise RunInterrupted(f"interrupted; what was reached is in {self._place.path}") from None
+            raise RunInterrupted(f"interrupted; partial results are in {self._place.path}") from None
         except Exception as error:  # keep partial results after any failure
             self._write()
             self._place.note(FAILED, error=_error_text(error), **self._facts())
@@ -193,7 +194,7 @@ class _Attempt:
             lambda requests: ideal_makespans(run.config, run.workload, models, requests),
             self._tiers,
         )
-        with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+        with ThreadPoolExecutor(1) as beside:  # encoding mostly runs without the GIL
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
             if closing is not None:

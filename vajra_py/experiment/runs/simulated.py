@@ -130,11 +130,11 @@ def _acceptance(run: Run) -> AcceptanceModel | None:
     if not most:
         return None
     if settings is None:
-        message = "is not given, and replica.draft asks for drafts"
+        message = "is missing, and replica.draft enables drafts"
         raise ConfigError(Problem("backend.simulator.drafts", message, "Such as {rate: 0.7}"))
     model = acceptance_model(settings, run.seeds.child("drafts"))
     if model.max_tokens is not None and most > model.max_tokens:
-        message = f"asks for more drafts than backend.simulator.drafts has positions (got {most})"
+        message = f"allows more drafts than backend.simulator.drafts has positions (got {most})"
         raise ConfigError(Problem("replica.draft", message, f"Allowed: 0 to {model.max_tokens}"))
     return model
 

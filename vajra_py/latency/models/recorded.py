@@ -68,13 +68,13 @@ class RecordedDurations:
         index = self._next[replica_id]
         if step_index is not None and step_index != index:
             raise ExecutorError(
-                f"{self._source}: step {step_index} of replica {replica_id} was asked for when step {index} comes next. "
+                f"{self._source}: step {step_index} of replica {replica_id} was requested, but step {index} is next. "
                 "Durations are replayed in order, each once."
             )
         if index >= len(steps):
             raise ExecutorError(
                 f"{self._source}: replica {replica_id} has no step {index}; {len(steps)} were recorded. "
-                "The replayed run takes more steps than the recorded one, so it decided otherwise."
+                "The replayed run takes more steps than the recorded one, so its decisions differ."
             )
         self._next[replica_id] = index + 1
         return steps[index]
@@ -145,7 +145,7 @@ class RecordedModel:
     def stage_time_s(self, features: BatchFeatures) -> float:
         """Raise `ExecutorError`, since a recording has no predictions."""
         raise ExecutorError(
-            "recorded latency: a policy asked for a prediction, which a recording cannot give. "
+            "recorded latency: a policy requested a prediction, which a recording cannot provide. "
             "Set backend.simulator.predictions to the latency model of the recorded run."
         )
 

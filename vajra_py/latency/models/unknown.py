@@ -25,6 +25,6 @@ class NoPredictions:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        message = "is not given, and a policy asks how long a step will take"
+        message = "is missing, and a policy needs predicted step times"
         allowed = "A latency model, such as {type: profiled, path: FILE} from `vajra profile`"
         raise ConfigError(Problem(self._setting, message, allowed))

@@ -207,7 +207,7 @@ def _gqa(
     for name in ("context_attention_perf", "generation_attention_perf"):
         table = tables.read("attention", name, (*common, "batch_size", "isl", "step"), optional=("window_size",))
         table = chosen(table, wanted, where)
-        # The tables write multi-head attention as as many KV heads as heads, or as 0 KV heads.
+        # For multi-head attention the tables have either 0 KV heads, or one KV head per attention head.
         kv = np.where(
             column(table, "num_key_value_heads") == 0, column(table, "num_heads"), column(table, "num_key_value_heads")
         )

@@ -142,7 +142,7 @@ class OperatorTables:
         times = table.column("latency").to_numpy()
         wrong = np.flatnonzero(~(np.isfinite(times) & (times >= 0) & (times < 10 * LONGEST_US)))
         if len(wrong):
-            message = f"has a time that is none ({times[wrong[0]]} ms)"
+            message = f"has an invalid time ({times[wrong[0]]} ms)"
             raise ConfigError(Problem(f"{path}: row {int(wrong[0])}", message))
         return table
 

@@ -236,7 +236,7 @@ class ProfileBundleModel:
             ConfigError: the device is unknown.
         """
         if self.device is None:
-            message = "cannot be worked out: nothing says how much memory the GPU has"
+            message = "cannot be computed: the memory size of the GPU is unknown"
             raise ConfigError(Problem("replica.memory.num_blocks", message, "Give it, or name a device"))
         split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
@@ -269,8 +269,8 @@ class ProfileBundleModel:
         raise ExecutorError(
             f"profile_bundle: {self.bundle.folder} does not reach a step of {features.num_decodes} decodes with a mean context of "
             f"{features.decode_context_tokens // max(1, features.num_decodes)} and {features.prefill_tokens} prompt tokens. "
-            f"Measured up to {largest}, {int(self._largest_tokens)} tokens a step; answered up to {self.options.reach:g} times "
-            "that (`reach`), or by the roofline with `fallback: roofline`."
+            f"Measured up to {largest}, {int(self._largest_tokens)} tokens a step; extrapolated up to {self.options.reach:g} times "
+            "that (`reach`), or computed by the roofline model with `fallback: roofline`."
         )
 
     def _host_s(self, num_requests: int) -> tuple[float, float]:
@@ -319,7 +319,9 @@ class ProfileBundleModel:
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
-        """True if a step with prompts is not the sum of its attention and the terms cached by tokens and by sequences."""
+        """Return True if a step with prompts is not the sum of its attention and the terms cached by tokens and by
+        sequences.
+        """
         _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 
@@ -359,7 +361,7 @@ class ProfileBundleModel:
             parts["decode_attention"] = batch.per_us_s * batch.row.at(mean)
         if features.swap_bytes:
             if self.device is None:
-                raise ExecutorError("profile_bundle: nothing says how fast KV blocks are swapped. Name a device.")
+                raise ExecutorError("profile_bundle: the bandwidth of swapping KV blocks is unknown. Set `device`.")
             parts["swap"] = features.swap_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
         return parts
 

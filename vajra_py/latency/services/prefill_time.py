@@ -28,8 +28,8 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # Start of the chunk that the table's last entry ends in, and its start time; then the same for the chunk
-        # before.
+        # Chunk in which the table's last entry ends: its first token and start time; then the same for the previous
+        # chunk.
         self._done = 0
         self._done_s = 0.0
         self._previous = (0, 0.0)

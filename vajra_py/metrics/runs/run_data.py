@@ -153,7 +153,9 @@ class RunData:
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
     def programs(self) -> ArrowTable:
-        """Programs with their makespans (`vajra_py.metrics.tables.programs`); empty for a run without programs."""
+        """Return the programs with their makespans (`vajra_py.metrics.tables.programs`); empty for a run without
+        programs.
+        """
         return self._optional(PROGRAMS_FILE, no_programs())
 
     @property

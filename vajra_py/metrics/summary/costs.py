@@ -33,7 +33,7 @@ class ReplicasetDevices(Struct, frozen=True):
     devices_per_replica: int
     num_replicas: int
     num_stages: int = 1
-    """Pipeline stages: a step occupies one stage's devices at a time."""
+    """Number of pipeline stages: a step occupies one stage's devices at a time."""
     active: ActiveTimes | None = None
     """Periods during which its replicas occupy their devices; None if all of them always do."""
     replicaset: str | None = None

@@ -321,7 +321,7 @@ ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 deferred (it ended while deferred) or empty (it was rejected before the policy was called).
 """
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
-"""The text columns among them."""
+"""Text columns among the columns of admission."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""

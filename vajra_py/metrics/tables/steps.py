@@ -49,7 +49,7 @@ class StepRow(NamedTuple):
     decode_context_tokens: int
     num_running: int
     num_waiting: int
-    """Requests waiting right after forming; `num_running` counts the running ones at that moment."""
+    """Number of requests waiting right after forming; `num_running` counts the running ones at that moment."""
     free_blocks: int
     used_fraction: float
     """Fraction of the KV blocks in use right after forming, 0 to 1."""

@@ -28,7 +28,7 @@ FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
-"""Most segments that a prompt may add to a known prompt and still be found to continue it."""
+"""Largest number of segments that a prompt may have beyond a stored prompt to be recognised as its continuation."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
 """Salt, tokens of a block, number of segments, and the last segment with its length."""
@@ -39,24 +39,26 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Tokens of known content; only blocks that end within them have a hash. Grows with generation."""
+        """Number of tokens of known content; only blocks that end within them have a hash. Grows with generation."""
 
     @property
     def num_public_tokens(self) -> int:
-        """Leading tokens that another request can name while this one lives; entering the rest in a cache can wait."""
+        """Number of leading tokens that another request can name while this one lives; entering the rest in a cache can
+        wait.
+        """
 
     @property
     def is_private_after_prompt(self) -> bool:
         """True if no other request can name the generated content before this one ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block, from 0. IndexError if the block's content is not wholly known."""
+        """Return the hash of one block, from 0. IndexError if the block's content is not wholly known."""
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks; none for content that no other request has."""
+        """Return the hashes of the prompt's full blocks; none for content that no other request has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -99,7 +101,7 @@ class TokenBlockHashes:
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Tokens of the prompt and of what was appended."""
+        """Number of tokens of the prompt and of what was appended."""
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 
@@ -117,18 +119,18 @@ class TokenBlockHashes:
         self._tokens.extend(tokens)
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block. IndexError if the block is not full."""
+        """Return the hash of one block. IndexError if the block is not full."""
         return self.block_hashes(block_index, block_index + 1)[0]
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
+        """Return the hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
         digests = self._digests
         if stop > len(digests):
             self._hash_up_to(stop)
         return digests[start:stop]
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks."""
+        """Return the hashes of the prompt's full blocks."""
         return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
     def _copy_up_to(self, num_blocks: int) -> None:
@@ -155,7 +157,7 @@ class TokenBlockHashes:
 
 
 def root_digest(salt: str) -> bytes:
-    """Return what the first block of content with this salt follows."""
+    """Return the digest that stands for the missing previous block of the first block of content with this salt."""
     return xxh3_128_digest(salt.encode())
 
 
@@ -197,7 +199,7 @@ class SegmentBlockHashes:
         *,
         recent: RecentPrompts | None = None,
     ) -> None:
-        """`recent`: earlier prompts, from one of which this one takes the hashes of what it continues."""
+        """`recent`: earlier prompts; the hashes of one that this prompt continues are reused."""
         self._block_size = _checked_block_size(block_size)
         known = None if recent is None else recent.longest_prefix(segments, block_size, salt)
         if known is None:
@@ -235,17 +237,17 @@ class SegmentBlockHashes:
         self._ends = ends
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The hash of one block."""
+        """Return the hash of one block."""
         return self.block_hashes(block_index, block_index + 1)[0]
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
         if stop > len(self._hashes):
             self._hash_up_to(stop)
         return self._hashes[start:stop]
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks."""
+        """Return the hashes of the prompt's full blocks."""
         return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
 
     def _hash_up_to(self, num_blocks: int) -> None:
@@ -271,15 +273,15 @@ class SegmentBlockHashes:
 
 
 class RecentPrompts:
-    """The latest prompts made of segments, with their hashes: a call of a program continues the one before it.
+    """The latest prompts made of segments, with their hashes: a call of a program continues the previous one.
 
-    What a prompt takes from here is what it would have made itself.
+    Reused hashes equal those that the prompt would compute itself.
     """
 
     __slots__ = ("_capacity", "_prompts")
 
     def __init__(self, capacity: int = 1024) -> None:
-        """Create an empty store of at most `capacity` prompts; the one without a follow-up for longest is dropped
+        """Create an empty store of at most `capacity` prompts; the one that was continued least recently is dropped
         first.
         """
         self._capacity = capacity
@@ -304,7 +306,7 @@ class RecentPrompts:
         return None
 
     def add(self, segments: Sequence[tuple[SegmentId, int]], salt: str, hashes: SegmentBlockHashes) -> None:
-        """Keep a prompt, in the place of another that ends like it."""
+        """Store a prompt; it replaces one with the same number of segments and the same last segment."""
         if not segments:
             return
         key = (salt, hashes._block_size, len(segments), segments[-1])
@@ -330,7 +332,7 @@ class PrivateBlockHashes:
         return (self._request_id, block_index)
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The hashes of blocks `start` .. `stop` - 1."""
+        """Return the hashes of blocks `start` .. `stop` - 1."""
         return list(zip(repeat(self._request_id), range(start, stop)))
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:

@@ -6,9 +6,10 @@ hash until it is handed out again.
 
 The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
 without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
-no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
-them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order is
-that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are not free.
+no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices, so
+their cost does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any
+other order is that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are
+not free.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class PrefixCacheOptions(Struct, frozen=True):
 
 
 _IDS: list[int] = []
-"""The first ids, as objects that all pools share: a thousand replicas have as many ids as one."""
+"""The first block ids, as objects that all pools share, so that a thousand replicas need no more memory for them than
+one.
+"""
 _IDS_GROW = Lock()
 
 
@@ -117,9 +120,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.options = options
         self.num_free = num_blocks
-        """Free blocks, idle ones with content included."""
+        """Number of free blocks, idle ones with content included."""
         self.num_cached = 0
-        """Blocks entered so far; unchanged means that nothing new can be found."""
+        """Number of blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
         """Counter that changes when a block with content becomes idle or is used again (not when it is evicted)."""
         self.removed: list[int] = []
@@ -205,7 +208,7 @@ class BlockPool:
 
     @property
     def num_without_content(self) -> int:
-        """Free blocks that are handed out before any content is lost."""
+        """Number of free blocks that are handed out before any content is lost."""
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
@@ -389,19 +392,19 @@ class BlockPool:
         self.removed.append(block)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of all content that can be found, in order of entry."""
+        """Return the hashes of all content that can be found, in order of entry."""
         return list(self._entries)
 
     # Pins
 
     @property
     def num_pinned(self) -> int:
-        """Blocks of content that is pinned, in use or not."""
+        """Number of blocks of content that is pinned, in use or not."""
         return len(self._pins)
 
     @property
     def num_kept(self) -> int:
-        """Idle blocks that are not free, because their content is pinned."""
+        """Number of idle blocks that are not free, because their content is pinned."""
         return len(self._kept)
 
     def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:

@@ -44,7 +44,7 @@ class HostSpace:
 
     @property
     def num_blocks(self) -> int:
-        """Host blocks in all."""
+        """Number of host blocks in all."""
         return self._pool.num_blocks
 
     @property

@@ -30,7 +30,7 @@ class KvRequest(Protocol):
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus generated tokens."""
+        """Number of prompt and generated tokens."""
 
     def __hash__(self) -> int:
         """Hash by identity."""
@@ -45,11 +45,11 @@ class KvMemory(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """KV-parallel groups; 1: a request's KV lies in one place."""
+        """Number of KV-parallel groups; with 1, a request's KV is not divided."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks in all."""
 
     @property
     def free_blocks(self) -> int:
@@ -67,18 +67,22 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """Positions within a block, by computed tokens, at which the blocks of a decode change, if the memory recycles."""
+        """Values of (computed tokens modulo block size), for memory that recycles blocks, at which a decode takes,
+        fills or leaves a block.
+        """
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """If the memory recycles: requests whose next token may free blocks at other positions than `due_places`."""
+        """Requests, in memory that recycles blocks, whose next token may free blocks at other positions than
+        `due_places`.
+        """
 
     @property
     def growth_headroom(self) -> int:
         """Number of requests that `grow_each` can serve now, whichever they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
         """Return True if a request of `num_tokens` tokens fits into the empty memory."""
@@ -98,13 +102,13 @@ class KvMemory(Protocol):
         """Drop every request and the contents of every block: the devices have lost everything."""
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks of the request, shared ones included."""
+        """Return the number of device blocks of the request, shared ones included."""
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed."""
+        """Return the number of blocks that would become free if these resident requests were freed."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Ids of the request's device blocks in order of tokens; not to be changed."""
+        """Return the ids of the request's device blocks in order of tokens; not to be changed."""
 
     # Prefix cache
 
@@ -141,7 +145,7 @@ class KvMemory(Protocol):
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Free blocks that would be taken at most at any time if several steps computed these tokens."""
+        """Return the largest number of free blocks taken at any one time if several steps compute these tokens."""
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Note that this many tokens after the cached ones will be loaded, not computed, into blocks that a waiting
@@ -219,7 +223,7 @@ class KvMemory(Protocol):
 
     @property
     def may_expire(self) -> bool:
-        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
+        """True unless nothing has been pinned yet and content cannot expire, so that `next_due` is infinite."""
 
     @property
     def repeat_headroom(self) -> int:
@@ -246,7 +250,7 @@ class KvMemory(Protocol):
         """
 
     def unpin(self, name: Hashable) -> bool:
-        """End a pin; False if there is none."""
+        """End a pin; return False if there is none."""
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a
@@ -280,16 +284,16 @@ class KvMemory(Protocol):
         """Groups that hold a resident request's KV, first tokens' group first."""
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`; not to be changed."""
+        """Return the request's block ids in each of `groups_of`; not to be changed."""
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""
+        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
         """Count a computed chunk."""

@@ -61,9 +61,9 @@ class _BlockTable:
         """True if a cache lookup can find anything; for private content, only blocks that the request itself freed."""
         self.blocks: list[int] = []
         self.num_cached = 0
-        """Leading blocks of the table that carry a hash."""
+        """Number of leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
+        """Number of leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -162,7 +162,7 @@ class PagedKvMemory:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks in all."""
         return self._pool.num_blocks
 
     @property
@@ -199,7 +199,7 @@ class PagedKvMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -251,16 +251,16 @@ class PagedKvMemory:
         self._reserved = []
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed."""
+        """Return the number of blocks that would become free if these resident requests were freed."""
         held = Counter(block for request in requests for block in self._tables[request].blocks)
         return sum(count == self._pool.num_references(block) for block, count in held.items())
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks in the request's table, shared ones included."""
+        """Return the number of device blocks in the request's table, shared ones included."""
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Ids of the request's device blocks, first token's block first; a live view, not to be changed."""
+        """Return the ids of the request's device blocks, first token's block first; a live view, not to be changed."""
         return self._tables[request].blocks
 
     # Prefix cache
@@ -309,7 +309,7 @@ class PagedKvMemory:
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Blocks of the longest cached run of leading full blocks; not to be changed."""
+        """Return the blocks of the longest cached run of leading full blocks; not to be changed."""
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
             return []
@@ -586,7 +586,7 @@ class PagedKvMemory:
         return True
 
     def unpin(self, name: Hashable) -> bool:
-        """End a pin; False if there is none."""
+        """End a pin; return False if there is none."""
         hashes = self._pins.remove(name)
         if hashes:
             self._pool.unpin(hashes)
@@ -734,7 +734,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`."""
+        """Return the request's block ids in each of `groups_of`."""
         return (self._tables[request].blocks,)
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
@@ -742,11 +742,11 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain."""
+        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:

@@ -31,12 +31,12 @@ class Pins:
         return len(self._pins)
 
     def hashes_of(self, name: Hashable) -> Sequence[Hashable]:
-        """The contents of a pin; none without one."""
+        """Return the contents of a pin; none without one."""
         pin = self._pins.get(name)
         return () if pin is None else pin.hashes
 
     def add(self, name: Hashable, hashes: Sequence[Hashable], until: float) -> None:
-        """Note a pin; there is none of this name."""
+        """Add a pin, whose name must be new."""
         number = next(self._numbers)
         self._pins[name] = _Pin(hashes, until, number)
         heappush(self._ends, (until, number, name))

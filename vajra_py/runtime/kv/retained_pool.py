@@ -55,7 +55,7 @@ class RetainedBlockPool(BlockPool):
         free = {"unscheduled": defaults.unscheduled, "max_pinned_fraction": defaults.max_pinned_fraction}
         if structs.replace(options, **free) != defaults:
             raise ValueError(
-                f"prefix_cache: a retention policy orders what these options order themselves (got {options}). "
+                f"prefix_cache: a retention policy replaces the order that these options set (got {options}). "
                 "Allowed: their defaults."
             )
         self.order: RetentionOrder[CachedEntry] = RetentionOrder(retention.policy, retention.name)

@@ -48,7 +48,7 @@ class CachedEntry:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_children = 0
-        """Entries that continue it."""
+        """Number of entries that continue it."""
         self.stored_at = self.last_used_at = now
         self.num_uses = 1
         self.priority: int = getattr(request, "priority", 0)
@@ -189,5 +189,5 @@ class _AsTheyBecameIdle:
     key_motion = KeyMotion.STATIC
 
     def key(self, block: object, now: float) -> float:
-        """The same for all."""
+        """Return the same key for all blocks."""
         return 0.0

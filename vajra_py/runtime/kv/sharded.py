@@ -47,9 +47,9 @@ class _BlockTables:
         self.tables: list[list[int]] = []
         self.host: list[int] = []
         self.num_prefill_tokens = 0
-        """Tokens known at admission, whose prefill is work."""
+        """Number of tokens known at admission, whose prefill is work."""
         self.num_done_tokens = 0
-        """Leading tokens computed, by `on_chunk_done`."""
+        """Number of leading tokens computed, by `on_chunk_done`."""
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +97,7 @@ class KvParallelMemory:
         _check_sizes(groups, block_size)
         if prefix_cache is not None:
             raise ValueError(
-                "KvParallelMemory: there is no prefix cache with KV parallelism, which would tie requests to groups "
+                "KvParallelMemory: prefix_cache ties requests to groups and cannot be combined with KV parallelism "
                 f"(got {prefix_cache}). Only None is allowed."
             )
         self.num_groups = groups.num_groups
@@ -113,7 +113,7 @@ class KvParallelMemory:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of all groups."""
+        """Number of KV blocks of all groups."""
         return sum(pool.num_blocks for pool in self._pools)
 
     @property
@@ -142,7 +142,7 @@ class KvParallelMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -178,11 +178,13 @@ class KvParallelMemory:
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed: all, since none are shared."""
+        """Return the number of blocks that would become free if these resident requests were freed: all, since none are
+        shared.
+        """
         return sum(map(self.num_held_blocks, requests))
 
     def num_held_blocks(self, request: KvRequest) -> int:
-        """Device blocks of the request over all its groups."""
+        """Return the number of device blocks of the request over all its groups."""
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
@@ -273,7 +275,7 @@ class KvParallelMemory:
         return self._tables_of[request].groups
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """The request's block ids in each of `groups_of`."""
+        """Return the request's block ids in each of `groups_of`."""
         return self._tables_of[request].tables
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
@@ -290,7 +292,9 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens` tokens."""
+        """Return the tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens`
+        tokens.
+        """
         groups = self.active_groups(request, num_done_tokens)
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 
@@ -431,7 +435,7 @@ class KvParallelMemory:
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Refuse: decodes have no drafts here."""
-        raise ValueError(f"KvParallelMemory.shrink: blocks are not given back one by one (to keep {num_blocks}).")
+        raise ValueError(f"KvParallelMemory.shrink: blocks cannot be freed one by one (to keep {num_blocks}).")
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
@@ -456,7 +460,7 @@ class KvParallelMemory:
     def reserve_blocks(self, num_blocks: int) -> None:
         """Refuse to reserve: each request grows in its own groups."""
         raise ValueError(
-            f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
+            f"KvParallelMemory.reserve_blocks: blocks cannot be reserved (got {num_blocks}). Check `can_reserve` first."
         )
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:

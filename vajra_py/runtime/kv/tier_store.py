@@ -34,7 +34,7 @@ class TierBlock(CachedEntry):
         self.is_here = False
         """True once it is written."""
         self.num_locks = 1
-        """Transfers that read or write it."""
+        """Number of transfers that read or write it."""
         self.slot = -1
         """Slot of the tier in which it is stored; -1 where slots are not numbered."""
         self.source = -1
@@ -90,7 +90,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Hashes of content that can be read, in order of entry."""
+        """Return the hashes of content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Adding and removing

@@ -165,7 +165,7 @@ class Network:
 
     def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> Flow:
         if transfer_id in self._transfers:
-            raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
+            raise ValueError(f"Network: transfer {transfer_id!r} is in flight already")
         if source == target:
             raise ValueError(f"Network: replica {source} has no link to itself")
         if num_bytes < 0:
@@ -248,7 +248,7 @@ class Network:
     def _known(self, transfer_id: Hashable) -> Flow:
         one = self._transfers.get(transfer_id)
         if one is None:
-            raise ValueError(f"Network: no transfer {transfer_id!r} is under way")
+            raise ValueError(f"Network: no transfer {transfer_id!r} is in flight")
         return one
 
     # Time
@@ -324,10 +324,10 @@ class Network:
         self._flow(one)
 
     def _go_on(self, one: Flow, feed: Feed) -> None:
-        """Continue a transfer that has sent all available bytes with those that have become available since, or make it
-        wait.
+        """Continue an open transfer whose previous bytes are sent: with the bytes that are available now, or else by
+        waiting for more.
 
-        While it waits, other transfers use its links.
+        While it waits, other transfers use the full bandwidth of its links.
         """
         one.version += 1
         one.work_left, one.since = feed.take_due(self._now), self._now

@@ -58,7 +58,7 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            # After new keys, every request that was not yielded yet is still to be yielded, wherever it ranks now.
+            # Once keys were re-read, start again from the first rank: requests not yet yielded may now rank anywhere.
             if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)
@@ -107,7 +107,7 @@ class ArbitraryQueue(RankedQueue):
         self._num_readings += 1
 
     def _extend(self) -> bool:
-        """Move the next rank from the heap to the sorted part; False if there was none."""
+        """Move the next rank from the heap to the sorted part; return False if there was none."""
         while self._rest:
             rank = heappop(self._rest)
             if self._ranks.get(rank[REQUEST]) is rank:

@@ -44,11 +44,11 @@ class RequestQueue(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait, the same as the length."""
+        """Number of requests that wait, the same as the length."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens left to compute over all waiting requests, as counted when each was added or last refreshed."""
+        """Number of tokens left to compute over all waiting requests, as counted when each was added or last refreshed."""
 
     def add(self, request: RequestView, now: float) -> None:
         """Add a request. ValueError if it waits already; PolicyError if its key breaks the contract."""
@@ -62,8 +62,8 @@ class RequestQueue(Protocol):
         """
 
     def use_hits(self, hits: HitChanges | None) -> None:
-        """From now on, re-read only the keys of requests whose hits have changed according to this source; None:
-        re-read all.
+        """Set the source that reports requests whose prefix hits have changed; only their keys are re-read. None: all
+        keys are re-read.
 
         Does nothing if keys do not move with hits.
         """
@@ -77,7 +77,7 @@ class RequestQueue(Protocol):
         """Have keys that may change at any event re-read, even for the time of the last query; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
-        """The most urgent request, None if nothing waits."""
+        """Return the most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
         """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.

@@ -104,7 +104,7 @@ class GroupedQueue(RankedQueue):
         del self._group_of[request]
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
-        # While every request given so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while True:
             head = self._head()
             if head is None:
@@ -165,7 +165,7 @@ class GroupedQueue(RankedQueue):
             heappush(ahead, ((cursor.group.key, rank[KEY]), rank[ARRIVED_AT], rank[INDEX], rank[SERIAL], cursor))
 
     def _head(self) -> Rank | None:
-        """The most urgent rank; None if nothing waits."""
+        """Return the most urgent rank; None if nothing waits."""
         self._settle()
         while self._ranks:
             group: Any = self._order.first()[REQUEST]
@@ -175,7 +175,7 @@ class GroupedQueue(RankedQueue):
         return None
 
     def _settle(self) -> None:
-        """Re-read the keys of groups named as fallen, and move groups whose key or head has changed to their positions."""
+        """Re-read the keys of groups that were reported as fallen, and re-insert groups whose key or head has changed."""
         fallen = self._fallen
         if fallen is not None and fallen.num_named != self._num_read:
             names = fallen.since(self._num_read)
@@ -198,7 +198,7 @@ class GroupedQueue(RankedQueue):
         if key == group.key:
             return False
         if key < group.key:
-            what = f"group_key({group.name!r}) has fallen without being named (was {group.key!r}, got {key!r})"
+            what = f"group_key({group.name!r}) has decreased without being reported (was {group.key!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_groups; rises need not be."
             self._reader.blame(f"{what}. {allowed}")
         group.key = key
@@ -258,7 +258,7 @@ class KeyedByGroup:
         self._reader = GroupReader(prioritizer, name)
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The two keys, joined; PolicyError if one breaks the contract."""
+        """Return the two keys, joined; PolicyError if one breaks the contract."""
         return _joined(self._reader.key(self._reader.group(request)), self._keys.key(request, now))
 
 

@@ -165,9 +165,7 @@ class HitsQueue(RankedQueue):
         walk, num_moves = self._walk(), self._num_moves
         while True:
             self._read(now)
-            if (
-                num_moves != self._num_moves
-            ):  # a request that was not yielded yet is still to be yielded, wherever it ranks now
+            if num_moves != self._num_moves:  # start again: requests not yet yielded may now rank anywhere
                 walk, num_moves = self._walk(), self._num_moves
             request = next(walk, None)
             if request is None:

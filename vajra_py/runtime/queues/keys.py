@@ -28,7 +28,7 @@ _NUMBER = 0
 
 
 class KeyReader:
-    """Reads keys of one prioritizer for one queue; all must have the shape of the first."""
+    """Reads keys of one prioritizer for one queue; all keys must have the shape of the first key."""
 
     __slots__ = ("_key", "_length", "_policy")
 
@@ -38,7 +38,7 @@ class KeyReader:
         self._length: int | None = None
 
     def key(self, request: RequestView, now: float) -> Any:
-        """The request's key at `now`, checked."""
+        """Return the request's key at `now`, checked."""
         try:
             key = self._key(request, now)
         except PolicyError:
@@ -60,7 +60,7 @@ class KeyReader:
 
 
 class GroupReader:
-    """Reads the groups of requests and the keys of groups; all keys of groups must have the shape of the first."""
+    """Reads the groups of requests and the keys of groups; all keys of groups must have the shape of the first key."""
 
     __slots__ = ("_group", "_key", "_length", "policy")
 
@@ -71,7 +71,7 @@ class GroupReader:
         self._length: int | None = None
 
     def group(self, request: RequestView) -> str:
-        """The name of the request's group, checked."""
+        """Return the name of the request's group, checked."""
         try:
             group = self._group(request)
         except PolicyError:
@@ -86,7 +86,7 @@ class GroupReader:
         return group
 
     def key(self, group: str) -> Any:
-        """The group's key now, checked."""
+        """Return the group's key now, checked."""
         try:
             key = self._key(group)
         except PolicyError:
@@ -185,7 +185,7 @@ class EpochReader:
         self._epoch = prioritizer.key_epoch
 
     def epoch(self) -> int:
-        """The number, checked."""
+        """Return the validated epoch."""
         try:
             epoch = self._epoch()
         except POLICY_EXCEPTIONS as error:
@@ -208,7 +208,7 @@ class SlackReader:
         self._fraction = prioritizer.slack_fraction
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Seconds of slack at `now`."""
+        """Return the seconds of slack at `now`."""
         return self._read(self._seconds, "slack_s", request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
@@ -246,7 +246,9 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
 
 
 def _number(part: object) -> float | int | None:
-    """Convert part of a key to a finite Python number, None if it is none; NumPy's numbers compare slowly and overflow."""
+    """Convert part of a key to a Python number (NumPy's compare slowly and overflow); None if it is not a finite
+    number.
+    """
     if type(part) is not float:
         if isinstance(part, Integral):
             return int(part)

@@ -47,7 +47,7 @@ class KineticQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While every request yielded so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while True:
             group = self._tournament.winner(now)
             if group is None:

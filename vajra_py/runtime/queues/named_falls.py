@@ -33,7 +33,7 @@ class NamedFallsQueue(RankedQueue):
         """Serial of each request's entry; its rank gets another one when its key moves."""
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
-        """Requests that have moved forward."""
+        """Number of requests that have moved forward."""
         self._asked_at = -inf
         """Latest time of a query: before it, keys may be lower without a named fall."""
 
@@ -48,7 +48,7 @@ class NamedFallsQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         given: set[int] = set()
-        # While every request yielded so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while True:
             head = self._head(now)
             if head is None:
@@ -98,7 +98,7 @@ class NamedFallsQueue(RankedQueue):
         return (self._keys.key(request, now), request.arrived_at, request.index)
 
     def _head(self, now: float) -> Rank | None:
-        """The most urgent rank; None if nothing waits."""
+        """Return the most urgent rank; None if nothing waits."""
         self._settle(now)
         while self._ranks:
             head = self._order.first()
@@ -138,7 +138,7 @@ class NamedFallsQueue(RankedQueue):
         if key == rank[KEY]:
             return False
         if key < rank[KEY]:
-            what = f"key() has fallen without being named (was {rank[KEY]!r}, got {key!r})"
+            what = f"key() has decreased without being reported (was {rank[KEY]!r}, got {key!r})"
             allowed = "Allowed: a fall that is named in fallen_requests, or from falls_at on; rises need not be."
             self._keys.blame(request, f"{what}. {allowed}")
         self._replace(rank, self._rank(request, now))

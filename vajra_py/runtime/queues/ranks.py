@@ -29,7 +29,7 @@ SLOPE: Final = 5
 NUM_TOKENS: Final = 6
 
 _BLOCK = 256
-"""Ranks of a full block; one that grows to twice as many is split."""
+"""Number of ranks in a full block; a block that grows to twice this size is split."""
 
 _NOTHING: Final[frozenset[int]] = frozenset()
 
@@ -61,18 +61,18 @@ class SortedRanks:
         return self._num_listed - len(self._gone)
 
     def first(self) -> Rank:
-        """The first rank; IndexError if there is none."""
+        """Return the first rank; IndexError if there is none."""
         return self._blocks[0][0]
 
     def first_two(self) -> tuple[Rank, Rank | None]:
-        """The first rank, and the second or one between the two that was removed; IndexError if there is none."""
+        """Return the first rank, and the second or one between the two that was removed; IndexError if there is none."""
         block = self._blocks[0]
         if len(block) > 1:
             return block[0], block[1]
         return block[0], self._blocks[1][0] if len(self._blocks) > 1 else None
 
     def first_after_key(self, key: object) -> Rank | None:
-        """The first rank with a greater key, or one before it that was removed."""
+        """Return the first rank with a greater key, or one before it that was removed."""
         after: Any = (key, inf)  # greater than every rank with this key, since arrivals are finite
         return next(self._after(after), None)
 
@@ -156,7 +156,7 @@ class SortedRanks:
                 return
 
     def _after(self, last: Rank | None) -> Iterator[Rank]:
-        """The ranks greater than `last`, marked ones too, valid until the next change."""
+        """Return the ranks greater than `last`, marked ones too, valid until the next change."""
         blocks = self._blocks
         if last is None or not blocks or blocks[0][0] > last:
             return chain.from_iterable(blocks)

@@ -20,7 +20,7 @@ class SharedAccess(Protocol):
         """Requests in the shared queue."""
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """The requests that the replicaset scheduler lets this replica take now; lazy."""
+        """Return the requests that the replicaset scheduler lets this replica take now; lazy."""
 
     def __contains__(self, request: object) -> bool:
         """Return True if the request is in the shared queue."""

@@ -32,7 +32,7 @@ class SortedQueue(RankedQueue):
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While every request yielded so far has left the queue, the next one is its head.
+        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
         while self._ranks:
             head = self._order.first()
             if head is last or head[SERIAL] > newest:

@@ -273,7 +273,7 @@ NO_MOVES = PoolMoves((), (), None)
 
 
 def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
-    """Return the changes while the plan is fresh, since requests progress."""
+    """Return the pool's changes in numbers; called before the requests progress, since these numbers are then lost."""
     joined: list[int] = []
     for one in changes.joined:
         # In a step with the pool, the token of this step already counts as computed.

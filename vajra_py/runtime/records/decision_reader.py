@@ -138,7 +138,7 @@ class _Group:
         return zip(self._formed[part].tolist(), self._ended[part].tolist(), strict=True)
 
     def entries(self, name: str, number: int) -> list[tuple[int, ...]]:
-        """The entries of one of a record's lists."""
+        """Return the entries of one of a record's lists."""
         return self._lists[name].entries(number)
 
 
@@ -178,7 +178,7 @@ class _ReplicaReader:
         self._num_rows = 0
 
     def rows(self) -> Iterator[tuple[_Key, Row]]:
-        """Rows with keys in rising order."""
+        """Return the rows with keys in rising order."""
         held: list[tuple[_Key, Row]] = []
         following = [group.first_formed(number) for group, number in self._records[1:]]
         for (group, number), next_formed in zip(self._records, [*following, NEVER], strict=True):
@@ -235,7 +235,7 @@ class _ReplicaReader:
             self._ordered = [(self._ids[one], computed) for one, (_, computed) in in_order]
 
     def _entries(self, chunks: Sequence[tuple[int, ...]], record: Mapping[str, int]) -> list[list[Any]]:
-        """Every entry of the step in batch order."""
+        """Return every entry of the step in batch order."""
         decodes: list[list[Any]] = []
         if record["num_decodes"]:
             done = self._num_decode_steps

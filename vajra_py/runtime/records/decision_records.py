@@ -42,7 +42,7 @@ class Arrivals(Struct, frozen=True):
     ids: NDArray[np.object_]
 
     def take(self, which: NDArray[Any] | slice) -> Arrivals:
-        """Return these of the arrivals."""
+        """Return the selected arrivals."""
         return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
 
 
@@ -108,7 +108,7 @@ class Records(Struct, frozen=True):
         return self.rows[:, _COLUMN_OF[name]]
 
     def take(self, order: Ints, arrivals: NDArray[Any]) -> Records:
-        """Return these records in this order, and these arrivals."""
+        """Return the selected records in the given order, and the selected arrivals."""
         return Records(
             self.replicasets,
             np.asfortranarray(self.rows.take(order, axis=0)),  # whose columns are read
@@ -180,7 +180,7 @@ class Records(Struct, frozen=True):
 
 
 def schema() -> Any:
-    """Columns of the file."""
+    """Return the columns of the file."""
     import pyarrow as pa
 
     fields = [("replicaset", pa.string()), *((name, pa.int64()) for name in SCALARS)]

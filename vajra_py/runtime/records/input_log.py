@@ -26,7 +26,7 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
-_LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
+_LAST = ("metadata", "tbt_slo_s")  # written last, as in the first logs of this version; readers find fields by name
 _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
 """Facts of programs; a row has them only if they are stated."""
 _FACTS = (

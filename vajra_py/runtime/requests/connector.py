@@ -104,13 +104,13 @@ class ConnectorRules(Struct, frozen=True):
 
 class _Load(Struct):
     num_tokens: int
-    """Leading tokens whose KV the request's blocks hold after the load."""
+    """Number of leading tokens whose KV the request's blocks hold after the load."""
     is_over: bool = False
 
 
 class _Kept(Struct):
     num_tokens: int
-    """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
+    """Number of leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 

@@ -50,9 +50,9 @@ class DecodePool:
         self._ends: dict[int, list[Request]] = {}
         self._offset_sum = 0
         self.num_committed = 0
-        """Pool steps that were put into a plan so far."""
+        """Number of pool steps that were put into a plan so far."""
         self.num_emitted = 0
-        """Pool steps completed so far."""
+        """Number of pool steps completed so far."""
         self.num_public = 0
         """Number of members whose generated blocks other requests may hit, so each block is cached when it is full."""
         self.joined: dict[Request, None] | None = None
@@ -139,7 +139,7 @@ class DecodePool:
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """Number of further steps (after the last completed one) after which the next member ends."""
+        """Return the number of further steps (after the last completed one) after which the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:

@@ -31,7 +31,7 @@ class Held(Struct, frozen=True, eq=False):
     """KV that stays on a replica when its request leaves."""
 
     num_tokens: int
-    """Tokens whose KV is on this replica; elsewhere the request may have computed more."""
+    """Number of tokens whose KV is on this replica; elsewhere the request may have computed more."""
 
 
 class KeepsEnded(Protocol):

@@ -73,7 +73,7 @@ class Program:
 
     @property
     def deadline_at(self) -> float | None:
-        """Promised end, seconds."""
+        """Deadline, seconds."""
         return None if self._slo_s is None else self.arrived_at + self._slo_s
 
     @property
@@ -82,7 +82,7 @@ class Program:
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
     def siblings(self, request: RequestView) -> Sequence[str]:
-        """Ids of the calls with the same parents, without this one."""
+        """Return the ids of the calls with the same parents, without this one."""
         same = self._arrived.get(request.parent_calls, ())
         return tuple(one for one in same if one != request.request_id)
 

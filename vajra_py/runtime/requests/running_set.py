@@ -80,7 +80,7 @@ class RunningSet:
         self.adapters: Adapters | None = None
         """LoRA adapters; None: there are none."""
         self.num_running = 0
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
@@ -128,7 +128,7 @@ class RunningSet:
         self.shared.begin_step()
 
     def running(self) -> Sequence[Request]:
-        """Requests that are resident and not in flight, in order of admission."""
+        """Return the requests that are resident and not in flight, in order of admission."""
         if not self.partial:
             return self.decodes()
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
@@ -255,17 +255,17 @@ class StateView:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
         return self._running_set.num_running
 
     @property
     def num_decodes(self) -> int:
-        """Decodes that are not in flight."""
+        """Number of decodes that are not in flight."""
         return len(self._running_set.pool) + len(self._running_set.skipped)
 
     @property
     def num_partial_prefills(self) -> int:
-        """Partial prefills that are not in flight."""
+        """Number of partial prefills that are not in flight."""
         return len(self._running_set.partial)
 
     @property
@@ -282,7 +282,7 @@ class StateView:
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded."""
+        """Number of slots into which another adapter could be loaded."""
         adapters = self._running_set.adapters
         return 0 if adapters is None else adapters.num_available()
 
@@ -292,7 +292,7 @@ class StateView:
         return 0 if adapters is None else adapters.num_blocks.get(name, 0)
 
     def running(self) -> Sequence[RequestView]:
-        """Running requests in order of admission."""
+        """Return the running requests in order of admission."""
         return self._running_set.running()
 
     def decodes(self) -> Sequence[RequestView]:
@@ -307,7 +307,7 @@ class StateView:
         return sorted(partial, key=self.urgency)
 
     def waiting(self) -> Iterator[RequestView]:
-        """Waiting requests that may be admitted, most urgent first, own and shared queue merged."""
+        """Return the waiting requests that may be admitted, most urgent first, own and shared queue merged."""
         running_set = self._running_set
         if running_set.connected is not None:
             others = self._in_order() if running_set.admits else iter(())
@@ -355,11 +355,11 @@ class StateView:
         return -(-num_tokens // self.limits.block_size)
 
     def urgency(self, request: RequestView) -> PriorityKey:
-        """The prioritizer's key now, ties broken by arrival and index."""
+        """Return the prioritizer's key now, ties broken by arrival and index."""
         return self._running_set.queue.urgency(request, self.now)
 
     def slack_s(self, request: RequestView) -> float | None:
-        """Seconds of slack now."""
+        """Return the seconds of slack now."""
         return None if self.slack is None else self.slack.slack_s(request, self.now)
 
     def slack_fraction(self, request: RequestView) -> float | None:

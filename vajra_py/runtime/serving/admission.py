@@ -179,7 +179,7 @@ class AdmissionGate:
         return deferral
 
     def deferral_of(self, request: Request) -> Deferral:
-        """The deferral of a deferred request."""
+        """Return the deferral of a deferred request."""
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
@@ -194,7 +194,7 @@ class AdmissionGate:
     # Calling the policy
 
     def ask(self, request: Request, now: float) -> AdmissionDecision:
-        """The policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
+        """Return the policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
         try:
             decision: object = self.policy.admit(request, self._views, now)
             return self._checked(decision, request, now)
@@ -329,7 +329,7 @@ def _is_number(value: object) -> bool:
 
 
 def _tick_from(seconds: float) -> int:
-    """The first tick that is not before a time."""
+    """Return the first tick that is not before a time."""
     tick = to_ticks(seconds)
     return tick if to_seconds(tick) >= seconds else tick + 1
 
@@ -352,15 +352,15 @@ class _ReplicasetSight:
 
     @property
     def num_queued(self) -> int:
-        """Waiting requests of all queues."""
+        """Number of waiting requests of all queues."""
         return self._replicaset.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of queued requests that are left to compute."""
+        """Number of tokens of queued requests that are left to compute."""
         return self._replicaset.num_queued_tokens
 
     @property
     def num_deferred(self) -> int:
-        """Requests of the replicaset that are deferred."""
+        """Number of requests of the replicaset that are deferred."""
         return self._num_deferred[self.name]

@@ -48,7 +48,7 @@ class Sleeper(Struct, eq=False):
     def count(self, now: int) -> None:
         """Count a wake-up. Raises `PolicyError` for a policy that wakes itself endlessly."""
         if self.wakes.are_without_end(now):
-            message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"
+            message = f"sets alarms for one time without end ({MAX_WAKES_PER_TICK} times)"
             error = PolicyError(self.policy_name, message)
             raise error.at(self.index, 0) if self.slot == Layer.REPLICA_SCHEDULER.value else error
 
@@ -118,11 +118,11 @@ class PolicyWakeUps:
 def wake_tick(time_s: float) -> int:
     """Convert a policy's time to a tick, at most the end of the clock. Raises `ValueError` unless it is finite."""
     if not math.isfinite(time_s):
-        raise ValueError(f"a time to be woken at must be finite (got {time_s!r})")
+        raise ValueError(f"the time of an alarm must be finite (got {time_s!r})")
     return min(to_ticks(time_s), NEVER - 1)
 
 
 def _checked(key: object) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"the key of a wake-up is a string (got {key!r})")
+        raise TypeError(f"the key of an alarm must be a string (got {key!r})")
     return key

@@ -179,4 +179,4 @@ class FastForward(Protocol[S]):
         """End the run with the last step that is certainly a repetition, because blocks were taken after `catch_up`."""
 
     def interrupt_all(self, replicaset: str) -> None:
-        """Do as `interrupt` for every replica of a replicaset."""
+        """Call `interrupt` for every replica of a replicaset."""

@@ -154,8 +154,8 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """Build the admission policy over these replicasets, with the largest of all limits and the predictions of the
-    first.
+    """Build the admission policy of these replicasets. It gets the largest of all limits, and the predictors of the
+    first replicaset.
     """
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
@@ -211,7 +211,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
     num_blocks = memory.num_blocks
     if num_blocks is None:
         if facts.num_blocks is None:
-            message = "is not given, and this latency model does not know how much memory a device has"
+            message = "is missing, and this latency model does not know the memory size of a device"
             raise ConfigError(Problem("replica.memory.num_blocks", message, "A number of KV blocks"))
         num_blocks = facts.num_blocks(memory.block_size, memory.memory_fraction) * groups.groups
     if settings.adapters is not None:
@@ -245,7 +245,7 @@ def _check_drafts(where: str, limits: ReplicaLimits) -> None:
     if not limits.max_draft_tokens:
         return
     if limits.max_draft_tokens >= limits.max_model_len:
-        message = f"asks for more drafts than a sequence of the model has room for (got {limits.max_draft_tokens})"
+        message = f"allows more drafts than fit a sequence of the model (got {limits.max_draft_tokens})"
         raise ConfigError(Problem(f"{where}.draft", message, f"Allowed: 0 to {limits.max_model_len - 1}"))
     if limits.pipeline_stages > 1 or limits.kv_parallel_groups > 1:
         what = "pipeline stages" if limits.pipeline_stages > 1 else "KV-parallel groups"
@@ -310,7 +310,7 @@ class ReplicaPlan(Struct, frozen=True):
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
     num_layers: int | None = None
-    """Layers of its model; None: unknown."""
+    """Number of layers of its model; None: unknown."""
     tiers: KvTiers | None = None
     """Memory tiers below its device; None if there are none, or they are not built yet."""
 
@@ -483,7 +483,7 @@ def _build_retention(
     ordered = {"reuse_order": "lru", "release_order": "tail_first", "retain_freed": True, "duplicates": "keep_first"}
     for name, value in ordered.items():
         if getattr(cache, name) != value:
-            message = f"does not go with the retention policy {choice.policy!r} (got {getattr(cache, name)!r})"
+            message = f"cannot be combined with the retention policy {choice.policy!r} (got {getattr(cache, name)!r})"
             raise ConfigError(Problem(f"replica.memory.prefix_cache.{name}", message, f"Allowed: {value!r}"))
     own = replace(
         context,
@@ -510,7 +510,7 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
     if num_bytes is None:
         num_bytes = max(plan.limits.bytes_per_block // plan.limits.block_size for plan in plans)
     if not num_bytes and (links.bandwidth is not None or links.shared_bandwidth is not None):
-        message = "is not given, and the latency model does not know how much KV a token has"
+        message = "is missing, and the latency model does not know the KV size of a token"
         raise ConfigError(Problem(f"{where}.hand_off.kv_bytes_per_token", message, "A number of bytes"))
     if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
         message = "KV that is spread over KV-parallel groups does not move between replicas"
@@ -531,7 +531,7 @@ def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[Repl
     if num_layers is None:
         num_layers = next((plan.num_layers for plan in plans if plan.num_layers is not None), None)
     if num_layers is None:
-        message = "is not given, and the latency model does not know the model's layers"
+        message = "is missing, and the latency model does not know the model's number of layers"
         raise ConfigError(Problem(f"{where}.hand_off.num_layers", message, "A number of layers"))
     return num_layers
 

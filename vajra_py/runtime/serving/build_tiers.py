@@ -38,7 +38,7 @@ def tier_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> TierM
         if other != config:
             raise ConfigError(Problem(_WHERE, "differ between pools of one replicaset", "Allowed: the same, or none"))
         if not replica.memory.prefix_cache.enabled or not replica.memory.prefix_cache.retain_freed:
-            message = "keep what the prefix cache holds, and there is none that keeps freed blocks"
+            message = "need a prefix cache that keeps freed blocks"
             raise ConfigError(
                 Problem(_WHERE, message, "Allowed: null, or prefix_cache with enabled: true and retain_freed: true")
             )
@@ -47,7 +47,7 @@ def tier_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> TierM
         raise ConfigError(Problem(_WHERE, "are of pools whose blocks differ in size", "Allowed: blocks of one size"))
     num_bytes = _bytes_per_block(config, limits)
     if not num_bytes:
-        message = "is not given, and the latency model does not know how much KV a token has"
+        message = "is missing, and the latency model does not know the KV size of a token"
         raise ConfigError(Problem(f"{_WHERE}.kv_bytes_per_token", message, "A number of bytes"))
     return TierMovesRules(
         links=[_link(level) for level in config.levels],

@@ -79,7 +79,7 @@ class Controller:
 
     @property
     def num_alive(self) -> int:
-        """Requests accepted and not ended."""
+        """Number of requests accepted and not ended."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
@@ -100,7 +100,7 @@ class Controller:
         return replicaset.replicas[request.replica_id]
 
     def replicas(self) -> Sequence[Replica]:
-        """Every replica of every replicaset."""
+        """Return every replica of every replicaset."""
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
     def only_replica(self) -> Replica:
@@ -112,7 +112,7 @@ class Controller:
         return replicas[0]
 
     def num_blocks_of(self, replicaset: str, replica_id: int) -> int:
-        """KV blocks of a replica."""
+        """Return the number of KV blocks of a replica."""
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
     def replicaset_for(self, facts: RequestFacts) -> Replicaset:
@@ -415,7 +415,7 @@ class Controller:
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
         if replicaset.scaling is not None and not replicaset.can_go_on(request, to_seconds(now)):
-            message = f"keeps no replica of replicaset {replicaset.name!r} up that could go on {remain}"
+            message = f"leaves replicaset {replicaset.name!r} without an active replica that could continue {remain}"
             return PolicyError(replicaset.scaling.name, message, request_id=request.request_id)
         if request.state is RequestState.HELD:
             pool = "" if replica is None else f" in pool {replica.parts.pool!r}"

@@ -705,7 +705,7 @@ class Driver(Generic[R]):
             self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
-        """True if only background events are left, with no request to serve and none to come."""
+        """Return True if only background events are left, with no request to serve and none to come."""
         return not self._options.serves and not self.controller.num_alive and self._is_left_only(_IN_THE_BACKGROUND)
 
     def _is_too_late(self, tick: int, phase: Phase) -> bool:

@@ -70,7 +70,7 @@ class HandOff(Struct, Generic[R], eq=False):
     request: Request
     source: R
     num_tokens: int
-    """Tokens whose KV the target gets."""
+    """Number of tokens whose KV the target gets."""
     target: R | None = None
     stage: Stage = Stage.PLACING
     has_reserved: bool = False
@@ -84,11 +84,11 @@ class HandOff(Struct, Generic[R], eq=False):
     hit: int = 0
     """Tokens of the prompt in the target's cache, if blocks were reserved before the prompt was computed."""
     num_sent: int | None = None
-    """Leading tokens whose KV was sent, or is sent with the step in flight, while the prompt is computed; None: nothing
-    was sent.
+    """Number of leading tokens whose KV was sent, or is sent with the step in flight, while the prompt is computed;
+    None: nothing was sent.
     """
     num_announced: int = 0
-    """Leading tokens whose KV was to be sent when that began."""
+    """Number of leading tokens whose KV was to be sent when that began."""
 
 
 class HandOffs(Generic[R]):
@@ -633,7 +633,7 @@ class HandOffs(Generic[R]):
 
 
 def _most_tokens(request: Request) -> int:
-    """Tokens whose KV a request may come to hold."""
+    """Return the tokens whose KV a request may come to hold."""
     return request.num_prompt_tokens + request.max_tokens - 1
 
 

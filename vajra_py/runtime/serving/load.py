@@ -53,22 +53,22 @@ class LiveLoad:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks."""
+        """Number of requests that hold KV blocks."""
         return self.replica.running_set.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests assigned and not admitted."""
+        """Number of requests assigned and not admitted."""
         return self.replica.queue.num_requests
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens left to prefill."""
+        """Number of tokens left to prefill."""
         return self.replica.num_pending_tokens
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV is held for running requests."""
+        """Number of tokens whose KV is held for running requests."""
         return self.replica.num_context_tokens
 
     @property
@@ -109,7 +109,7 @@ class LiveLoad:
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots into which another adapter could be loaded."""
+        """Number of slots into which another adapter could be loaded."""
         adapters = self.replica.adapters
         return 0 if adapters is None else adapters.num_available()
 

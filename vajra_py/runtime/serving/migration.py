@@ -39,7 +39,7 @@ class Migration(Struct, Generic[R], eq=False):
     admitted_index: int
     """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
     num_copied: int = 0
-    """Leading tokens whose KV is at the target, or being sent there."""
+    """Number of leading tokens whose KV is at the target, or being sent there."""
     num_copies: int = 0
     has_reserved: bool = False
 

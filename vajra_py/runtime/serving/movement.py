@@ -117,7 +117,7 @@ class Movement(Generic[R]):
         self.hand_offs.place_again()
         self.make_moves()
 
-    # Replicas come and go
+    # Removed and restored replicas
 
     def drain(self, one: R, *, by_migration: bool) -> None:
         """Stop moves to a draining replica; `by_migration`: its running requests move away."""

@@ -140,7 +140,7 @@ class Policies:
     # Policies in force
 
     def layer(self, layer: Layer) -> LayerPolicies:
-        """The policies of a layer."""
+        """Return the policies of a layer."""
         return self._layers[layer]
 
     def common_choices(self) -> dict[Layer, PolicyChoice]:
@@ -266,6 +266,6 @@ def check_slack(prioritizer: RequestPrioritizer, name: str, schedulers: Iterable
         return
     for scheduler_name, scheduler in schedulers:
         if traits_of(scheduler).needs_slack:
-            message = f"{name!r} predicts no slack, which replica scheduler {scheduler_name!r} needs"
+            message = f"{name!r} does not predict slack, which replica scheduler {scheduler_name!r} needs"
             allowed = "Allowed: a prioritizer with slack_s and slack_fraction, such as lrs or edf"
             raise ConfigError(Problem("scheduling.request_prioritizer", message, allowed))

@@ -46,7 +46,11 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     """
     policies = replicaset.policies
     if policies is None:
-        raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
+        raise ConfigError(
+            Problem(
+                f"replicaset {replicaset.name}", "was not built from a configuration; its policies cannot be replaced"
+            )
+        )
     layer, old = change.layer, policies.layer(change.layer)
     if replicaset.out_of_service:  # no policy in force relies on shared objects
         policies.shared.clear()

@@ -38,12 +38,12 @@ class PoolLoad:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for one of its replicas."""
+        """Number of requests that wait for one of its replicas."""
         return sum(len(queue) for queue in self._queues())
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of these that are left to compute."""
+        """Number of tokens of the queued requests that are left to compute."""
         return sum(queue.num_tokens for queue in self._queues())
 
     def _queues(self) -> list[RequestQueue]:

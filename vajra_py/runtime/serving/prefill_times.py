@@ -36,14 +36,14 @@ class ReplicasetPrefillTime:
         self.tables = tables
 
     def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt."""
+        """Return the seconds for the whole prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.total_s(num_prompt_tokens)
         return min(one.times.total_s(num_prompt_tokens) for one in self._with_room(num_prompt_tokens))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for the rest of it."""
+        """Return the seconds to compute the rest of a prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.remaining_s(num_prompt_tokens, num_done_tokens)
@@ -53,7 +53,7 @@ class ReplicasetPrefillTime:
 
     def _with_room(self, num_prompt_tokens: int) -> Sequence[PrefillTable]:
         if not self.tables:
-            message = "asks for prefill times while it is built; these follow from the chunks of the replica schedulers"
+            message = "needs prefill times while it is built, but these depend on the replica schedulers, which are built later"
             raise ConfigError(Problem("replica_scheduler", message, "Allowed: asking when it is asked for a step"))
         return [one for one in self.tables if num_prompt_tokens < one.max_request_tokens] or self.tables
 

@@ -56,7 +56,7 @@ _is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
-"""Number of steps in a row that may preempt without running anything before the policy is held to be stuck."""
+"""Number of steps in a row that may preempt without running anything before the policy counts as stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -164,7 +164,7 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
-        """True if something outside is reported with each step."""
+        """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended but not been reported, if the next step is formed before the report."""
         self._joins_at_once = False
@@ -246,7 +246,7 @@ class Replica:
         Raises `ConfigError` if the memory has KV parallelism.
         """
         if self.memory.num_groups > 1:
-            message = f"a connector loads to one group of blocks ({self.memory.num_groups} groups)"
+            message = f"a connector supports a single group of blocks ({self.memory.num_groups} groups)"
             raise ConfigError(Problem("replica.kv_parallel.groups", message, "Allowed: 1"))
         running_set, builder = self.running_set, self.builder
 
@@ -397,12 +397,12 @@ class Replica:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens left to prefill, waiting and running."""
+        """Number of tokens left to prefill, waiting and running."""
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.running_set.partial)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV is held for running requests."""
+        """Number of tokens whose KV is held for running requests."""
         running_set = self.running_set
         others = (*running_set.skipped, *running_set.partial, *running_set.in_flight)
         return running_set.pool.context_tokens + sum(one.num_computed_tokens for one in others)
@@ -435,7 +435,7 @@ class Replica:
             if plan.chunks or plan.num_pool_decodes:
                 return plan
             builder.count_preempted(len(plan.preempted))
-        stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
+        stuck = PolicyError(self.parts.policy_name, "preempts in every step and never runs a request")
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
@@ -480,7 +480,7 @@ class Replica:
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # blocks, or a request that can run, may come with a report
+            return False  # a report may free blocks, or make a request runnable
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
@@ -581,7 +581,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or if a request is to move here after
         this step.
         """
-        # Requests that were handed off may have to stay.
+        # A request that leaves after this step may have to stay on this replica, so its decode steps are not repeated.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 

@@ -330,7 +330,7 @@ class Replicaset:
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
-        """Requests of the shared queue that no replica that is up can run, most urgent first."""
+        """Return the requests of the shared queue that no replica that is up can run, most urgent first."""
         if not self._all_lost and not self._differs:
             return []
         queued = [cast(Request, one) for one in self.shared.ordered(now)]
@@ -436,12 +436,12 @@ class Replicaset:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait, in the shared queue and the replicas' own."""
+        """Number of requests that wait, in the shared queue and the replicas' own."""
         return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens that wait to be computed."""
+        """Number of tokens that wait to be computed."""
         held_back = sum(one.num_remaining_tokens for one in self.held_back)
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 

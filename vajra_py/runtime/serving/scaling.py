@@ -107,7 +107,7 @@ class ReplicasetScaling:
         """Call the scaler; return the changes that follow. Raises `PolicyError`."""
         try:
             if self._asked.are_without_end(now):
-                message = f"starts and stops replicas again and again at one time ({MAX_WAKES_PER_TICK} times)"
+                message = f"starts and stops replicas at one time without end ({MAX_WAKES_PER_TICK} times)"
                 raise PolicyError(self.name, message, place=place_of_definition(self.scaler.targets))
             answer: object = self.scaler.targets(self._views, to_seconds(now))
             self.wanted.update(self._checked(answer))
@@ -137,19 +137,19 @@ class ReplicasetScaling:
         place = place_of_definition(self.scaler.targets)
         where = f"replicaset {self.replicaset.name!r}"
         if not isinstance(answer, Mapping):
-            message = f"answered {answer!r} for {where}; expected a mapping of pools to numbers of replicas"
+            message = f"returned {answer!r} for {where}; expected a mapping of pools to numbers of replicas"
             raise PolicyError(self.name, message, place=place)
         pools = {pool.name: pool for pool in self.pools}
         for name, count in answer.items():
             pool = pools.get(name)
             if pool is None:
                 message = (
-                    f"asked for replicas of pool {name!r}, which {where} does not have. Its pools: {', '.join(pools)}"
+                    f"requested replicas of pool {name!r}, which {where} does not have. Its pools: {', '.join(pools)}"
                 )
                 raise PolicyError(self.name, message, place=place)
             is_whole = isinstance(count, Integral) and not isinstance(count, bool)
             if not is_whole or not pool.min_replicas <= count <= pool.max_replicas:
-                message = f"asked for {count!r} replicas of pool {name!r} of {where}"
+                message = f"requested {count!r} replicas of pool {name!r} of {where}"
                 allowed = f"Allowed: whole numbers from {pool.min_replicas} to {pool.max_replicas}"
                 raise PolicyError(self.name, f"{message}. {allowed}", place=place)
             yield name, int(count)

@@ -61,7 +61,7 @@ class DriverServices(Protocol[R]):
         """
 
     def interrupt(self, replicaset: str) -> None:
-        """Do as `touch` for every replica of a replicaset."""
+        """Call `touch` for every replica of a replicaset."""
 
     def sync(self, replicaset: str) -> None:
         """Apply the ended steps of a replicaset; runs of steps continue."""

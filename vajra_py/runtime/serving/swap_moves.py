@@ -55,7 +55,7 @@ def _rules_of(settings: ReplicaConfig, limits: ReplicaLimits) -> SwapRules | Non
     if config.kv_bytes_per_token is not None:
         num_bytes = config.kv_bytes_per_token * limits.block_size
     if not num_bytes:
-        message = "is not given, and the latency model does not know how much KV a token has"
+        message = "is missing, and the latency model does not know the KV size of a token"
         raise ConfigError(Problem(f"{_WHERE}.kv_bytes_per_token", message, "A number of bytes"))
     links = LinkOptions(
         bandwidth=config.bandwidth_gb_s * _GIGA,

@@ -45,7 +45,7 @@ class _Transfer(Struct, Generic[R], eq=False):
     started_at: int
     arrived: Callable[[], None]
     lost: Callable[[], None]
-    """Called instead when the replica has lost its memory."""
+    """Called in place of `arrived` if the replica has lost its memory."""
     pairs: Sequence[tuple[int, int]] = ()
     """(device block, slot in the tier) of each block, if a backend copies."""
     copy: TierCopy[R] | None = None
@@ -74,11 +74,11 @@ class _Load(Struct, Generic[R], eq=False):
     one: R
     content: TierLoad
     num_tokens: int
-    """Tokens whose KV the request's blocks hold after the load."""
+    """Number of tokens whose KV the request's blocks hold after the load."""
     by_tier: Mapping[str, int]
     """Loaded tokens by the tier where they were found."""
     began_at: int
-    """Tick."""
+    """Tick at which the load began."""
 
 
 class TierMoves(Generic[R]):

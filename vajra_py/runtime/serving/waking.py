@@ -100,7 +100,7 @@ class PolicyWaker(Generic[R]):
         self._num_fruitless = self._num_fruitless + 1 if is_all else 0
         if self._num_fruitless > MAX_FRUITLESS_WAKES:
             stall = controller.stall(self._driver.now)
-            message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row, and nothing came of it"
+            message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row without any effect"
             raise PolicyError(sleeper.policy_name, f"{message}. {stall}" if stall is not None else message)
 
     def _wake(self, entry: WakeUp, policy: object) -> None:

@@ -20,7 +20,7 @@ class DraftRules(Struct, frozen=True, kw_only=True):
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
-    """Drafts of a decode in a step, unless the policy sets a number."""
+    """Number of drafts of a decode in a step, unless the policy sets a number."""
     max_tokens: int
     """Largest number of drafts that a policy may set."""
     lookahead_tokens: int = 0

@@ -23,11 +23,12 @@ class PlannedDrafts(NamedTuple):
     num_tokens: int
     """0: none were proposed, or none fit."""
     num_kept_blocks: int
-    """Blocks that the request holds after the step in any case; further ones may be freed."""
+    """Number of blocks that the request holds after the step in any case; further ones may be freed."""
     is_padding: bool = False
     """True if the request is admitted with its last known token, and the draft positions are only padding."""
     num_unverified: int = 0
-    """Drafts of its previous step that may precede the chunk: it is not known yet which of them are accepted."""
+    """Number of drafts of its previous step that may precede the chunk: it is not known yet which of them are accepted.
+    """
 
 
 class PlannedChunk(NamedTuple):
@@ -136,7 +137,7 @@ class StepPlan(Struct, eq=False):
     """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
-    """Requests that were preempted just before, in attempts at this step that ran nothing."""
+    """Number of requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
     """Admission index of each entry with several steps in flight, by which an obsolete result is recognised."""
     copies: Sequence[BlockCopy] = ()
@@ -151,7 +152,7 @@ class StepPlan(Struct, eq=False):
 
     @property
     def num_requests(self) -> int:
-        """Entries of the step."""
+        """Number of entries of the step."""
         return len(self.chunks) + self.num_pool_decodes
 
     @property

@@ -88,7 +88,7 @@ class PlanDraft:
         self.swap_bytes_due = 0
         """Bytes moved by attempts at a step that then stayed empty; they count in the next step."""
         self.num_preempted_before = 0
-        """Requests that were preempted in attempts at this step that ran nothing."""
+        """Number of requests that were preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.drafts: dict[Request, PlannedDrafts] = {}
         """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
@@ -105,7 +105,7 @@ class PlanDraft:
         self.tokens_left = 0
         """Remaining token budget of the step."""
         self.num_tokens = 0
-        """Query tokens in the batch so far."""
+        """Number of query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
         self.num_moved = 0
         """Number of chunks of requests that arrived with their KV and begin to run with this plan."""
@@ -174,13 +174,13 @@ class PlanDraft:
 
     @property
     def num_decodes(self) -> int:
-        """Decodes in the batch."""
+        """Number of decodes in the batch."""
         num_drafted = len(self.drafts) if self._drafted is None else len(self._drafted)
         return len(self._members if self.bulk else self.selected) + num_drafted
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch so far."""
+        """Number of requests in the batch so far."""
         return self._slots_at_start - self.slots_left
 
     @property
@@ -190,7 +190,7 @@ class PlanDraft:
 
     @property
     def num_preempted(self) -> int:
-        """Requests preempted in this step so far."""
+        """Number of requests preempted in this step so far."""
         return len(self.preempted)
 
     def __contains__(self, request: object) -> bool:

@@ -9,7 +9,7 @@ NEVER = 2**63 - 1
 
 
 def to_ticks(seconds: float) -> int:
-    """The nearest tick to a time in seconds."""
+    """Return the nearest tick to a time in seconds."""
     return round(seconds * TICKS_PER_SECOND)
 
 

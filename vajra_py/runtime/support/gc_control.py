@@ -41,7 +41,8 @@ def existing_objects_frozen() -> Iterator[None]:
         first, *others = gc.get_threshold()
         if first > _ALLOCATIONS_OF_A_START:  # put off until now
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
-        gc.collect()  # cheap now; the next full collection waits for new objects, a quarter of those that this one examined
+        # Cheap now; CPython delays the next full collection until new objects reach a quarter of those examined here.
+        gc.collect()
     try:
         yield
     finally:
@@ -51,7 +52,8 @@ def existing_objects_frozen() -> Iterator[None]:
 
 @contextmanager
 def infrequent_collections() -> Iterator[None]:
-    """Do as `existing_objects_frozen`, and collect more rarely; the collector's settings are restored at the end.
+    """Freeze existing objects like `existing_objects_frozen`, and collect less often; the collector's settings are
+    restored at the end.
 
     The simulator's event loop makes no cycles of its own; those of policies and observers are still collected.
     """

@@ -62,7 +62,7 @@ def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
         "/admin/policy", response_model=PoliciesAnswer, responses=answers.errors(401, 503), tags=["administration"]
     )
     async def policies() -> JSONResponse:
-        """The policies in force."""
+        """Return the policies in force."""
         return JSONResponse({"replicasets": _in_force(session)})
 
     @app.post(

@@ -196,7 +196,7 @@ class Preparer:
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
         if most is not None and num_outputs > most:
-            message = f"asks for more outputs than may wait ({num_outputs} or more). Allowed: up to {most}"
+            message = f"requests more outputs than may wait ({num_outputs} or more). Allowed: up to {most}"
             raise bad_request(message, "n", "too_many_outputs")
         if most_tokens is not None and num_tokens > most_tokens:
             message = f"has more prompt tokens than may wait ({num_tokens} or more). Allowed: up to {most_tokens}"
@@ -264,7 +264,7 @@ def _no_replicaset() -> ApiError:
 
 def _check_choices(num_choices: int, most: int) -> None:
     if num_choices > most:
-        message = f"asks for {num_choices} outputs (prompts times n); at most {most} are allowed"
+        message = f"requests {num_choices} outputs (prompts times n); at most {most} are allowed"
         raise bad_request(message, "n")
 
 

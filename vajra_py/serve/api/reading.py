@@ -139,7 +139,7 @@ def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHea
     field = header_field(TENANT_HEADER)
     named = getattr(headers, field)
     if named not in (None, "", tenant):
-        raise bad_request("is another tenant than the key's", TENANT_HEADER, "other_tenant")
+        raise bad_request("differs from the API key's tenant", TENANT_HEADER, "other_tenant")
     return headers.model_copy(update={field: tenant})
 
 

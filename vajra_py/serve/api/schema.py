@@ -421,7 +421,7 @@ def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
     Raises `ValueError` if both are set.
     """
     if continues and begins_answer:
-        raise WrongField("continue_final_message", "does not go with add_generation_prompt")
+        raise WrongField("continue_final_message", "cannot be combined with add_generation_prompt")
     if continues:
         return ChatEnd.MESSAGE
     return ChatEnd.NOWHERE if begins_answer is False else ChatEnd.ANSWER

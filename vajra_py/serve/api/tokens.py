@@ -43,7 +43,7 @@ class TokenPaths:
             tags=["tokens"],
         )
         async def tokenize(request: Request) -> JSONResponse:
-            """The tokens of a text, or of a conversation in the model's chat template."""
+            """Return the tokens of a text, or of a conversation in the model's chat template."""
             return await self._tokenize(await self.bodies.read(request, TokenizeBody))
 
         @app.post(
@@ -54,7 +54,7 @@ class TokenPaths:
             tags=["tokens"],
         )
         async def detokenize(request: Request) -> JSONResponse:
-            """The text of tokens."""
+            """Return the text of tokens."""
             return await self._detokenize(await self.bodies.read(request, DetokenizeBody))
 
     async def _tokenize(self, body: TokenizeBody) -> JSONResponse:

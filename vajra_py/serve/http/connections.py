@@ -52,7 +52,7 @@ class Connections:
         self.per_client: Counter[str] = Counter()
         """Accepted sockets by address, including those in a TLS handshake."""
         self.num_open = 0
-        """Open connections of all addresses."""
+        """Number of open connections of all addresses."""
         self.alive: set[Connection] = set()
         self.num_refused = 0
         self.num_late = 0
@@ -208,9 +208,9 @@ class Connection(HttpToolsProtocol):
         """Start of the phase, on the monotonic clock."""
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
-        """Bytes received around a body: chunk extensions and trailers."""
+        """Number of bytes received around a body: chunk extensions and trailers."""
         self._num_unwanted_bytes = 0
-        """Bytes received after the last answer."""
+        """Number of bytes received after the last answer."""
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
         """Current request, or the last one."""

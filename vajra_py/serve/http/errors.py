@@ -86,7 +86,7 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
 
 def not_json(media_type: str) -> ApiError:
     """Return the error for a body that is not JSON."""
-    message = f"the body is JSON, and has to say so (content-type: application/json; got {media_type or 'none'})"
+    message = f"the body is JSON and needs content-type: application/json (got {media_type or 'none'})"
     return bad_request(message, code="not_json")
 
 
@@ -172,7 +172,7 @@ def install(app: FastAPI) -> None:
         return response
 
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed to answer this request; its log says why", code="internal").response()
+        return ApiError(500, "the server failed on this request; see its log", code="internal").response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation_error)

@@ -218,26 +218,26 @@ class ServeOptions:
             one for one in self.allowed_hosts if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", one)
         ]
         if wrong:
-            message = f"has what is not a name ({wrong[0]!r})"
+            message = f"contains an invalid host name ({wrong[0]!r})"
             problems.append(Problem("allowed_hosts", message, "Names or addresses without port; *.NAME for all below"))
         wrong = [
             one for one in self.allowed_origins if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)
         ]
         if wrong:
-            message = f"has what is not an origin ({wrong[0]!r})"
+            message = f"contains an invalid origin ({wrong[0]!r})"
             problems.append(Problem("allowed_origins", message, "Such as https://chat.example.org, or *"))
         if self.allow_credentials and ("*" in self.allowed_origins or not self.allowed_origins):
-            message = "needs origins by name: any page could use what a browser keeps for its user"
+            message = "must list origins: with '*' any page could use the credentials that a browser stores"
             problems.append(Problem("allow_credentials", message, "allowed_origins without *"))
         wrong = [one for one in self.forwarded_allow_ips if one != "*" and not _is_network(one)]
         if wrong:
-            message = f"has what is no address ({wrong[0]!r})"
+            message = f"contains an invalid address ({wrong[0]!r})"
             problems.append(Problem("forwarded_allow_ips", message, "Addresses, networks such as 10.0.0.0/8, or *"))
         return problems
 
     def _admin_problems(self) -> list[Problem]:
         if self.admin and self.has_keys and self.admin_api_key is None:
-            message = "is missing: everyone who may use the server could swap its policies"
+            message = "is missing: every user of the server could swap its policies"
             return [Problem("admin_api_key", message, "Another key for /admin (VAJRA_ADMIN_API_KEY), or no --admin")]
         if self.admin_api_key is not None and not self.admin:
             return [Problem("admin_api_key", "does nothing without --admin")]

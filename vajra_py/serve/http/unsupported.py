@@ -188,7 +188,7 @@ def refuse_fields_of(given: Mapping[str, Any], others: Collection[str], path: st
     """Refuse fields that only exist in bodies of the other path. Raises `WrongField`."""
     for name in others & given.keys():
         if given[name] not in (None, False):
-            raise WrongField(name, f"is a field of {path}, and means nothing here")
+            raise WrongField(name, f"is a field of {path}, and has no effect here")
 
 
 def refuse_unsupported_message(given: Mapping[str, Any]) -> None:

@@ -114,9 +114,9 @@ class SetStats:
         self.num_decodes = 0
         self.prefill_tokens = 0
         self.num_prompt_tokens = 0
-        """Prompt tokens of requests that have their first token."""
+        """Number of prompt tokens of requests that have their first token."""
         self.num_output_tokens = 0
-        """Output tokens as of the last `count_output_tokens`."""
+        """Number of output tokens as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
         """Numbers of decodes, prompts and prompt tokens in the last step, by replica."""
 

@@ -47,7 +47,7 @@ class Catalogue:
             for name, one in self._replicasets.items()
         }
         if served_names and all(one.select.models for one in self._replicasets.values()):
-            message = "does nothing: every replicaset names the models that it serves"
+            message = "has no effect: every replicaset names the models that it serves"
             raise ConfigError(Problem("--served-model-name", message, "Say it under `select.models`"))
         self._check_models()
         base = tuple(dict.fromkeys(name for names in self._names.values() for name in names))
@@ -77,7 +77,7 @@ class Catalogue:
         problems = []
         for name, one in self._replicasets.items():
             if not one.select.models and len(set(self._models.values())) > 1:
-                message = "is missing, and the replicasets run different models"
+                message = "is missing, but the replicasets run different models"
                 problems.append(Problem(f"replicasets.{name}.select.models", message, "Names that requests may say"))
         for first, second in combinations(self._replicasets, 2):
             selects = [self._replicasets[name].select for name in (first, second)]

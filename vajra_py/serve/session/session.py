@@ -89,7 +89,7 @@ class EngineSession:
     def __init__(self, parts: SessionParts) -> None:
         settings = parts.config.backend.settings
         if not isinstance(settings, ModelBackendConfig):
-            message = f"a server computes with a model (got {parts.config.backend.kind!r})"
+            message = f"a server needs a backend that computes with a model (got {parts.config.backend.kind!r})"
             raise ConfigError(
                 Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`, or vllm in its place")
             )

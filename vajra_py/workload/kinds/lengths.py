@@ -32,7 +32,7 @@ class LengthsConfig(TraceOptions):
     @model_validator(mode="after")
     def _sampled_with_arrivals(self) -> LengthsConfig:
         if self.sample and self.arrivals is None:
-            raise ValueError("sample mixes up the file's arrivals. Allowed: sample together with arrivals")
+            raise ValueError("sample shuffles the file's arrivals. Allowed: sample together with arrivals")
         return self
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:

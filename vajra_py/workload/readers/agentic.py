@@ -168,7 +168,7 @@ def read_agentic(
     sessions = read_agentic_sessions(file)
     wanted = len(sessions) if num_sessions is None else num_sessions
     if wanted > len(sessions):
-        raise WorkloadError(file, None, f"has {len(sessions)} sessions ({wanted} asked for)", "At most so many")
+        raise WorkloadError(file, None, f"has {len(sessions)} sessions ({wanted} requested)", "At most so many")
     starts_s = np.zeros(wanted) if starts is None else starts(wanted)
     rows, content, num_dropped = _gather(sessions, starts_s.tolist())
     if not rows.nodes:

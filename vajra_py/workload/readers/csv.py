@@ -185,7 +185,7 @@ def read_lengths(
         requests = structs.replace(requests.take(rows), request_id=StringColumn.numbered("", np.arange(wanted)))
     elif wanted > len(requests):
         allowed = "At most so many, or sample: true to draw rows with replacement"
-        raise WorkloadError(file, None, f"has {len(table)} rows of lengths ({wanted} asked for)", allowed)
+        raise WorkloadError(file, None, f"has {len(table)} rows of lengths ({wanted} requested)", allowed)
     elif wanted < len(requests):
         requests = requests.take(np.arange(wanted, dtype=np.int64))
     if arrivals is not None:

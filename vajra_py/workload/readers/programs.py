@@ -82,7 +82,7 @@ def read_programs(
             _take(calls, file, line, record, is_timed=starts is None)
     found = len(calls.programs)
     if num_programs is not None and num_programs > found:
-        raise WorkloadError(file, None, f"has {found} programs ({num_programs} asked for)", "At most so many")
+        raise WorkloadError(file, None, f"has {found} programs ({num_programs} requested)", "At most so many")
     if not found:
         raise WorkloadError(file, None, "is empty (no call in it)", "At least one call")
     begins = np.array(calls.starts, dtype=np.float64) if starts is None else starts(found)

@@ -1,11 +1,11 @@
 """Decoder forward pass with merged projections and fused operations.
 
-Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same arithmetic
-from rearranged weights: one product for Q, K and V and one for gate and up; on a CPU packed for oneDNN; on a GPU products
-that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where that is faster. Elsewhere
-rotary embedding is one complex product (rows of W_q and W_k are reordered so that the two halves of a rotated pair are
-neighbours: the same reordering in Q and K leaves their scores as they are), and in float32 norms' weights are multiplied
-into the products that follow.
+Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same
+arithmetic with rearranged weights: there is one product for Q, K and V, and one for gate and up. On a CPU, weights are
+packed for oneDNN; on a GPU, products add to the residual in place. Between products it calls `vajra_kernels.layer_ops`
+if that is faster. Otherwise, rotary embedding is one complex product (rows of W_q and W_k are reordered so that the two
+members of a rotated pair are adjacent; scores do not change, since Q and K are reordered alike), and in float32 the
+weights of norms are folded into the following products.
 
 Invariants:
     - It is used only after a check against transformers' own forward pass with the same weights.

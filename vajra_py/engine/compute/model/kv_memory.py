@@ -68,7 +68,7 @@ class KvMemory:
             return
         for source, target in pairs:
             if not 0 <= target < self.num_blocks <= source < self.num_blocks + self.num_spare_blocks:
-                raise ExecutorError(f"step: a row that was begun ahead has no block of its own ({source} -> {target}).")
+                raise ExecutorError(f"step: a row started in advance has no block of its own ({source} -> {target}).")
         moved = torch.tensor(pairs, dtype=torch.int64)
         for cache in self._device:
             copy_blocks(cache, cache, moved)
@@ -97,7 +97,7 @@ class KvMemory:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield (words of a cache, its part of the buffer as [layers, blocks, words], block ids)."""
         if buffer.size != len(block_ids) * self.block_bytes:
-            message = f"KV copy: {buffer.size} bytes for {len(block_ids)} blocks of {self.block_bytes}"
+            message = f"KV copy: got {buffer.size} bytes for {len(block_ids)} blocks of {self.block_bytes} bytes"
             raise ExecutorError(f"{message}. Both ends have the same model, dtype and block size.")
         if not all(0 <= block < self.num_blocks for block in block_ids):
             wrong = next(block for block in block_ids if not 0 <= block < self.num_blocks)

@@ -156,8 +156,8 @@ def _choose_length(asked: int | None, config: Any, where: str) -> int:
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     if kinds & {"dynamic", "longrope"}:
-        # These models rescale all of a batch's positions by its longest sequence: exact for ragged batches only below
-        # the switch.
+        # These models rescale all positions of a batch once its longest sequence exceeds the original length, so a
+        # ragged batch is exact only if no sequence does.
         original = getattr(config, "original_max_position_embeddings", None)
         longest = min(longest, int(original or longest))
     if asked is not None and not 1 <= asked <= longest:

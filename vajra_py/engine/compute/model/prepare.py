@@ -97,7 +97,7 @@ def _adapters(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, where: 
         known = ", ".join(sorted(ADAPTED_TYPES))
         raise unsupported(where, loaded.model, f"adapters need the fused forward pass of one of these types: {known}")
     if not ranks.is_alone or loaded.device.type != "cpu":
-        raise unsupported(where, loaded.model, "adapters are computed by a single rank on a CPU")
+        raise unsupported(where, loaded.model, "adapters on a CPU are supported with a single rank only")
     return AdapterSlots(options)
 
 

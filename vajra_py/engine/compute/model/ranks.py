@@ -146,7 +146,7 @@ def swap_file(options: RunnerOptions) -> str:
     scheme, _, path = (options.rendezvous or "").partition("://")
     if scheme != "file":
         raise ExecutorError(
-            f"KV memory: swapping between KV-parallel groups needs files in common (rendezvous {options.rendezvous}). "
+            f"KV memory: swapping between KV-parallel groups needs shared files (rendezvous {options.rendezvous}). "
             "Use a file:///path, or no host blocks."
         )
     return f"{path}.swap-{options.stage}-{options.tensor_rank}"

@@ -194,7 +194,7 @@ class TorchRunner:
         assert memory is not None
         if len(ahead.growing) > memory.num_spare_blocks:
             raise ExecutorError(
-                f"step: {len(ahead.growing)} rows grow ahead, with {memory.num_spare_blocks} spare blocks."
+                f"step: {len(ahead.growing)} rows grow in advance, but there are only {memory.num_spare_blocks} spare blocks."
             )
         with current(self._model.device):
             last_tokens = state.last_tokens.clone()
@@ -209,7 +209,7 @@ class TorchRunner:
         ahead, self._ahead, memory = self._ahead, None, self._memory
         counted = set(begun)
         if ahead is None or memory is None or not counted <= set(ahead.slots):
-            raise ExecutorError("step: what it counts on was not submitted ahead.")
+            raise ExecutorError("step: the step it depends on was not submitted.")
         dropped = [slot for slot in ahead.slots if slot not in counted]
         with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
             if dropped:
