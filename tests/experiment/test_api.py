@@ -114,7 +114,7 @@ def test_what_cannot_be_made_is_refused_when_it_is_loaded(tmp_path: Path) -> Non
     """As `vajra check` refuses it: a latency model that knows no memory, a trace that is not there."""
     simulator = {"latency": {"type": "constant", "step_time_s": 0.01}}
     sizeless = {name: value for name, value in SMALL.items() if name != "replica"}
-    with pytest.raises(ConfigError, match=r"num_blocks: is not given"):
+    with pytest.raises(ConfigError, match=r"num_blocks: is missing"):
         vajra.load({**sizeless, "backend": {"simulator": simulator}})
     with pytest.raises(ConfigError, match=r"none\.csv"):
         vajra.load({**SMALL, "workload": {"type": "azure", "path": str(tmp_path / "none.csv")}})

@@ -83,7 +83,6 @@ def comparison_without(comparison: Comparison, name: str) -> Comparison:
         replications=tuple(comparison.replications[i] for i in kept),
         values={OVERALL: {key: tuple(row[i] for i in kept) for key, row in comparison.values[OVERALL].items()}},
         samples={OVERALL: {key: tuple(own[i] for i in kept) for key, own in comparison.samples[OVERALL].items()}},
-        _adjusted={},
     )
 
 

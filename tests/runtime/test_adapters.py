@@ -267,7 +267,7 @@ def test_a_replica_scheduler_sees_what_is_loaded_and_which_slots_are_free() -> N
 def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> None:
     system = {"replica": {"memory": {"num_blocks": 40}, "adapters": {"models": [{"name": "a"}]}}}
     (problem,) = check_replica("system.replica", ReplicaConfig.model_validate(system["replica"]))
-    assert str(problem).startswith("system.replica.adapters: steps are computed with the base model alone")
+    assert str(problem).startswith("system.replica.adapters: steps are computed with the base model only")
 
 
 @settings(max_examples=25, deadline=None)

@@ -380,7 +380,11 @@ def problem_of(scheduling: Mapping[str, Any], cache: Mapping[str, Any] | None = 
             {"enabled": False},
             "there is no prefix cache. Allowed: null, or prefix_cache.enabled: true",
         ),
-        ({"retention": "lfu"}, {"reuse_order": "fifo"}, "replica.memory.prefix_cache.reuse_order: does not go with"),
+        (
+            {"retention": "lfu"},
+            {"reuse_order": "fifo"},
+            "replica.memory.prefix_cache.reuse_order: cannot be combined with",
+        ),
         ({"retention": "lfu"}, {"retain_freed": False}, "Allowed: True"),
         ({}, {"max_pinned_fraction": 1.5}, "max_pinned_fraction"),
         ({"retention": 3}, {}, "must be a policy's name"),

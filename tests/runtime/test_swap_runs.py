@@ -304,7 +304,7 @@ def test_a_link_without_host_memory_and_other_backends_are_refused() -> None:
     replica = ReplicaConfig.model_validate({"memory": {"host_blocks": 4, "swap_link": link()}})
     (problem,) = check_replica("replica", replica)
     assert str(problem).startswith("replica.memory.swap_link: swapped blocks are copied between two steps")
-    with pytest.raises(ConfigError, match=r"swap_link.kv_bytes_per_token: is not given"):
+    with pytest.raises(ConfigError, match=r"swap_link.kv_bytes_per_token: is missing"):
         built({"bandwidth_gb_s": 1.0})
 
 

@@ -102,7 +102,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("no such parameter", {"layer": "replica_scheduler", "policy": "fixed_chunk", "params": {"chunksize": 3}}, "params.chunksize", "Did you mean 'chunk_size'?"),
     ("a parameter out of range", {"layer": "replica_scheduler", "policy": "fixed_chunk", "params": {"chunk_size": 0}}, "params.chunk_size", "at least 1"),
     ("no such replicaset", {"layer": "request_prioritizer", "policy": "fcfs", "replicaset": "defalt"}, "replicaset", "Did you mean 'default'?"),
-    ("what needs a latency model", {"layer": "request_prioritizer", "policy": "edf"}, "backend.engine.latency", "is not given"),
+    ("what needs a latency model", {"layer": "request_prioritizer", "policy": "edf"}, "backend.engine.latency", "is missing"),
     ("an unknown field", {"layer": "request_prioritizer", "policy": "fcfs", "param": {}}, "param", "not permitted"),
     ("no policy", {"layer": "request_prioritizer"}, "policy", "required"),
 ]  # fmt: skip

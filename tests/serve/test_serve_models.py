@@ -121,7 +121,7 @@ OTHER = {"two": {"model": "models/b"}}
             (),
             "a prompt's length cannot choose between the models of 'one' and 'two'",
         ),
-        ({"one": {"select": {"models": ["m"]}}}, {}, ("n",), "--served-model-name: does nothing"),
+        ({"one": {"select": {"models": ["m"]}}}, {}, ("n",), "--served-model-name: has no effect"),
     ],
 )
 def test_names_that_could_mean_two_models_are_refused(

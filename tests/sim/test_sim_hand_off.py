@@ -312,7 +312,7 @@ def test_both_instances_of_a_plain_scheduler_are_woken_and_draw_their_own_number
         ({"pools": {"prefill": {}}}, "no pool takes the requests that leave the prefill pool"),
         ({"pools": {"decode": {}}}, "no pool computes prompts for the decode pool"),
         ({"links": {"bandwidth_gb_s": 0.0}}, "links.bandwidth_gb_s"),
-        ({"hand_off": {}}, "kv_bytes_per_token: is not given"),
+        ({"hand_off": {}}, "kv_bytes_per_token: is missing"),
         ({"hand_off": "vllm"}, "vllm-pd"),
         ({"pools": {"prefill": {}, "decode": {"replica_scheduler": "vllm_v2"}}}, "no installed package offers"),
     ],

@@ -99,13 +99,13 @@ def test_a_plain_scaler_passes() -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (AsksTooMuch, "asked for 6 replicas of pool 'default'"),
-        (AsksForHalves, "asked for 1.5 replicas"),
+        (AsksTooMuch, "requested 6 replicas of pool 'default'"),
+        (AsksForHalves, "requested 1.5 replicas"),
         (InventsPools, "requested replicas of pool 'elsewhere'"),
         (ReadsClocks, "calls time.time"),
         (Draws, "calls random.random"),
         (ChangesViews, "changed what it was shown"),
-        (Differs, "two equal runs asked for different numbers"),
+        (Differs, "two equal runs requested different numbers"),
         (StopsEverything, "down to nothing: .*without an active replica"),
         (Misspelt, "nothing calls 'on_arrival'"),
         (HasNoMethod, "has no method 'targets'"),

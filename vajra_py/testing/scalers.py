@@ -44,7 +44,7 @@ def check_scaler(
     change its views, reads no clock and no global random numbers, and returns the same in equal runs. Raises
     `AssertionError` with the name of the scaler and the finding.
     """
-    what, otherwise = f"scaler {spec.name!r}", "two equal runs asked for different numbers"
+    what, otherwise = f"scaler {spec.name!r}", "two equal runs requested different numbers"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 
 
