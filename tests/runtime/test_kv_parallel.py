@@ -217,7 +217,7 @@ def test_kv_parallel_refuses_group_tokens_that_do_not_suit_the_blocks(group_toke
 
 
 def test_kv_parallel_refuses_a_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="prefix_cache .*cannot be combined with KV parallelism"):
+    with pytest.raises(ValueError, match=r"prefix_cache .*cannot be combined with KV parallelism"):
         memory_of(prefix_cache=PrefixCacheOptions())
 
 
