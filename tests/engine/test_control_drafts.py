@@ -94,16 +94,15 @@ PARAMETERS = [
 
 def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vajra_py import LLM
-    from vajra_py.runtime.requests.request import Request
+    from vajra_py.runtime.requests.request import add_outputs
 
     counted: list[tuple[int, int]] = []
-    count = Request._count_drafts
 
-    def counting(self: Request, num_before: int, num_drafts: int, num_accepted: int) -> None:
-        counted.append((num_drafts, num_accepted))
-        count(self, num_before, num_drafts, num_accepted)
+    def counting(requests: Any, num_drafts: list[int], num_accepted: list[int], num_new: int, tick: int) -> list[int]:
+        counted.extend(zip(num_drafts, num_accepted, strict=True))
+        return add_outputs(requests, num_drafts, num_accepted, num_new, tick)
 
-    monkeypatch.setattr(Request, "_count_drafts", counting)
+    monkeypatch.setattr("vajra_py.runtime.serving.replica.add_outputs", counting)
     rng = np.random.default_rng(0)
     prompts = [(rng.integers(5, 60, size=6).tolist() * 5)[: int(rng.integers(10, 30))] for _ in range(6)]
 
@@ -116,7 +115,7 @@ def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytes
         return [(one.token_ids, one.text) for one in found]
 
     plain = outputs({})
-    assert not counted
+    assert not any(proposed for proposed, _ in counted)
     assert outputs({"num_tokens": 4}) == plain
     assert sum(accepted for _, accepted in counted) > 10
     assert sum(proposed - accepted for proposed, accepted in counted) > 10

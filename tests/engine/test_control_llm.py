@@ -151,7 +151,7 @@ def test_a_policy_that_needs_predictions_says_so_before_a_model_is_loaded(
     layer: str, policy: str, hollow_model: Path
 ) -> None:
     layers = {"request_prioritizer": "fcfs", "replicaset_scheduler": "pull", "replica_scheduler": "fixed_chunk"}
-    with pytest.raises(ConfigError, match=r"^backend\.engine\.latency: is not given"):
+    with pytest.raises(ConfigError, match=r"^backend\.engine\.latency: is missing"):
         LLM(hollow_model, {**settings(), "scheduling": {**layers, layer: policy}}, load=refuses_to_load)
 
 

@@ -210,8 +210,8 @@ def test_sizes_are_vllms_whatever_the_file_says(tmp_path: Path, registry: Regist
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("preset: sarathi\nsweep: {seed: [1, 2]}\n", "one system is asked for"),
-        ("preset: sarathi\nreplications: 2\n", "one system is asked for"),
+        ("preset: sarathi\nsweep: {seed: [1, 2]}\n", "expected one system"),
+        ("preset: sarathi\nreplications: 2\n", "expected one system"),
         ("preset: sarathi\nnum_replicas: 2\n", "one replica"),
         ("replicasets: {a: {preset: sarathi}}\n", "several replicasets"),
         ("preset: sarathi\nreplica: {memory: {host_blocks: 4}}\n", "host_blocks"),
