@@ -247,7 +247,7 @@ def test_one_group_of_full_attention_is_taken() -> None:
 def test_a_policy_that_misses_a_setting_is_refused_before_weights_are_looked_for(model: Path, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("version: 1\npreset: sarathi\nscheduling: {request_prioritizer: edf}\n")
     wanted = {"vajra": {"experiment": str(tmp_path / "experiment.yaml")}}
-    with pytest.raises(ConfigError, match=r"^backend\.vllm\.latency: is not given"):
+    with pytest.raises(ConfigError, match=r"^backend\.vllm\.latency: is missing"):
         vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler", additional_config=wanted)
 
 
