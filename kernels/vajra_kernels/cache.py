@@ -42,7 +42,7 @@ def allocate_kv_cache(
 
 
 def kv_block_bytes(num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Return the bytes of one KV block, K and V, over all layers."""
+    """Return the number of bytes of one KV block, K and V, over all layers."""
     block_size, num_kv_heads, head_dim = block_shape
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 

@@ -42,7 +42,8 @@ class Defer:
     holds_rest: bool = False
     """True if requests of its replicaset that come after it (by priority, then submission) wait as long as it does.
 
-    After a change, the policy is then called for the first of them alone, instead of for each.
+    After a change, the policy is then called for the first of them alone, instead of for each. Without effect if `until`
+    is set.
     """
 
 

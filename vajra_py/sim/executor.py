@@ -26,7 +26,7 @@ class StepTimer(Protocol):
     """Durations of simulated steps."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the ticks that one pipeline stage is busy with the plan; with one stage, those of the whole step."""
+        """Return the number of ticks that one pipeline stage is busy with the plan; with one stage, those of the whole step."""
 
 
 @runtime_checkable

@@ -291,7 +291,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the tokens that would be a prefix hit on admission now; at least one token is left to compute."""
+        """Return the number of tokens that would be a prefix hit on admission now; at least one token is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -305,12 +305,6 @@ class ManagedKv(WithoutKvExtras):
         if (num_known := held.hashes.num_hashed_tokens) >= self.block_size:
             self._coordinator.cache_blocks(held, min(num_tokens, num_known))
             self._version += 1
-
-    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
-        """Call `cache_blocks` for each of these resident requests, where it changes anything."""
-        for request, count in zip(requests, num_tokens, strict=True):
-            if count:
-                self.cache_blocks(request, count)
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove blocks beyond the first `num_tokens` tokens from the prefix cache, since they will not be computed.

@@ -557,7 +557,7 @@ class Scheduler(WithoutExtras):
         return made
 
     def _num_stored(self, record: Record) -> int:
-        """Return the tokens of a prompt that are in the prefix cache when it is computed."""
+        """Return the number of tokens of a prompt that are in the prefix cache when it is computed."""
         replica, own = self.mechanism.replica, record.own
         memory, size = replica.memory, replica.limits.block_size
         if isinstance(memory, ManagedKv) and own is not None and memory.is_registered(own):

@@ -21,7 +21,7 @@ class PromptBudget(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def _budget(self, replica: LocalReplicaView, now: float) -> int:
-        """Return the tokens that prompts may have in the step being formed."""
+        """Return the number of tokens that prompts may have in the step being formed."""
         return self._chunk_size
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

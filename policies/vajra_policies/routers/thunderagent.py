@@ -150,7 +150,7 @@ class ThunderAgent:
         return best.replica_id
 
     def _num_tokens(self, name: str) -> int:
-        """Return the tokens of the program's calls that run or wait at their replica."""
+        """Return the number of tokens of the program's calls that run or wait at their replica."""
         return sum(request.num_known_tokens for request in self._calls.get(name, ()))
 
     # Held calls

@@ -96,12 +96,12 @@ class ProgramTable:
         return found
 
     def counted(self, one: AgentProgram) -> int:
-        """Return the tokens that a program counts at its replica."""
+        """Return the number of tokens that a program counts at its replica."""
         weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
         return int(one.tokens * weight) + self.rules.buffer_tokens
 
     def needed(self, one: AgentProgram) -> int:
-        """Return the tokens of room that a program needs at a replica."""
+        """Return the number of tokens of room that a program needs at a replica."""
         return one.tokens + self.rules.buffer_tokens
 
     @property

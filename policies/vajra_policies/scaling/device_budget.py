@@ -52,7 +52,7 @@ NO_BUDGET = Budget()
 
 
 def clamp_one(wanted: int, devices: int, budget: Budget, least: int) -> int:
-    """Return the replicas of one pool, reduced or raised to fit the budget; 0 if `least` replicas exceed the ceiling."""
+    """Return the number of replicas of one pool, reduced or raised to fit the budget; 0 if `least` replicas exceed the ceiling."""
     total = wanted * devices
     if budget.is_open or budget.admits(total, devices):
         return wanted

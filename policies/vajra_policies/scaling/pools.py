@@ -28,5 +28,5 @@ def shared_requests(pool: PoolView) -> int:
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return the tokens of the shared queue, as far as the replicas' figures show: never more than there are."""
+    """Return the number of tokens of the shared queue, as far as the replicas' figures show: never more than there are."""
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

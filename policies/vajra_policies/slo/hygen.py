@@ -55,7 +55,7 @@ class Hygen(Preemptive):
         return False
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the tokens as for `preemptive`; of an offline request as many as fit into the budget."""
+        """Return the number of tokens as for `preemptive`; of an offline request as many as fit into the budget."""
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens

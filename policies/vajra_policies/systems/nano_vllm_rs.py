@@ -153,7 +153,7 @@ class NanoVllmRs:
                 budget -= num_tokens
 
     def _chunk(self, request: RequestView, batch: BatchBuilder, budget: int) -> int:
-        """Return the tokens of the next chunk; 0 if the budget has no room for it."""
+        """Return the number of tokens of the next chunk; 0 if the budget has no room for it."""
         num_tokens = batch.max_chunk(request)
         if self._chunk_size is None:
             return num_tokens if num_tokens <= budget else 0

@@ -76,7 +76,7 @@ class ContentEvents:
 def known_prefix_tokens(
     known: Collection[Hashable], hashes: BlockHashes, num_known_tokens: int, block_size: int
 ) -> int:
-    """Return the leading tokens of some content whose blocks are all known; at least one token stays to compute."""
+    """Return the number of leading tokens of some content whose blocks are all known; at least one token stays to compute."""
     limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // block_size
     found, width = 0, FIRST_LOOKUP_BLOCKS
     if not known or not reads_cache(hashes):

@@ -82,7 +82,7 @@ class KvMemory(Protocol):
         """Number of requests that `grow_each` can serve now, whichever they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that `num_tokens` tokens occupy."""
+        """Return the number of blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
         """Return True if a request of `num_tokens` tokens fits into the empty memory."""
@@ -125,7 +125,7 @@ class KvMemory(Protocol):
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the leading tokens that admission would find in the cache now; at least one token is left to compute."""
+        """Return the number of leading tokens that admission would find in the cache now; at least one token is left to compute."""
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
         """Return the source of changes of prefix hits from now on; None if the memory has none, or needs none."""
@@ -163,9 +163,6 @@ class KvMemory(Protocol):
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Allocate blocks until a resident request can hold `num_tokens` tokens; return False if blocks are lacking."""
-
-    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
-        """Call `cache_blocks` for each of these resident requests, where it changes anything."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
@@ -290,7 +287,7 @@ class KvMemory(Protocol):
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the number of tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
@@ -305,7 +302,7 @@ class KvMemory(Protocol):
 
 
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
-    """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes.
+    """Return the largest number of tokens, prompt and output together, that one request may have on a replica of these sizes.
 
     Called for memories that free blocks while a request runs.
     """

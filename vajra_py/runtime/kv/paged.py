@@ -199,7 +199,7 @@ class PagedKvMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that `num_tokens` tokens occupy."""
+        """Return the number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -300,7 +300,7 @@ class PagedKvMemory:
         return self._hits
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the leading tokens that admission would find in the cache now, in whole blocks; at least one token is
+        """Return the number of leading tokens that admission would find in the cache now, in whole blocks; at least one token is
         left to compute.
 
         0 for a request that is resident or swapped. The cost of a repeated call depends only on the blocks cached or
@@ -501,13 +501,6 @@ class PagedKvMemory:
             return False
         table += self._pool.take(num_new)
         return True
-
-    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
-        """Call `cache_blocks` for each of these resident requests, where it changes anything."""
-        size, tables = self.block_size, self._tables
-        for request, count in zip(requests, num_tokens, strict=True):
-            if count and count // size > tables[request].num_cached:
-                self.cache_blocks(request, count)
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
         """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
@@ -742,7 +735,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return the tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return the number of tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

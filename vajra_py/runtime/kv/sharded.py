@@ -142,7 +142,7 @@ class KvParallelMemory:
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that `num_tokens` tokens occupy."""
+        """Return the number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
@@ -208,9 +208,6 @@ class KvParallelMemory:
         return NoHits()
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Do nothing: no prefix cache."""
-
-    def cache_all(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
         """Do nothing: no prefix cache."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
@@ -292,7 +289,7 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return the tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens`
+        """Return the number of tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens`
         tokens.
         """
         groups = self.active_groups(request, num_done_tokens)

@@ -255,13 +255,13 @@ class ConnectedKv:
         return found is not None and found[1].is_async and found[1].num_tokens > 0
 
     def cached_tokens(self, request: Request) -> int:
-        """Return the leading tokens that a waiting request need not compute if it is admitted now."""
+        """Return the number of leading tokens that a waiting request need not compute if it is admitted now."""
         num_local = self._running_set.memory.cached_tokens(request)
         found = self._match(request) if request.state in _ASKED_ABOUT else None
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
-        """Return the free blocks that admission needs: those that it takes (at their maximum, if in several steps) and
+        """Return the number of free blocks that admission needs: those that it takes (at their maximum, if in several steps) and
         those reserved for prompts in progress.
         """
         memory = self._running_set.memory
@@ -274,7 +274,7 @@ class ConnectedKv:
         return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
 
     def _num_reserved(self) -> int:
-        """Return the blocks that requests whose prompts are being loaded or computed still need, for their known tokens
+        """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their known tokens
         and the first decode with drafts.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
@@ -331,7 +331,7 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Return the leading tokens covered by a request's load, or kept by an ended request; None for any other
+        """Return the number of leading tokens covered by a request's load, or kept by an ended request; None for any other
         request.
         """
         kept = self._kept.get(request)

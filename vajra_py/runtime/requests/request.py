@@ -456,12 +456,7 @@ def add_outputs(
     for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
         num_outputs = request._output
         if drafts:
-            request.num_draft_tokens += drafts
-            request.num_accepted_tokens += accepted
-            log = request._draft_log
-            if log is None:
-                log = request._draft_log = []
-            log += (num_outputs - num_before, drafts, accepted)
+            request._count_drafts(num_outputs - num_before, drafts, accepted)
         request._output = num_outputs = num_outputs + num_new + accepted
         request._computed += accepted
         request.end_epoch -= num_new + accepted

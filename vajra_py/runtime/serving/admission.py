@@ -57,7 +57,7 @@ class Deferral(Struct, eq=False):
         until: tick at which the policy is called again; None: when something changes.
         counted_from: tick from which its deferrals until a time are counted.
         num_counted: number of these.
-        holds_rest: True if deferred requests after this one wait as long as it does.
+        holds_rest: True if deferred requests after this one wait as long as it does, unless `until` is set.
         is_void: True if the policy was called again, or the request has ended.
     """
 
@@ -82,14 +82,7 @@ class Deferral(Struct, eq=False):
         if until is None:
             return structs.replace(self, until=None, holds_rest=holds_rest, is_void=False)
         counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
-        return structs.replace(
-            self,
-            until=until,
-            counted_from=counted_from,
-            num_counted=num_counted,
-            holds_rest=holds_rest,
-            is_void=False,
-        )
+        return structs.replace(self, until=until, counted_from=counted_from, num_counted=num_counted, is_void=False)
 
 
 class AdmissionGate:
@@ -187,9 +180,9 @@ class AdmissionGate:
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
-        """Return True if a request is deferred, and those after it wait as long as it does."""
+        """Return True if a request is deferred without a time, and those after it wait as long as it does."""
         deferral = self._deferred.get(request)
-        return deferral is not None and deferral.holds_rest
+        return deferral is not None and deferral.until is None and deferral.holds_rest
 
     # Calling the policy
 

@@ -57,7 +57,7 @@ class ContentFeed:
             self._give(record.popleft())
 
     def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the leading tokens of a content that the replica holds, according to the events delivered so far."""
+        """Return the number of leading tokens of a content that the replica holds, according to the events delivered so far."""
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())
         return known_prefix_tokens(self._known[replica_id], hashes, num_known_tokens, memory.block_size)

@@ -633,7 +633,7 @@ class HandOffs(Generic[R]):
 
 
 def _most_tokens(request: Request) -> int:
-    """Return the tokens whose KV a request may come to hold."""
+    """Return the number of tokens whose KV a request may come to hold."""
     return request.num_prompt_tokens + request.max_tokens - 1
 
 

@@ -920,10 +920,10 @@ class Replica:
 
     def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int], num_known: Sequence[int]) -> None:
         """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
-        size = self.memory.block_size
-        pairs = zip(num_known, num_accepted, strict=True)
-        full = [known - 1 if (known - 1) % size <= accepted else 0 for known, accepted in pairs]
-        self.memory.cache_all(requests, full)
+        memory, size = self.memory, self.memory.block_size
+        for request, accepted, known in zip(requests, num_accepted, num_known, strict=True):
+            if (known - 1) % size <= accepted:  # a block may be full now
+                memory.cache_blocks(request, known - 1)
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its

@@ -452,7 +452,7 @@ class Replicaset:
         return self.place(request, now)
 
     def prefix_hits(self, request: Request) -> int:
-        """Return the leading tokens of a request in the prefix cache of its replica."""
+        """Return the number of leading tokens of a request in the prefix cache of its replica."""
         if request.hashes is None:
             return 0
         return self._memory_of(request).lookup_prefix(request.hashes, request.num_known_tokens)

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from itertools import repeat
 from typing import NamedTuple, Protocol, overload
 
-import msgspec
 from msgspec import Struct, field
 
 from vajra_py.contract import BatchFeatures
@@ -217,7 +216,7 @@ def in_batch_order(
     yield from chunks[position:]
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(Struct, frozen=True):
     """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None if tokens have no ids
@@ -231,8 +230,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     tokens: Sequence[tuple[Request, int]] | None = None
     stopped: frozenset[Request] = frozenset()
-    failed: Mapping[Request, str] = msgspec.field(default_factory=dict)
-    accepted: Mapping[Request, int] = msgspec.field(default_factory=dict)
+    failed: Mapping[Request, str] = field(default_factory=dict)
+    accepted: Mapping[Request, int] = field(default_factory=dict)
     report: KvReport | None = None
     """Report of a connector's workers; None without a connector or a report."""
     is_ahead: bool = False

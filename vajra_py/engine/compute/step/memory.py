@@ -29,7 +29,7 @@ direction."""
 
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
-    """Return the bytes that KV memory and a step's buffers may take together."""
+    """Return the number of bytes that KV memory and a step's buffers may take together."""
     if device.type == "cpu":
         # Weights are loaded already and count as used, so they are added before taking the share.
         return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
@@ -39,7 +39,7 @@ def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> in
 
 
 def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
-    """Return the bytes of activations and logits that the largest step holds at once, from the model's widths."""
+    """Return the number of bytes of activations and logits that the largest step holds at once, from the model's widths."""
     activations = options.max_step_tokens * _token_bytes(facts, config)
     rows = min(options.max_requests * (1 + options.max_drafts), options.max_step_tokens)
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
@@ -54,7 +54,7 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
 
 
 def _token_bytes(facts: ModelFacts, config: Any) -> int:
-    """Return the bytes of one token's activations."""
+    """Return the number of bytes of one token's activations."""
     itemsize = 4 if facts.dtype == "float32" else 2
     hidden = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
