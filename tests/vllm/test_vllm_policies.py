@@ -148,20 +148,21 @@ def check(vllm: Vllm, file: Path) -> None:
     assert not scheduler.requests
 
 
-@pytest.mark.parametrize(
-    ("prioritizer", "batcher"),
-    [
-        *(("lrs", batcher) for batcher in BATCHERS),
-        *(("example_aging_shortest", batcher) for batcher in BATCHERS if batcher != "space_sharing"),  # no slack
-    ],
-)
-def test_replica_schedulers(vllm: Vllm, tmp_path: Path, prioritizer: str, batcher: str) -> None:
+def alternating(number: int, *choices: str) -> str:
+    """The policies of another layer, in turn."""
+    return choices[number % len(choices)]
+
+
+@pytest.mark.parametrize("batcher", BATCHERS)
+def test_replica_schedulers(vllm: Vllm, tmp_path: Path, batcher: str) -> None:
+    prioritizer = alternating(BATCHERS.index(batcher), "lrs", "example_aging_shortest")
+    prioritizer = "lrs" if batcher == "space_sharing" else prioritizer  # it needs slack
     check(vllm, experiment(tmp_path / "experiment.yaml", prioritizer, "pull", batcher))
 
 
 @pytest.mark.parametrize("prioritizer", PRIORITIZERS)
-@pytest.mark.parametrize("batcher", ["vllm_v1", "fixed_chunk"])
-def test_prioritizers(vllm: Vllm, tmp_path: Path, prioritizer: str, batcher: str) -> None:
+def test_prioritizers(vllm: Vllm, tmp_path: Path, prioritizer: str) -> None:
+    batcher = alternating(PRIORITIZERS.index(prioritizer), "vllm_v1", "fixed_chunk")
     check(vllm, experiment(tmp_path / "experiment.yaml", prioritizer, "round_robin", batcher))
 
 
