@@ -121,7 +121,7 @@ def run_atlas(
     """Execute the unfinished runs and compare all runs.
 
     Raises:
-        RunInterrupted: The user stopped it; finished runs are kept.
+        RunInterrupted: The user stopped the atlas; finished runs are kept.
         RunError: All runs failed.
     """
     how = execution or Execution()
@@ -197,7 +197,9 @@ def _check_loads(loads: Sequence[SweepPoint], path: Path) -> None:
 
 
 def _load_name(load: SweepPoint, loads: Sequence[SweepPoint]) -> str:
-    """Return the name of a load: its first value that differs between the loads, else its number."""
+    """Return the name of a load: its first scalar value if no other load has the same one, else `load N`, counted from
+    1.
+    """
     first = next((str(value) for value in load.values() if not isinstance(value, dict | list)), "")
     firsts = [next((str(value) for value in one.values() if not isinstance(value, dict | list)), "") for one in loads]
     return first if first and firsts.count(first) == 1 else f"load {loads.index(load) + 1}"
@@ -231,7 +233,7 @@ def _words(plan: Plan, label: str) -> str:
 
 
 def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadComparison:
-    """Compare the runs of a workload in the metrics for which it has values, named by entry and load."""
+    """Compare the runs of a workload in those metrics that have values; settings are named by entry and load."""
     settings = group_replications(runs)
     keys = [metric.key for metric in named_metrics(asked.metrics or PRIMARY)]
     comparison = compare(runs, metrics=keys)

@@ -77,8 +77,8 @@ def _interval(answer: CapacityAnswer) -> Interval | None:
 
 
 def difference_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Return a table with a row per pair of settings with known capacities; the one with the higher capacity
-    is first.
+    """Return a table with a row per pair of settings with known capacities; the setting with the higher capacity is
+    first.
     """
     pairs = capacity_differences(answers)
     rows = tuple(Row(one.first, _pair_cells(one)) for one in pairs)

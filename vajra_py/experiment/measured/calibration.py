@@ -1,9 +1,9 @@
 """Fit host overhead and a few scale factors, which operator tables do not contain, to a measured run.
 
 The first and last tokens of the fitted requests mark ends of steps, and a simulation determines which steps lie between
-two of them. With the contribution of each figure to each step, the measured times give a linear least-squares problem,
-regularised by the figures' priors. It is solved repeatedly, each time with the steps of a simulation with the last
-solution. Requests that were not fitted are used to judge the fit.
+two such ends. The contribution of each figure to each step is known, so the measured times give a linear least-squares
+problem, regularised by the figures' priors. The problem is solved several times, each time with the steps of a
+simulation that uses the previous solution. Requests that were not fitted are used to judge the fit.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def calibrate(
 ) -> Fit:
     """Fit a latency model's figures to the run's first requests and judge them by the others.
 
-    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` is the fraction
-    of the requests that is fitted.
+    `latency` is the section `latency:` for the run, from `bundle_latency` or `tables_latency`; `fit_fraction` is the
+    fraction of the requests that is fitted.
 
     Raises:
-        ConfigError: There are too few requests to fit or to judge, or the latency model does not use measured
-            operators.
+        ConfigError: There are too few requests to fit or to judge, or the latency model is already calibrated or does
+            not use measured operators.
     """
     if latency.get("calibration"):
         raise ConfigError(Problem("latency.calibration", "a calibrated model is not fitted again", "Leave it out"))
@@ -155,7 +155,8 @@ class _Trials:
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
-        # Concurrent requests share steps, so their errors are correlated; only as many count as fit one after another.
+        # Concurrent requests share steps, so their errors are correlated; only as many count as independent as would
+        # fit one after another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
@@ -177,7 +178,7 @@ class _Trials:
         return values
 
     def _solved(self, values: Floats) -> Floats:
-        """Return improved values, from the steps of a simulation with the given ones."""
+        """Return improved values, computed from the steps of a simulation with the given `values`."""
         from scipy.optimize import least_squares
 
         data, known = self._trial(values)

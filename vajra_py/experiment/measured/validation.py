@@ -34,7 +34,9 @@ SIMULATED = "simulated"
 
 
 def check_validation(config: ExperimentConfig) -> None:
-    """Raise `ConfigError` if the experiment cannot be validated: it has another backend, or no latency model."""
+    """Raise `ConfigError` if the experiment cannot be validated: its backend runs no model, has settings by replicaset,
+    or has no latency model.
+    """
     settings = config.backend.settings
     if not isinstance(settings, ModelBackendConfig):
         message = f"only what computes with a model is compared with a simulation (got {config.backend.kind})"
@@ -53,7 +55,8 @@ class Assumed:
     """Settings of a simulation that replace those of the engine's run.
 
     Attributes:
-        latency: Model of the step times; None for the model that gives policies predictions.
+        latency: Model of the step times; None for the engine's latency model, which in any case gives policies their
+            predictions.
         seed: Seed of the variation of equal steps; None for the run's seed.
     """
 

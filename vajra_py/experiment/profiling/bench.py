@@ -37,8 +37,8 @@ class Batch:
         return shape
 
     def ends(self, begins_ahead: bool = False) -> list[int]:
-        """Return the number of KV slots, in tokens, that each row needs. With `begins_ahead`, rows of decode-only
-        batches need one more step's slot.
+        """Return the number of tokens for which each row needs KV memory. With `begins_ahead`, rows of decode-only
+        batches need memory for one more token, that of the next step.
         """
         is_ahead = self.is_ahead(begins_ahead)
         decoded = [max(2, context) + 2 if is_ahead else context + 1 for context in self.decodes]
@@ -84,7 +84,7 @@ class Bench:
 
     def time_s(self, batch: Batch) -> float:
         """Return the seconds of one step of the batch; for decodes that begin ahead, from the previous step's tokens to
-        its own.
+        this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
         if is_ahead:  # the same rows also run one step before and one after
@@ -99,7 +99,7 @@ class Bench:
             new.append(NewRow(slot, GREEDY, slot))
             at += count
         decodes = self.taken[: len(batch.decodes)]
-        if decodes:  # a row decodes only after the worker has sampled a token of it
+        if decodes:  # a row can decode only after the worker has sampled a token for it
             contexts = zip(decodes, batch.decodes, strict=True)
             before = [Chunk(slot, self._tokens(1), context - 1 - is_ahead, samples=True) for slot, context in contexts]
             self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
@@ -152,7 +152,7 @@ class Reference:
         return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
 
     def frees(self, bench: Bench) -> None:
-        """Free the slots of a bench that is no longer used, with the next step of the reference."""
+        """Free the slots of a bench that is no longer used, in the next step of the reference."""
         self._bench.taken += bench.taken
         bench.taken = []
 
