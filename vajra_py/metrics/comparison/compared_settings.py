@@ -58,7 +58,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     """Keys of the metrics that are tested."""
     one_sample: tuple[str, ...] = ()
     """Reason why each setting's runs count as one observation; an empty text if each run is a replication. An empty
-    tuple if that holds for all settings.
+    tuple if every run of every setting is a replication.
     """
     workloads: str = ""
     """Sentence, without its full stop, if workloads differ in more than their rate; else empty."""
@@ -143,7 +143,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
         Settings with replications are marked in primary metrics only. The best value of a load has a star if it is
         significantly better than every other value, else an arrow; values that are significantly worse than the best
-        are marked too. A value without a mark carries no claim.
+        are marked too. Nothing is claimed about a value without a mark.
         """
         arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
         best = self.best(key, scope)
@@ -176,8 +176,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Return the testable comparisons of all other settings under the baseline's load with the baseline, in these
-        metrics.
+        """Return the comparisons of the baseline with all other settings under its load, in these metrics, without
+        those that cannot be tested.
         """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]

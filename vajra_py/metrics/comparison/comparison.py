@@ -91,7 +91,7 @@ class Comparison(ComparedSettings, frozen=True):
 
 
 def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the summaries of these runs; RunError if there are no runs or a metric is unknown.
+    """Compare the summaries of these runs. Raises `RunError` if there are no runs or a metric is unknown.
 
     Runs that differ only in their seed form one setting, unless `each_run` is set. `metrics` names the primary metrics,
     which are tested; by default P99 TTFT, P99 TBT and SLO attainment.

@@ -46,7 +46,7 @@ _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
 """Minimum width of a panel in inches, if the rows of panels fit on a page."""
 _SMALL_PANEL_IN = 1.2
-"""Minimum width of a panel in inches if they do not."""
+"""Minimum width of a panel in inches, if rows of wider panels would not fit on a page."""
 MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15

@@ -27,7 +27,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 
 class Setting(Struct, frozen=True):
-    """One configuration with its runs, one per seed without repeated runs, in the order given."""
+    """One configuration with its runs in the order given: one per seed, without runs that repeat another."""
 
     name: str
     positions: tuple[int, ...]

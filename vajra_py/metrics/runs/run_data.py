@@ -81,7 +81,7 @@ class RunData:
 
     @classmethod
     def load(cls, path: str | Path, name: str | None = None) -> RunData:
-        """Open a run's folder; RunError if it is not one or its manifest cannot be read."""
+        """Open a run's folder. Raises `RunError` if it is not a run's folder or its manifest cannot be read."""
         run = cls(path, name)
         if not run.path.is_dir():
             found = "is a file" if run.path.exists() else "does not exist"
@@ -149,7 +149,7 @@ class RunData:
         return self._table(TBT_FILE, columns)
 
     def emitted(self) -> ArrowTable:
-        """Values emitted by policies (`vajra_py.metrics.tables.emitted`); empty if there are none."""
+        """Return the values emitted by policies (`vajra_py.metrics.tables.emitted`); empty if there are none."""
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
     def programs(self) -> ArrowTable:
@@ -164,12 +164,14 @@ class RunData:
         return (self.path / PROGRAMS_FILE).exists()
 
     def replicas(self) -> ArrowTable:
-        """States of replicas over time (`vajra_py.metrics.tables.replicas`); empty for a run without a scaler."""
+        """Return the states of replicas over time (`vajra_py.metrics.tables.replicas`); empty for a run without a
+        scaler.
+        """
         return self._optional(REPLICAS_FILE, replicas_table())
 
     def transfers(self) -> ArrowTable:
-        """KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose requests cannot
-        move.
+        """Return the KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose
+        requests cannot move.
         """
         return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
 
@@ -221,7 +223,7 @@ class RunData:
         return {name: numpy_array(table.column(name))[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the decision log, one row per step in order of completion; RunError if it cannot be read.
+        """Yield the decision log, one row per step in order of completion. Raises `RunError` if it cannot be read.
 
         If the run's process was killed, the log ends with the last recorded step (`has_cut_decisions`).
         """

@@ -70,7 +70,7 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
 
 
 class _Journey(Struct):
-    """State of a request that is moving: the fields of its current row, and the number of rows written before
+    """State of a request that is moving: the fields of its current row, and the number of transfers begun so far
     (`stage`).
     """
 
@@ -199,7 +199,7 @@ class MovementRows(Observer):
     # Interruptions
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write the row of a request that stays at its source, unless it was kept there without being held for any
+        """Write the row of a request that stays at its source, if a transfer had begun or the request was held for some
         time.
         """
         journey = self._journeys.get(request.index)
@@ -232,7 +232,9 @@ class MovementRows(Observer):
             self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Return requests whose KV was in transfer to the lost replica to the held state."""
+        """Write the rows of requests whose KV was in transfer to the lost replica, and mark the requests as held
+        again.
+        """
         for journey in self._at(replicaset):
             if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
                 self._hold_again(journey, KV_LOST, now)

@@ -116,7 +116,7 @@ class StepsBuilder:
         self._ends.append(end)
 
     def take(self, batch: Batch) -> None:
-        """Append the records of a step log."""
+        """Append the records of a step log, without steps whose results never returned."""
         given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
         came_back = given["status"] == CAME_BACK
         if not came_back.all():

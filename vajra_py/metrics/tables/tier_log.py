@@ -38,7 +38,7 @@ class TierLink(Struct, frozen=True):
     """Link of one tier in one replicaset."""
 
     bandwidth: float
-    """Bytes per second in each direction, summed over all replicas."""
+    """Bytes per second in each direction, available to all replicas together."""
 
 
 def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
