@@ -71,7 +71,7 @@ class StepFit:
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds of steps of `num_decodes` decodes, one per sum of their contexts."""
+        """Return the seconds of steps of `num_decodes` decodes, for each sum of their contexts."""
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
@@ -93,7 +93,7 @@ class Profile:
         fit: seconds of a step, including its forming.
         facts: measured configuration: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …),
             versions.
-        errors: relative errors of the fit on held-out shapes, by kind of features.
+        errors: relative errors of the fit on held-out shapes, by kind of step.
         num_shapes: number of measured shapes.
         variation: variation of equal steps; None if each batch was measured once or twice only.
     """

@@ -47,7 +47,9 @@ class LayerCoefficients(Struct, frozen=True):
     expert_flops_s: float
     expert_token_s: float
     elementwise_s: float
-    """Norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks, per token."""
+    """Norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks, per
+    token.
+    """
     fixed_s: float
     """Kernel and exchange latencies."""
     pair_s: float
@@ -120,7 +122,7 @@ class RooflineModel:
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
 
-        0 for an empty batch.
+        Without tokens, these are the seconds of copying the swapped bytes.
         """
         num_decodes = features.num_decodes
         num_tokens = num_decodes + features.prefill_tokens + features.num_draft_tokens
@@ -199,7 +201,7 @@ class RooflineModel:
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
-        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` latencies and
+        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies and
         element-wise work.
         """
         num_tokens = features.num_tokens
@@ -382,7 +384,9 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the bytes)."""
+    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the
+    bytes).
+    """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:
         return 0.0, 0.0
@@ -392,7 +396,8 @@ def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def _kv_merge(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds of merging partial attention over KV-parallel groups: per step that does so, and per token.
+    """Return (seconds per step that merges, seconds per merged token) of merging partial attention over KV-parallel
+    groups.
 
     Each group sends a float32 output vector and one log-sum-exp per query head of its rank to the owner, in every
     layer.

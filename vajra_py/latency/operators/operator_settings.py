@@ -113,7 +113,9 @@ class MeasuredOperatorsConfig(SettingsModel):
         )
 
     def _host_overhead(self, calibration: Calibration | None) -> HostOverhead:
-        """Return the host overhead by name, overridden by calibrated values, and those by configured values."""
+        """Return the named host overhead, with its values replaced by calibrated ones, and all of these by configured
+        ones.
+        """
         figures = dict(calibration.host) if calibration else {}
         given = {
             "step_base_s": self.host_step_us,
