@@ -49,7 +49,7 @@ def model_key(replicaset: str, pool: str) -> str:
 def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
     """Return the devices of each replicaset whose device is named by its latency model or by `costs.device`.
 
-    A replicaset with pools has an entry per pool, under `model_key`. `models` are those of `latency_models`. Raises
+    A replicaset with pools has an entry per pool, under `model_key`. `models` is the result of `latency_models`. Raises
     `ConfigError` if `costs.devices` has an entry for a device that is neither known nor used by the experiment.
     """
     found: dict[str, ReplicasetDevices] = {}

@@ -68,9 +68,7 @@ DeviceChoice = Annotated[
 
 
 class RooflineConfig(SettingsModel):
-    """`type: roofline`: step times computed from a model's config.json and a device's figures, without measurements of
-    an engine.
-    """
+    """`type: roofline`: step times from a model's config.json and a device's figures, without measurements."""
 
     type: Literal["roofline"] = "roofline"
     model: str = Field("Llama-3.1-8B", description="Name of a described model, or path of a config.json or its folder.")

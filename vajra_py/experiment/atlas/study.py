@@ -38,7 +38,7 @@ REPLICATIONS = 8
 OUT = "runs/atlas"
 
 PoolOf = Callable[[ExperimentConfig], MakePool]
-"""Returns the factory of the pool that runs an experiment on other machines."""
+"""Function that returns the factory of the pool for the runs of an experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class Execution:
     workers: int | None = None
     """Number of concurrent runs; None for one per core."""
     overwrite: bool = False
-    """Repeat runs and overwrite their existing results."""
+    """True if finished runs are repeated and their results overwritten."""
     progress: SweepProgress | None = None
     pool_of: PoolOf | None = None
-    """Pool that executes the runs; None for this machine."""
+    """See `PoolOf`; None to execute the runs on this machine."""
 
 
 def run_atlas(

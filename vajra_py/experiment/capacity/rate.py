@@ -33,12 +33,14 @@ _COARSE = 1.5
 """Ratio of a bracket's ends at which the first seed's bracket is narrow enough to start the other seeds."""
 _FIRST_STEP = 2.0
 _LONGEST_STEP = 1.6
-"""Largest factor between two rates of a seed that an estimated slope of the slack may give."""
+"""Largest step, as a factor between two rates, that is derived from an estimated slope of the slack."""
 _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
 """Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Number of earlier probes inside a bracket above which it is bisected instead of interpolated."""
+"""Maximum number of earlier probes inside a bracket for which the next rate is interpolated; after more probes, the
+bracket is bisected.
+"""
 _PEAK = 1.25
 """Ratio of two adjacent rates below which no maximum of a goodput is searched between them."""
 _MOST_PROBES = 40
@@ -195,8 +197,9 @@ class _Study:
         return [math.inf if failed else limit for failed in fails]
 
     def next_of_seed(self, seed: int, guess: float, slopes: Sequence[float], limits: Sequence[float]) -> float | None:
-        """Return the next rate to run under a seed. It serves the condition with the lowest capacity among those whose
-        capacity is not known precisely enough; None if there is none, or if the seed has `_MOST_PROBES` rates.
+        """Return the next rate to run under a seed. It is chosen for the condition with the lowest capacity among those
+        whose capacity is not known precisely enough. Return None if there is no such condition, or if the seed has
+        `_MOST_PROBES` rates.
         """
         runs = self.seed(seed)
         if not runs.rates:

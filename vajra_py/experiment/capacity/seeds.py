@@ -21,8 +21,8 @@ from vajra_py.config.slo import Slo
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5
-"""Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with at
-least 95 %: all of `n` seeds lie below their median with probability `2 ** -n`.
+"""Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with a
+probability of at least 95 %: all of `n` seeds lie below their median with probability `2 ** -n`.
 """
 
 _CURVE_LEVELS = 40
@@ -118,9 +118,9 @@ class ConditionCapacity:
     text: str
     by_seed: tuple[SeedCapacity, ...]
     least: float
-    """Geometric mean over seeds, counting capacities below the lowest rate that was run as zero."""
+    """Geometric mean over seeds; 0 if any seed's capacity lies below the lowest rate that was run."""
     most: float
-    """Geometric mean over seeds, counting capacities above the highest rate that was run as infinite."""
+    """Geometric mean over seeds; infinite if any seed's capacity lies above the highest rate that was run."""
     interval: Interval | None
     """Confidence interval; None with one seed."""
     confidence: float
@@ -234,7 +234,7 @@ class RateEstimate:
 
     least: float
     most: float
-    """`least` and `most` as in `ConditionCapacity`."""
+    """Upper limit of the capacity; `least` is the lower one. See `ConditionCapacity`."""
     interval: Interval | None
     confidence: float
     conditions: tuple[ConditionCapacity, ...]

@@ -147,7 +147,7 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """Return the search, extended by the further points of the curve."""
+        """Return the search, which at its end also requests the runs for further points of the curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]

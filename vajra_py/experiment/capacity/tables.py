@@ -113,8 +113,8 @@ def _pair_cells(one: CapacityDifference) -> tuple[Cell, ...]:
 
 
 def condition_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Return a table of raw values with a row for the whole SLO, whose condition is `slo`, and one for each
-    condition.
+    """Return a table of raw values that has, for each answer, a row for the whole SLO (condition `slo`) and one for
+    each condition.
     """
     rows: list[tuple[Raw, ...]] = []
     for answer in answers:

@@ -35,8 +35,8 @@ TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
 between the step ends of two tokens.
 """
 MATCHED = 0.08
-"""Largest relative difference of an interval's length between run and simulation for which both are assumed to contain
-the same steps.
+"""Largest relative difference between the measured and the simulated length of an interval for which both are assumed
+to contain the same steps.
 """
 ROUNDS = 3
 """Number of rounds of a fit; each simulates with the figures of the previous round."""

@@ -111,7 +111,7 @@ def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | 
 
 
 def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None) -> Backend:
-    """Prepare the simulation with the engine's arrival times and output lengths."""
+    """Return a simulation with the engine's arrival times and output lengths."""
     engine: ModelBackendConfig = config.backend.settings
     lengths = {row["request_id"]: len(row["token_ids"]) for row in read_rows(path / OUTPUTS_FILE)}
     workload = run.workload

@@ -15,7 +15,9 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Number of reference times before and after a time whose median gives the machine's speed."""
+"""Number of reference times, before a reference time and after it, that are included in the median for the machine's
+speed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Batch:
         return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
-        """Return whether the step is launched before the previous step's tokens are known, given that decodes may begin
-        ahead.
+        """Return whether the step is launched before the previous step's tokens are known; `begins_ahead` allows this
+        for decodes.
         """
         return begins_ahead and not self.chunks and not self.num_swapped
 

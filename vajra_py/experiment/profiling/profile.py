@@ -1,13 +1,13 @@
 """Measure step times of a model and device over a grid of shapes and fit a formula to them.
 
 First, a grid of batches is executed repeatedly in random order, so that other activity on the machine affects all of
-them equally. A fixed reference batch is executed before each: its time shows the machine's speed at that moment, and
-times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so their mean is
-what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's time is therefore
-its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts). The spread of
-measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much. Then the
-engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a running
-engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
+them equally. A fixed reference batch is executed before each measurement: its time shows the machine's speed at that
+moment, and times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so
+their mean is what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's
+time is therefore its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts).
+The spread of measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much.
+Then the engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a
+running engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ machine's speed in between.
 _FARTHEST = 10.0
 """Multiple of a batch's median to which its measurements are clipped before the mean is taken."""
 _EVERY_ROW = 8
-"""Number of decodes up to which every number is measured; above it, powers of two are."""
+"""Largest size up to which decode batches of every size are measured; above it, sizes are powers of two."""
 _FEWEST_TO_VARY = 3
 """Minimum number of passes for estimating the variation of equal steps."""
 

@@ -34,7 +34,7 @@ class SettingSeeds:
     original: tuple[int, ...]
     """For each point, the first point with an equal run, possibly the point itself."""
     same_load: str = ""
-    """Sentence on what makes the runs differ although all of them have equal requests; else empty."""
+    """Sentence on the only source of differences between the runs if all runs have equal requests; else empty."""
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ End: TypeAlias = tuple[int, "str | None"]
 
 
 MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
-"""Creates a pool that reports progress to the argument."""
+"""Function that creates a pool, which reports progress to the argument."""
 
 
 class RunPool(Protocol):

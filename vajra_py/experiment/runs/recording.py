@@ -6,7 +6,7 @@ recording is optional.
 
 Invariants:
     - A full disk ends the recording, but not the server; the manifest then states the reason.
-    - After the recording has ended, it uses no more memory.
+    - A recording that has ended uses no further memory.
     - Only the server's user can read the folder, because it contains prompts.
 """
 

@@ -91,7 +91,7 @@ class Recording:
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Duration of each step in ticks, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
-    """Tick at which each step left the first of several pipeline stages, by the same keys."""
+    """Tick at which each step left the first of several pipeline stages, by the keys of `durations`."""
     ended_at: int
     """Tick of the last recorded event."""
     engine: Mapping[str, Any]
@@ -290,7 +290,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers, unrecorded."""
+        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers and were not recorded."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)
