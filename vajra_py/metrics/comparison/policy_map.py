@@ -29,7 +29,7 @@ PRIMARY: Sequence[str] = (
     "worst_tenant_ttft_p99_s",
     "makespan_mean_s",
 )
-"""Default metrics of a map; a workload shows those that it has."""
+"""Default metrics of a map; a workload shows those for which it has values."""
 
 
 @dataclass(frozen=True, slots=True)

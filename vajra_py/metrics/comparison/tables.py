@@ -82,8 +82,8 @@ def interval_text(comparison: ComparedSettings, metric: Metric, position: int, s
 
 
 def value_notes(comparison: ComparedSettings, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Yield sentences without full stops on the meaning of values and marks, the tests made, and the origin of step
-    times.
+    """Yield sentences without full stops on the meaning of values and marks, the tests made, and differences between
+    the workloads.
     """
     marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
     if comparison.is_replicated:

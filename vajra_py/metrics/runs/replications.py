@@ -39,7 +39,7 @@ class Setting(Struct, frozen=True):
     every: tuple[RunData, ...] = ()
     """All its runs, including repeated ones."""
     note: str = ""
-    """Limitation of its replications: copies, or equal requests."""
+    """Limitation of its replications: copies, equal requests, or parts of the load that do not vary."""
 
     @property
     def is_copied(self) -> bool:

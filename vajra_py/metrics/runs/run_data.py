@@ -2,7 +2,8 @@
 
 Files are read on demand, tables by column. A missing or unreadable file raises a `RunError` that names it. A folder
 contains `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
-`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`.
+`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`, `programs.parquet`,
+`emitted.parquet`.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class MovementRows(Observer):
         """Current journeys, by request index."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Called with each complete row: a value for each column except `request_id`."""
+        """Receive a complete row, which has a value for each column except `request_id`."""
 
     def num_on_their_way(self, replicaset: str) -> Counter[str]:
         """Return the number of moving requests of a replicaset in each of `STAGES`."""
@@ -162,7 +162,7 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer; a migration's copy and a cancelled transfer each become a row."""
+        """Record the end of a transfer; write a row for a copy of a migration and for a cancelled transfer."""
         journey = self._journeys.get(request.index)
         if journey is None:
             return

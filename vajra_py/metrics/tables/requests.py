@@ -1,9 +1,9 @@
 """Builders of the tables of requests and gaps: compact in memory, and written byte for byte the same for equal rows.
 
-Rows are packed when they are added (about 200 bytes per request, 110 per step) and converted to columns on demand, one
-row group at a time while writing. Requests are added in the order of their ends and written by submission index; steps
-keep their order; gaps are written sorted. A Parquet file depends only on its rows and the version of pyarrow:
-compression and row groups are fixed, and there is no write time and no pandas metadata.
+Rows are packed when they are added (about 200 bytes per request) and converted to columns on demand, one row group at a
+time while writing. Requests are added in the order of their ends and written by submission index; gaps are written
+sorted. A Parquet file depends only on its rows and the version of pyarrow: compression and row groups are fixed, and
+there is no write time and no pandas metadata.
 """
 
 from __future__ import annotations
