@@ -139,7 +139,7 @@ class RooflineConfig(SettingsModel):
 
 
 class ProfiledConfig(SettingsModel):
-    """`type: profiled`: a fit to measured steps of a model on a device, by `vajra profile` or of the user's own."""
+    """`type: profiled`: a fit to step times of a model on a device, measured by `vajra profile` or by the user."""
 
     type: Literal["profiled"] = "profiled"
     path: str = Field(
@@ -254,7 +254,7 @@ class ConstantLengthsConfig(SettingsModel):
 
 
 class QuantileLengthsConfig(SettingsModel):
-    """`histogram`: lengths follow given quantiles, narrowed by what a request has generated."""
+    """`histogram`: lengths follow given quantiles, conditioned on the tokens that a request has generated."""
 
     quantiles: dict[float, float] = Field(
         default={0.0: 1.0, 0.25: 64.0, 0.5: 180.0, 0.75: 350.0, 0.9: 600.0, 0.99: 1200.0, 1.0: 2048.0},

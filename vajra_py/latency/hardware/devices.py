@@ -57,7 +57,7 @@ class DeviceSpec(Struct, frozen=True):
     def uses_flash_attention_2(self) -> bool:
         """True if vLLM uses FlashAttention 2 on this device.
 
-        It does not on Hopper (FlashAttention 3) and on data-centre Blackwell (FlashInfer).
+        vLLM uses FlashAttention 3 on Hopper and FlashInfer on data-centre Blackwell.
         """
         return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
 
@@ -86,7 +86,7 @@ _Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DeviceConfig(BaseModel):
-    """A device of the user's own: changes to the shipped device named by `base`, or everything."""
+    """Device described by the user: all values, or changes to the shipped device named by `base`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 

@@ -42,14 +42,14 @@ class Work(NamedTuple):
     """Seconds that some work needs of each resource of a device, without overlap."""
 
     compute_s: float
-    """Arithmetic."""
+    """Seconds of arithmetic."""
     memory_s: float
-    """Memory traffic of the device."""
+    """Seconds of the device's memory traffic."""
     network_s: float
-    """Exchanges between the devices of a replica."""
+    """Seconds of exchanges between the devices of a replica."""
 
     def plus(self, other: Work) -> Work:
-        """Return the sum of both."""
+        """Return the sum of this work and `other`."""
         return Work(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def times(self, factor: float) -> Work:

@@ -130,7 +130,7 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 
 
 class RecordedModel:
-    """Latency model that gives a simulator recorded durations, and makes no predictions.
+    """Latency model that returns recorded durations to a simulator and makes no predictions.
 
     Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, this
     must be the model that the recorded run's policies used.

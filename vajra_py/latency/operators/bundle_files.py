@@ -29,7 +29,7 @@ ONCE_A_LAYER = ("qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "
 DENSE_LAYERS = (*ONCE_A_STEP, *TWICE_A_LAYER, *ONCE_A_LAYER)
 NEEDED_DENSE = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
 MLP_LAYERS = ("gate_up_proj", "act_fn", "down_proj")
-"""Layers of the MLP; absent in models with experts."""
+"""Layers of the MLP; a bundle of a model with experts may lack them."""
 SEQUENCE_LAYERS = ("lm_head", "sampler")
 ATTENTION_AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 LONGEST_US = 1e6

@@ -152,7 +152,7 @@ class UnequalContexts:
 
 
 def lognormal_quantiles(count: int, sigma: float) -> list[float]:
-    """Return `count` ascending values that represent a log-normal distribution with mean 1."""
+    """Return `count` ascending values that represent a log-normal distribution with median 1."""
     normal = NormalDist()
     return [exp(sigma * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
 
