@@ -19,7 +19,7 @@ class StepTimes(Struct, frozen=True):
     """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`); empty if never compared with an
     engine."""
     num_fallback: int = 0
-    """Number of predictions beyond the measurements that the roofline made, including those for policies."""
+    """Number of predictions by the roofline for steps beyond the measurements, including predictions for policies."""
     filled_fraction: float = 0.0
     """Fraction of the run's step time that follows from rules, since the tables have no measurement."""
 

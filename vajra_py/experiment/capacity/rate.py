@@ -137,7 +137,7 @@ class _Aim:
 
     guess: float
     ratio: float
-    """Ratio of a bracket's ends at which it is narrow enough."""
+    """Ratio of a bracket's ends at which the bracket is narrow enough."""
     slope: float | None
     """Slope of the slack over the logarithm of the rate, estimated from other seeds; None if unknown."""
     limit: float

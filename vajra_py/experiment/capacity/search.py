@@ -23,7 +23,7 @@ from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replicat
 Setting: TypeAlias = tuple[float, ...]
 """Search point: one rate, or replica counts."""
 Probe: TypeAlias = tuple[Setting, int]
-"""(Setting, position of its seed; 0 for the first seed)."""
+"""(Setting, position of the seed: 0 for the first seed)."""
 Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
 """Slack of each condition, by requested probe."""
 
@@ -40,7 +40,7 @@ Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
 class Answer:
     """Result of a search; `never` and `always` refer to the whole allowed range.
 
-    `apart` means that each condition holds somewhere in the range, but never all of them together.
+    `apart` means that each condition holds somewhere in the range, but that nowhere all conditions hold together.
     """
 
     outcome: Outcome

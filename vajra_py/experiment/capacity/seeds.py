@@ -49,16 +49,16 @@ class Crossing:
     """Zero crossing of a condition's slack, from the runs under one seed."""
 
     low: tuple[float, float] | None
-    """(Highest rate at which the condition holds, fitted slack there); None if it never holds."""
+    """(Highest rate at which the condition holds, fitted slack at this rate); None if the condition never holds."""
     high: tuple[float, float] | None
-    """(Next higher rate, fitted slack there); None if the condition holds at the highest rate that was run."""
+    """(Next higher rate, fitted slack at this rate); None if the condition holds at the highest rate that was run."""
     rises_at: float = 0.0
     """Highest rate at which the condition fails although it holds at higher rates; 0 if there is none."""
 
     @property
     def rate(self) -> float:
-        """Rate at which a line through both ends, over the logarithm of the rate, crosses zero; with a single end, its
-        rate.
+        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; with only one
+        of these points, its rate.
         """
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low

@@ -75,8 +75,8 @@ class Fit:
 
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """Return the figures to fit: scale factors of the operators that the run's deployment uses, and its engine's host
-    overhead.
+    """Return the figures to fit: scale factors of the operators that the run's deployment uses, and the host overhead
+    of its engine.
     """
     config = measured_config(latency)
     latency_model = config.build()
@@ -97,7 +97,7 @@ def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ..
 def calibrate(
     run: MeasuredRun, latency: Mapping[str, Any], fit_fraction: float = 1 / 3, progress: Progress | None = None
 ) -> Fit:
-    """Fit a latency model's figures to the run's first requests and judge them by the others.
+    """Fit a latency model's figures to the run's first requests and judge the fit by the other requests.
 
     `latency` is the section `latency:` for the run, from `bundle_latency` or `tables_latency`; `fit_fraction` is the
     fraction of the requests that is fitted.

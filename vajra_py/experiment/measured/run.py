@@ -177,7 +177,7 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
     present.
 
     Raises:
-        ConfigError: A size is not a count, or the model is not named; the error names `file`.
+        ConfigError: A size is not a positive integer, or the model is not named; the error names `file`.
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}

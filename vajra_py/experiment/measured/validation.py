@@ -1,4 +1,5 @@
-"""Simulate an experiment that was run on an engine, with the same requests, and compare both.
+"""Simulate an experiment that was run on an engine, with the same requests, and compare the simulation with the
+engine's run.
 
 The simulation has the same policies, sizes and arrivals as the engine's run, and the output lengths that the engine
 generated; only step times are predicted.
@@ -65,7 +66,7 @@ class Assumed:
 
 
 def validate(measured: RunData, config: ExperimentConfig, registry: Registry | None = None) -> Accuracy:
-    """Simulate a finished run of the engine and compare both; `config` is the run's configuration.
+    """Simulate a finished run of the engine and compare the two runs; `config` is the run's configuration.
 
     Raises `ConfigError` (see `check_validation`), and `RunError` if the run is incomplete or a request did not receive
     its complete answer.

@@ -57,7 +57,7 @@ _RESERVE_BYTES = 2**16
 
 
 class _Log(io.RawIOBase):
-    """File that accepts all writes and discards them after a disk error."""
+    """File that accepts all data, and discards data after a disk error."""
 
     def __init__(self, path: Path, notify: Callable[[OSError], None]) -> None:
         super().__init__()

@@ -125,7 +125,7 @@ class ReplayReport:
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """Return a run's recording. Raises `RunError` if there is none, `ConfigError` if its settings are invalid."""
+    """Return a run's recording. Raises `RunError` if the folder has none, `ConfigError` if its settings are invalid."""
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_system(path / "config.yaml", registry=registry)

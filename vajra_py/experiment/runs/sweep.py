@@ -125,7 +125,7 @@ class _Plan:
         return [index for index in range(len(self._points)) if index not in self.copies]
 
     def missing(self, wanted: Sequence[int]) -> list[int]:
-        """Return those of these points that are not finished."""
+        """Return the points in `wanted` that are not finished."""
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 A step takes a base time; piecewise-linear times for its tokens (matrix products are cheaper per token in larger
 batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per decode,
-chunk, token of chunks' context and byte swapped; and the engine's time for forming it. Each part is non-decreasing,
-except over the first few tokens: two rows may take longer than four, since libraries use different algorithms.
+chunk, token of chunks' context and byte swapped; and the engine's time for forming the step. Each part is
+non-decreasing, except over the first few tokens: two rows may take longer than four, since libraries use different
+algorithms.
 """
 
 from __future__ import annotations

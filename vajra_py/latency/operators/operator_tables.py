@@ -147,7 +147,7 @@ class OperatorTables:
         return table
 
     def has(self, operation: str, name: str, engine: str | None = None) -> bool:
-        """Return True if there is such a table."""
+        """Return True if any version has this table."""
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:
@@ -174,7 +174,7 @@ def chosen(table: pa.Table, values: Mapping[str, Any], where: str) -> pa.Table:
     """Return the rows with these values, for the columns that the table has.
 
     Raises:
-        ConfigError: there are none; the error lists the available values of the first column without a match.
+        ConfigError: no row has these values; the error lists the available values of the first column without a match.
     """
     for name, value in values.items():
         if name not in table.column_names:

@@ -134,7 +134,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """Return the position of the first best setting under the load of this one; None if there is none."""
+        """Return the position of the first of the best settings under the load of the setting at `position`; None if
+        there is no best one.
+        """
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
     def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
@@ -183,8 +185,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return [one for one in found if not one.untested]
 
     def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
-        """Return the pairs of settings under the same load, with loads in natural order; with a baseline only its
-        pairs.
+        """Return the pairs of settings under the same load, with loads in natural order; with a baseline, only the
+        pairs that contain it.
         """
         if baseline is not None:
             return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
@@ -215,7 +217,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return found
 
     def of_load(self, position: int) -> list[int]:
-        """Return the positions of the settings under the same load as this one."""
+        """Return the positions of the settings under the same load as the setting at `position`."""
         return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
 
     def by_load(self) -> list[int]:

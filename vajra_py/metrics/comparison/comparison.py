@@ -48,7 +48,7 @@ class Comparison(ComparedSettings, frozen=True):
 
     def difference_frame(self, scope: str | None = None, baseline: str | None = None) -> pd.DataFrame:
         """Return a data frame with a row per scope, metric and pair of settings under the same load (with a baseline,
-        only its pairs): values, difference, ends of their intervals, p-values and verdict.
+        only the pairs that contain it): values, difference, ends of their intervals, p-values and verdict.
         """
         import pandas as pd
 

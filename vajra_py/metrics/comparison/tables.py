@@ -146,8 +146,8 @@ def _is_of_pools(comparison: ComparedSettings, metric: Metric) -> bool:
 
 
 def origins(comparison: ComparedSettings) -> Iterator[str]:
-    """Yield a sentence, without its full stop, for each origin of step times; if there are several, it names their
-    settings.
+    """Yield a sentence, without its full stop, for each origin of step times; if there are several origins, each
+    sentence names its settings.
     """
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
@@ -203,7 +203,7 @@ def difference_records(
     comparison: ComparedSettings, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of plain values (`DIFFERENCE_COLUMNS`) per metric and pair of settings under the same load; with a
-    baseline, only its pairs.
+    baseline, only the pairs that contain it.
     """
     for own in comparison.scopes if scope is None else (scope,):
         for first, second in comparison.pairs(baseline):

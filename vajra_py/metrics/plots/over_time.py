@@ -171,8 +171,8 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
 
 @styled
 def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
-    """Draw the largest difference of service between two tenants since both have been continuously backlogged, with a
-    line per run, and a panel per load if there are many runs.
+    """Draw, over time, the largest difference between the service of two tenants since these tenants have both been
+    continuously backlogged, with a line per run, and a panel per load if there are many runs.
     """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]

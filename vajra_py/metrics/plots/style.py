@@ -206,8 +206,8 @@ def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> 
 
 
 def label_all(axes: NDArray[Any]) -> None:
-    """Set the title of its row and the labels of its row and column on every panel of a grid; hide those that a
-    neighbouring panel shows.
+    """Set, on every panel of a grid, the title of the row and the labels of row and column; hide titles and labels that
+    a neighbouring panel shows.
     """
     geometry = axes.flat[0].get_subplotspec().get_geometry()
     across = int(geometry[1])

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vajra_py.runtime.serving.controller import Controller
 
 LOAD_TIME = "tier_load_s"
-"""Column: seconds that a request waited for its prefix to be loaded to the device before its first admission; NaN if
-nothing was loaded.
+"""Name of the column with the seconds that a request waited for its prefix to be loaded to the device before its first
+admission; NaN if nothing was loaded.
 """
 _HITS = "hit_tokens_"
 
@@ -79,7 +79,7 @@ class TierLog(Observer):
         self.flows: dict[tuple[str, str, str], Flow] = {}
         """Flows by replicaset, source and target."""
         self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
-        """(Loaded tokens by tier, seconds waited for them), by request index."""
+        """(Loaded tokens by tier, seconds waited for the loading), by request index."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
