@@ -238,7 +238,7 @@ class _Study:
             return None
         rounded = self.inside(at)
         if rounded in runs.slacks:
-            rounded = min(max(at, self.question.low), self.question.high)  # unrounded, as the rounded rate was run
+            rounded = min(max(at, self.question.low), self.question.high)  # unrounded: the rounded rate was already run
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:

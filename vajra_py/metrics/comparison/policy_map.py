@@ -19,7 +19,7 @@ from vajra_py.metrics.comparison.table_renderers import csv_text
 from vajra_py.metrics.comparison.tables import difference_records, records
 
 BASELINE = "baseline"
-"""Name of the entry with which the others are compared."""
+"""Name of the entry with which the other entries are compared."""
 
 PRIMARY: Sequence[str] = (
     "ttft_mean_s",
