@@ -21,9 +21,10 @@ from vajra_py.plugins import Registry, build_latency_model
 def latency_models(
     config: ExperimentConfig, registry: Registry, shared: LatencyModel | None = None
 ) -> dict[str, LatencyModel]:
-    """Build the latency models of the replicasets that do not use the `shared` one; empty for a real engine.
+    """Return the latency model of each replicaset; empty for a real engine.
 
-    Keys are replicasets' names, or `model_key` for pools with their own model.
+    Keys are the names of the replicasets and, for pools with a latency model of their own, `model_key`. Replicasets
+    without a model of their own have the `shared` one; if it is None, it is built from the backend's settings.
     """
     if config.backend.kind != "simulator":
         return {}
@@ -48,9 +49,8 @@ def model_key(replicaset: str, pool: str) -> str:
 def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
     """Return the devices of each replicaset whose device is named by its latency model or by `costs.device`.
 
-    A replicaset with pools has an entry per pool, under `model_key`. `models` are the latency models by replicaset;
-    empty for a real engine. Raises `ConfigError` if `costs.devices` has an entry for a device that is neither known nor
-    used by the experiment.
+    A replicaset with pools has an entry per pool, under `model_key`. `models` is the result of `latency_models`. Raises
+    `ConfigError` if `costs.devices` has an entry for a device that is neither known nor used by the experiment.
     """
     found: dict[str, ReplicasetDevices] = {}
     for name, replicaset in config.effective_replicasets.items():
@@ -69,7 +69,9 @@ def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> 
 
 
 def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolConfig, range | None]]:
-    """Yield (name, settings, replica ids; None for all) of a replicaset, or of each of its pools."""
+    """Yield (key, settings, replica ids) of each pool of a replicaset; without pools, of the whole replicaset, with
+    None as ids.
+    """
     if not replicaset.pools:
         (only,) = replicaset.effective_pools.values()
         yield name, only, None
@@ -79,7 +81,7 @@ def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolC
 
 
 def pools_of(name: str, replicaset: ReplicasetConfig) -> list[Pool]:
-    """Return the pools of a replicaset's settings; empty without `pools:`."""
+    """Return the pools in a replicaset's settings, with the ids of their replicas; empty if `pools` is not set."""
     found: list[Pool] = []
     for pool, settings in replicaset.pools.items():
         first = found[-1].replica_ids.stop if found else 0

@@ -1,7 +1,8 @@
 """Settings under `latency:` and `output_length:`, and the objects they build.
 
-Each class is one `type`; its fields are the parameters, units in their names or descriptions. Relative paths are relative to the current
-folder, or to the folder given as `base_folder` in pydantic's validation context.
+Each class holds the settings of one `type`; its fields are the parameters, with units in their names or descriptions.
+Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
+context.
 """
 
 from __future__ import annotations
@@ -34,16 +35,13 @@ _Degree = Annotated[int, Field(ge=1, le=1024)]
 
 
 class SettingsModel(BaseModel):
-    """Base of every section under `latency:`: frozen, nothing extra, no NaN."""
+    """Base class of the sections under `latency:`: immutable, without unknown keys, without NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
 
 def resolved_path(path: str, info: ValidationInfo) -> str:
-    """Return the path relative to `base_folder`, if the context states one and the file exists there.
-
-    Else unchanged.
-    """
+    """Return `path` resolved against the context's `base_folder` if a file exists there, else unchanged."""
     folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
     if folder is not None and not Path(path).is_absolute():
         candidate = Path(folder) / path
@@ -55,7 +53,7 @@ def resolved_path(path: str, info: ValidationInfo) -> str:
 def complain_as_value_error(load: Callable[[], object], field: str = "") -> None:
     """Run `load`, and convert its `ConfigError` to a ValueError.
 
-    Pydantic reports a ValueError with its place, `field`, which is therefore removed from the problems.
+    Pydantic adds the place, `field`, to a ValueError, so the place is removed from the texts of the problems.
     """
     try:
         load()
@@ -70,7 +68,7 @@ DeviceChoice = Annotated[
 
 
 class RooflineConfig(SettingsModel):
-    """`type: roofline`: from a model's config.json and a device's figures, without measurements of an engine."""
+    """`type: roofline`: step times from a model's config.json and a device's figures, without measurements."""
 
     type: Literal["roofline"] = "roofline"
     model: str = Field("Llama-3.1-8B", description="Name of a described model, or path of a config.json or its folder.")
@@ -141,7 +139,7 @@ class RooflineConfig(SettingsModel):
 
 
 class ProfiledConfig(SettingsModel):
-    """`type: profiled`: a fit to measured steps of a model on a device, by `vajra profile` or of the user's own."""
+    """`type: profiled`: a fit to step times of a model on a device, measured by `vajra profile` or by the user."""
 
     type: Literal["profiled"] = "profiled"
     path: str = Field(
@@ -256,7 +254,7 @@ class ConstantLengthsConfig(SettingsModel):
 
 
 class QuantileLengthsConfig(SettingsModel):
-    """`histogram`: lengths follow given quantiles, narrowed by what a request has generated."""
+    """`histogram`: lengths follow given quantiles, conditioned on the tokens that a request has generated."""
 
     quantiles: dict[float, float] = Field(
         default={0.0: 1.0, 0.25: 64.0, 0.5: 180.0, 0.75: 350.0, 0.9: 600.0, 0.99: 1200.0, 1.0: 2048.0},

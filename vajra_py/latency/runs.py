@@ -22,9 +22,9 @@ class PredictsDecodeRuns(Protocol):
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
-        Contexts sum to `first_context_tokens` in the first step, and each grows by 1 per step. Must equal
-        `batch_time_s` called step by step, bit for bit, so that results do not depend on which of the two a simulator
-        uses.
+        Contexts sum to `first_context_tokens` in the first step, and each grows by 1 per step. The result must equal,
+        bit for bit, that of `batch_time_s` called step by step, so that a simulation does not depend on which of these
+        methods the simulator calls.
         """
 
 
@@ -42,7 +42,7 @@ class HasHostOverhead(Protocol):
 
     @property
     def host(self) -> HostOverhead:
-        """Overhead of the host; step predictions include their part of it already."""
+        """Overhead of the host; step predictions already include its part that belongs to steps."""
 
 
 @runtime_checkable

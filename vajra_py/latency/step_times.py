@@ -19,7 +19,7 @@ class StepTimes(Struct, frozen=True):
     """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`); empty if never compared with an
     engine."""
     num_fallback: int = 0
-    """Number of predictions beyond the measurements that the roofline made, including those for policies."""
+    """Number of predictions by the roofline for steps beyond the measurements, including predictions for policies."""
     filled_fraction: float = 0.0
     """Fraction of the run's step time that follows from rules, since the tables have no measurement."""
 
@@ -49,7 +49,9 @@ REAL = StepTimes("real", "computed by the engine")
 
 
 def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
-    """Return the origin for a run with several replicasets: the least trusted of theirs."""
+    """Return the origin for a run with several replicasets: the least trusted kind, all sources, and the largest known
+    errors.
+    """
     distinct = list(by_replicaset.values())
     if all(one == distinct[0] for one in distinct):
         return distinct[0]
@@ -64,9 +66,8 @@ def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
 
 
 def description_of(latency: LatencyModel) -> ModelDescription:
-    """Return a latency model's description of itself.
-
-    Without one, that its values come from the experiment's author.
+    """Return a latency model's own description; without one, a description that names the experiment's author as the
+    origin.
     """
     if isinstance(latency, DescribesModel):
         return latency.describe()

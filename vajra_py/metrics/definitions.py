@@ -65,7 +65,7 @@ class Window(Struct, frozen=True):
 
 
 class Slo(Struct, frozen=True):
-    """Default SLO of a request without its own, in seconds; None: no SLO."""
+    """Default SLOs of requests without their own, in seconds; None for no SLO of that kind."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -176,12 +176,12 @@ def tpot_s(outcomes: Outcomes) -> Floats:
 def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
     """Judge which requests met their SLOs.
 
-    The TTFT SLO is met if the first token came in time; TPOT if the mean gap is at most the SLO (always with one
-    token); TBT if every gap is; the deadline if the answer was complete by then. All together are met if the request
-    completed and violated none of them. A dropped request violates all of its SLOs, except a TTFT SLO that it met. An
-    aborted or unfinished request is judged by the events until its end or the run's end, and is undecided if these do
-    not decide. `observed_until` is the end of the run in seconds; by default the latest time in these requests'
-    records.
+    The TTFT SLO is met if the first token came in time. The other SLOs require that the request completed: the TPOT SLO
+    is met if the mean gap is at most the SLO or there is only one token, the TBT SLO if every gap is at most the SLO,
+    the deadline if the request completed before it. The overall SLO is met if the request completed and violated none
+    of its SLOs. A dropped request violates all of its SLOs, except a TTFT SLO that it met. An aborted or unfinished
+    request is judged by the events until its end or the run's end, and is undecided if these do not decide.
+    `observed_until` is the end of the run in seconds; by default the latest time in these requests' records.
     """
     horizon_at = outcomes.observed_until() if observed_until is None else observed_until
     until = np.where(np.isnan(outcomes.ended_at), horizon_at, outcomes.ended_at)
@@ -297,7 +297,7 @@ def gap_statistics(token_at: Floats) -> GapStatistics:
 
 
 def covered_s(begins: Floats, ends: Floats, start_at: float) -> float:
-    """Return the seconds after `start_at` covered by at least one span; spans are ordered by their begins."""
+    """Return the seconds after `start_at` covered by at least one span; spans must be ordered by their starts."""
     covered = np.maximum.accumulate(ends)
     before = np.concatenate(([start_at], covered[:-1]))
     return float(np.maximum(ends - np.maximum(begins, before), 0.0).sum())
@@ -319,8 +319,9 @@ def jain_index(shares: Floats) -> float:
 class ServiceWeights(Struct, frozen=True):
     """Weights of tokens and tenants for measuring service.
 
-    The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language
-    Models", OSDI 2024, section 3). A tenant of weight 2 is treated fairly when it gets twice the service of one of weight 1.
+    The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al.,
+    "Fairness in Serving Large Language Models", OSDI 2024, section 3). A tenant of weight 2 is treated fairly when it
+    gets twice the service of one of weight 1.
     """
 
     prompt_token: float = 1.0

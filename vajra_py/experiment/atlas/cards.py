@@ -69,8 +69,8 @@ def _parameters(config: Any) -> Table:
 
 
 def statement_of(build: Any) -> str:
-    """Return the docstring of the class that `build` returns according to its annotation; without such a class, that of
-    its module.
+    """Return the docstring of `build` if it is a class, else of the class named by its return annotation. If that class
+    is unknown or belongs to the contract, return the docstring of the module of `build`.
     """
     while isinstance(build, functools.partial):
         build = build.func

@@ -40,7 +40,7 @@ class Entry:
     settings: Mapping[str, Any]
     """Settings of the experiment: value by dotted path."""
     parts: Mapping[str, AnyOffer] = field(default_factory=dict)
-    """Named policies, by place: a layer, or a policy kind that belongs to no layer."""
+    """Offers of the named policies, by place: a layer, or a policy kind that belongs to no layer."""
     preset: str = ""
     """Name of the preset; empty if the entry names policies."""
 
@@ -51,10 +51,11 @@ def entries_of(
     """Return the baseline and the other entries of an atlas.
 
     A policy replaces the baseline's policy of its place; policies joined by `+` replace several. A name offered for
-    several layers replaces all of them; a name offered for none may be an admission or retention policy, or a preset.
+    several layers replaces the baseline's policies of all these layers; a name offered for no layer may be an admission
+    or retention policy, or a preset.
 
     Raises:
-        UnknownNameError: No installed package offers a name.
+        UnknownNameError: A name is offered by no installed package.
         ConfigError: Two policies of an entry have the same place, or two entries are equal.
     """
     parts = {**_named(DEFAULT_BASELINE, registry), **_named(baseline, registry)}
@@ -87,7 +88,9 @@ def _settings(parts: Mapping[str, tuple[str, AnyOffer]]) -> dict[str, Any]:
 
 
 def _named(text: str, registry: Registry) -> dict[str, tuple[str, AnyOffer]]:
-    """Return (name, offer) by place of policies whose names are joined by `+`."""
+    """Return the policies whose names are joined by `+` in `text`: (name, offer) by place. Raises `ConfigError` if two
+    of them have the same place.
+    """
     parts: dict[str, tuple[str, AnyOffer]] = {}
     for name in text.split(_JOIN):
         for place, offer in _offers(name, registry):

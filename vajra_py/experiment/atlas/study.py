@@ -38,7 +38,7 @@ REPLICATIONS = 8
 OUT = "runs/atlas"
 
 PoolOf = Callable[[ExperimentConfig], MakePool]
-"""Returns the factory of the pool that runs an experiment on other machines."""
+"""Function that returns the factory of the pool for the runs of an experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Plan:
     config: ExperimentConfig
     loads: Sequence[str]
     places: Mapping[str, tuple[str, str]]
-    """(Policy, load) by the label of a run."""
+    """(Policy, load) of each run, by the run's label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class Execution:
     workers: int | None = None
     """Number of concurrent runs; None for one per core."""
     overwrite: bool = False
-    """Repeat runs and overwrite their existing results."""
+    """True if finished runs are repeated and their results overwritten."""
     progress: SweepProgress | None = None
     pool_of: PoolOf | None = None
-    """Pool that executes the runs; None for this machine."""
+    """See `PoolOf`; None to execute the runs on this machine."""
 
 
 def run_atlas(
@@ -121,7 +121,7 @@ def run_atlas(
     """Execute the unfinished runs and compare all runs.
 
     Raises:
-        RunInterrupted: The user stopped it; finished runs are kept.
+        RunInterrupted: The user stopped the atlas; finished runs are kept.
         RunError: All runs failed.
     """
     how = execution or Execution()
@@ -197,7 +197,9 @@ def _check_loads(loads: Sequence[SweepPoint], path: Path) -> None:
 
 
 def _load_name(load: SweepPoint, loads: Sequence[SweepPoint]) -> str:
-    """Return the name of a load: its first value that differs between the loads, else its number."""
+    """Return the name of a load: its first scalar value if no other load has the same one, else `load N`, counted from
+    1.
+    """
     first = next((str(value) for value in load.values() if not isinstance(value, dict | list)), "")
     firsts = [next((str(value) for value in one.values() if not isinstance(value, dict | list)), "") for one in loads]
     return first if first and firsts.count(first) == 1 else f"load {loads.index(load) + 1}"
@@ -231,7 +233,7 @@ def _words(plan: Plan, label: str) -> str:
 
 
 def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadComparison:
-    """Compare the runs of a workload in the metrics for which it has values, named by entry and load."""
+    """Compare the runs of a workload in those metrics that have values; settings are named by entry and load."""
     settings = group_replications(runs)
     keys = [metric.key for metric in named_metrics(asked.metrics or PRIMARY)]
     comparison = compare(runs, metrics=keys)

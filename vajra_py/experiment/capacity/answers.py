@@ -25,7 +25,7 @@ class CurvePoint:
     values: Mapping[str, tuple[float | None, ...]]
     """Values of each metric of the SLO, one per seed."""
     slacks: tuple[tuple[float, ...], ...]
-    """Slacks of each condition of the SLO, one per seed."""
+    """Slacks of the SLO's conditions, in their order; one tuple per seed."""
     slack: tuple[float, ...]
     """Slack of the whole SLO, one per seed: at least zero if the SLO holds."""
     num_overloaded: int
@@ -51,7 +51,7 @@ class CapacityAnswer:
     range: tuple[float, float] = (0.0, 0.0)
     """Allowed range of rates (low, high)."""
     seeds: tuple[int, ...] = ()
-    """Seeds of a rate's answer, in the order of the conditions' capacities per seed."""
+    """Seeds of a rate's answer, in the order of `ConditionCapacity.by_seed`."""
     precision_fraction: float = 0.0
     """Requested relative precision of a rate."""
     note: str = ""
@@ -70,7 +70,7 @@ class CapacityAnswer:
 
     @property
     def by_seed(self) -> dict[int, float] | None:
-        """Capacity of the deciding condition by seed; None if any is unknown."""
+        """Capacity of the deciding condition by seed; None if there is no capacity, or only a bound under some seed."""
         found = None if self.answer is None else self.answer.deciding
         if found is None or self.answer is None or self.answer.outcome != "found":
             return None
@@ -109,7 +109,7 @@ def _rate_text(answer: CapacityAnswer, found: Answer) -> str:
 
 
 def bounded_text(rate: float, bound: Bound, unit: str = "") -> str:
-    """Return a rate as text, marked as exact or as a bound."""
+    """Return a rate as text, preceded by the kind of bound unless the rate is exact."""
     text = f"{significant(rate)} {unit}".rstrip()
     return {"exact": text, "unknown": f"not known, about {text}"}.get(bound, f"{bound} {text}")
 
@@ -123,7 +123,7 @@ def _interval_text(found: Answer) -> str:
 
 
 def _conditions_text(found: Answer) -> str:
-    """Return a text with the deciding condition and the capacities of the others."""
+    """Return a text with the deciding condition and the capacities of the other conditions."""
     if len(found.conditions) < 2 or found.deciding is None:
         return ""
     others = [one for place, one in enumerate(found.conditions) if place != found.decides]
@@ -185,7 +185,7 @@ def counts_text(answer: CapacityAnswer) -> str:
 
 
 def _warning(answer: CapacityAnswer) -> str:
-    """Return a warning if runs below the capacity did not keep up with their load, since longer runs would then give
+    """Return a warning if runs just below the capacity did not keep up with their load, so that longer runs would give
     worse values; else an empty text.
     """
     found = answer.answer
@@ -209,7 +209,9 @@ def bounds_text(interval: Interval) -> str:
 
 
 def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return the notes of the answers, each with its settings unless it applies to all."""
+    """Return the distinct notes of the answers; a note that does not apply to all answers is preceded by the labels of
+    its settings.
+    """
     notes = []
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         labels = [answer.label for answer in answers if answer.note == note]

@@ -26,7 +26,7 @@ class CapacityDifference:
     interval: Interval
     """Interval of the relative difference, not adjusted for other comparisons."""
     p_value: float
-    """Two-sided p-value under no difference."""
+    """Two-sided p-value of the hypothesis that the capacities are equal."""
     corrected_p: float
     """P-value with Holm's correction over all pairs of settings."""
     num_seeds: int
@@ -41,9 +41,9 @@ class CapacityDifference:
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
     """Return the differences of all pairs of settings with known rates; the first of a pair has the higher capacity.
 
-    The test is Student's t test of the differences of log capacities, paired by seed. The difference is thus the ratio
-    of two geometric means, which are the two answers if both have the same seeds. Each setting's capacities are those
-    of its deciding condition.
+    The test is Student's t test of the differences of log capacities, paired by seed. The relative difference thus
+    follows from the ratio of two geometric means. With common seeds, these means are the capacities of the two
+    settings. Each setting's capacities are those of its deciding condition.
     """
     known = [(one.label, rates) for one in answers if (rates := one.by_seed) is not None and len(rates) > 1]
     pairs = []
@@ -71,8 +71,8 @@ def _logs(rates: Mapping[int, float]) -> dict[str, float]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return lines of text: one per pair of settings, with the higher capacity first, then the candidates for the
-    highest capacity, and the criterion.
+    """Return lines of text: one per pair of settings, with the higher capacity first; one on seeds and p-values; and
+    one with the settings that are not compared or, if there are none, those that may have the highest capacity.
     """
     pairs = capacity_differences(answers)
     if not pairs:

@@ -1,7 +1,7 @@
 """Capacity answers as files.
 
 `capacity.csv` has the values of the runs; `capacity-answers.csv`, `capacity-seeds.csv` and `capacity-differences.csv`
-have the results derived from them; `capacity.svg` (or PDF, PNG) shows the curves.
+have the results of the search; `capacity.svg` (or PDF, PNG) shows the curves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Search for the highest rate at which an SLO holds, for each of its conditions and each seed.
 
-Each run yields the slack of every condition, so one search covers all of them. The first seed locates the
-neighbourhood; then all seeds concurrently bracket their own capacities; seeds are added while the interval is wider
-than requested. The next runs depend only on the results so far, so an interrupted search resumes with the same runs,
-for any number of workers.
+Each run yields the slack of every condition, so one search covers all conditions. Runs under the first seed give an
+approximate capacity; then the capacity of every seed is bracketed, all seeds concurrently; seeds are added while the
+interval is wider than requested. The next runs depend only on the results so far, so an interrupted search resumes with
+the same runs, for any number of workers.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ from vajra_py.experiment.capacity.seeds import (
 from vajra_py.metrics.comparison.intervals import CONFIDENCE
 
 _COARSE = 1.5
-"""Ratio of a bracket's ends at which the first seed carries no more information about the others."""
+"""Ratio of a bracket's ends at which the first seed's bracket is narrow enough to start the other seeds."""
 _FIRST_STEP = 2.0
 _LONGEST_STEP = 1.6
-"""Largest factor between rates of a seed once the neighbourhood is known."""
+"""Largest step, as a factor between two rates, that is derived from an estimated slope of the slack."""
 _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
 """Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Number of probes inside a bracket after which it is bisected instead of interpolated."""
+"""Maximum number of earlier probes inside a bracket for which the next rate is interpolated; after more probes, the
+bracket is bisected.
+"""
 _PEAK = 1.25
 """Ratio of two adjacent rates below which no maximum of a goodput is searched between them."""
 _MOST_PROBES = 40
-"""Maximum number of rates per seed; a search would not end if a slack did not depend on the rate."""
+"""Maximum number of rates per seed; it ends a search whose slack does not depend on the rate."""
 _FLATTEST = -0.5
 """Flattest slope of the slack over the logarithm of the rate; it replaces flatter ones."""
 _BEYOND = 1.5
-"""Multiple of the capacity; a condition that holds at that rate under all seeds cannot decide, and its search ends."""
+"""Multiple of the estimated capacity. A condition that holds at this rate under all seeds cannot be the deciding one,
+so its search ends.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,14 @@ class RateQuestion:
 
     @property
     def num_first_seeds(self) -> int:
-        """Number of seeds that always run: an interval needs `FEWEST_SEEDS`."""
+        """Number of seeds that are always run: `replications`, but at least `FEWEST_SEEDS` if `max_replications` allows
+        it.
+        """
         return max(self.replications, min(FEWEST_SEEDS, self.max_replications))
 
 
 def search_rate(question: RateQuestion) -> Search:
-    """Search for the highest rate at which the SLO holds, as defined in `capacity_seeds`."""
+    """Search for the highest rate at which the SLO holds, as defined in `vajra_py.experiment.capacity.seeds`."""
     study = _Study(question)
     guess = yield from _locate(study)
     num_seeds = question.num_first_seeds
@@ -94,7 +100,7 @@ def _needed(found: RateEstimate) -> float:
 
 
 def _locate(study: _Study) -> Generator[Sequence[Probe], Slacks, float]:
-    """Return a rate near the whole SLO's capacity under the first seed."""
+    """Search under the first seed alone and return a rate near the capacity of the whole SLO."""
     question = study.question
     runs = study.seed(0)
     guess = study.inside(question.start)
@@ -109,8 +115,8 @@ def _locate(study: _Study) -> Generator[Sequence[Probe], Slacks, float]:
 
 
 def _close_in(study: _Study, num_seeds: int, guess: float, limit: float) -> Generator[Sequence[Probe], Slacks, None]:
-    """Narrow down every seed's capacities; each round requests one rate of every seed, so that seeds run
-    concurrently.
+    """Narrow down every seed's capacities. Each round requests one run for each seed that still needs one, so that
+    seeds run concurrently.
     """
     while True:
         slopes = study.slopes()
@@ -131,7 +137,7 @@ class _Aim:
 
     guess: float
     ratio: float
-    """Ratio of a bracket's ends at which it is narrow enough."""
+    """Ratio of a bracket's ends at which the bracket is narrow enough."""
     slope: float | None
     """Slope of the slack over the logarithm of the rate, estimated from other seeds; None if unknown."""
     limit: float
@@ -171,7 +177,9 @@ class _Study:
         return min(max(float(f"{rate:.4g}"), self.question.low), self.question.high)
 
     def slopes(self) -> list[float]:
-        """Return the slope of each condition's slack at its zero, median over seeds; unusable if it does not fall."""
+        """Return the slope of each condition's slack at its zero crossing: the median over seeds, at most `_FLATTEST`,
+        or an assumed slope if it is unknown for all seeds.
+        """
         found = []
         for condition in range(self.num_conditions):
             own = [_slope(one.crossing(condition)) for one in self.seeds if one.rates]
@@ -180,8 +188,8 @@ class _Study:
         return found
 
     def limits(self, num_seeds: int, limit: float) -> list[float]:
-        """Return the maximum rate to search for each condition: unlimited if any seed fails below `limit`, else
-        `limit`.
+        """Return the maximum rate to search for each condition: unlimited if the condition fails below `limit` under
+        any seed, else `limit`.
         """
         known = self.seeds[:num_seeds]
         ends = [[one.crossing(k) for one in known if one.rates] for k in range(self.num_conditions)]
@@ -189,8 +197,9 @@ class _Study:
         return [math.inf if failed else limit for failed in fails]
 
     def next_of_seed(self, seed: int, guess: float, slopes: Sequence[float], limits: Sequence[float]) -> float | None:
-        """Return the next rate of a seed, for its unsettled condition with the lowest capacity; None if all are
-        settled.
+        """Return the next rate to run under a seed. It is chosen for the condition with the lowest capacity among those
+        whose capacity is not known precisely enough. Return None if there is no such condition, or if the seed has
+        `_MOST_PROBES` rates.
         """
         runs = self.seed(seed)
         if not runs.rates:
@@ -229,12 +238,12 @@ class _Study:
             return None
         rounded = self.inside(at)
         if rounded in runs.slacks:
-            rounded = min(max(at, self.question.low), self.question.high)  # unrounded, as the rounded rate was run
+            rounded = min(max(at, self.question.low), self.question.high)  # unrounded: the rounded rate was already run
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """Return a rate to try if the condition holds at none so far: below all of them, unless the slack is largest at
-        a higher rate.
+        """Return the next rate for a condition that fails at all rates so far: below all of them, or near the rate with
+        the largest slack if that is not the lowest one. None if the lowest rate of the range was run.
         """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
@@ -288,8 +297,8 @@ class _Study:
         return "precision" if is_narrow and found.confidence >= CONFIDENCE else "max_replications"
 
     def _fails_below(self, rate: float, num_seeds: int) -> int | None:
-        """Return the condition that fails up to this rate under most seeds but holds at higher rates, such as a goodput
-        that so few requests cannot reach; None if there is none.
+        """Return the position of a condition that fails up to this rate under most seeds but holds at higher rates,
+        such as a minimum goodput, which too few requests cannot reach; None if there is none.
         """
         for condition in range(self.num_conditions):
             rises = sum(self.seeds[k].crossing(condition).rises_at >= rate for k in range(num_seeds))
@@ -312,7 +321,9 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """Return the factor from the last rate to the next: the slope's estimate plus a quarter, growing with each step."""
+    """Return the factor from the last rate to the next: the distance to zero slack estimated from the slope, plus a
+    quarter; at least a multiple of the previous step.
+    """
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)
     else:
@@ -325,8 +336,8 @@ def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> 
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], ratio: float, num_cuts: int) -> float:
-    """Return a rate between two, shifted from the interpolated zero towards the farther end, so that the bracket
-    shrinks from both sides.
+    """Return a rate between two (rate, slack) points, shifted from the interpolated zero towards the farther end, so
+    that the bracket shrinks from both sides.
     """
     middle = math.sqrt(low[0] * high[0])
     if num_cuts > _MAX_LINES or high[0] > 4 * low[0]:

@@ -23,7 +23,7 @@ from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replicat
 Setting: TypeAlias = tuple[float, ...]
 """Search point: one rate, or replica counts."""
 Probe: TypeAlias = tuple[Setting, int]
-"""(Setting, position of its seed; 0 for the first seed)."""
+"""(Setting, position of the seed: 0 for the first seed)."""
 Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
 """Slack of each condition, by requested probe."""
 
@@ -40,7 +40,7 @@ Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
 class Answer:
     """Result of a search; `never` and `always` refer to the whole allowed range.
 
-    `apart` means that each condition holds somewhere in the range, but never all of them together.
+    `apart` means that each condition holds somewhere in the range, but that nowhere all conditions hold together.
     """
 
     outcome: Outcome
@@ -60,8 +60,8 @@ class Answer:
     another one.
     """
     stop: Stop | None = None
-    """Reason why no more seeds were run for a rate: the interval meets `precision_fraction`, no seeds are left, or the
-    range is too small.
+    """Reason why no more seeds were run for a rate: the interval meets `precision_fraction`, `max_replications` is
+    reached, a capacity lies outside the range, or only one seed is run.
     """
 
     @property
@@ -93,7 +93,9 @@ class _Seen:
         return self.slo.combined(self.slacks[setting][0])
 
     def judged(self, setting: Setting, judge: Callable[[Sequence[float]], float]) -> float:
-        """Return the slack of the whole SLO, with each condition reduced by `judge` over its slacks of all seeds."""
+        """Return the slack of the whole SLO, with each condition's slacks under all seeds reduced to one number by
+        `judge`.
+        """
         return self.slo.combined([judge(own) for own in zip(*self.slacks[setting], strict=True)])
 
 
@@ -102,14 +104,14 @@ def _mean(slacks: Sequence[float]) -> float:
 
 
 def _surely(slacks: Sequence[float]) -> float:
-    """Return the lower end of Student's interval of the mean slack."""
+    """Return the lower end of Student's interval of the mean slack; with one seed, its slack."""
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else interval.low
 
 
 def _maybe(slacks: Sequence[float]) -> float:
-    """Return the upper end of that interval, at most the best seed's slack: if every seed fails, the
-    condition fails.
+    """Return the upper end of Student's interval of the mean slack, but at most the largest slack, so that a condition
+    that fails under every seed fails; with one seed, its slack.
     """
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else min(interval.high, max(slacks))
@@ -120,8 +122,9 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
     The search assumes that more replicas of an existing kind never reduce the slack, so each test rules out many
     settings. If the SLO fails, it fails for all settings with at most as many replicas of each kind and the same kinds
-    absent; if it holds, all settings of equal or higher cost are ruled out. The interval extends from the cheapest
-    setting that cannot be distinguished from one at which the SLO holds to the cheapest at which it certainly holds.
+    absent; if it holds, all settings of equal or higher cost are ruled out. The interval of the cost extends from the
+    cheapest setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it
+    certainly holds (lower ends).
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))
@@ -153,8 +156,8 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
 
 def _is_other(one: Setting, failed: Setting) -> bool:
-    """Return whether this setting may hold although the SLO fails at `failed`: it has more replicas of some kind, or
-    other kinds.
+    """Return whether the SLO may hold at this setting although it fails at `failed`: this setting has more replicas of
+    some kind, or other kinds.
     """
     return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]
 

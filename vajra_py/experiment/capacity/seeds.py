@@ -21,8 +21,8 @@ from vajra_py.config.slo import Slo
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5
-"""Smallest number of seeds with which an interval that ends at the highest seed's capacity has at least 95 % coverage:
-all of `n` seeds lie on one side of their median with probability `2 ** (1 - n)`.
+"""Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with a
+probability of at least 95 %: all of `n` seeds lie below their median with probability `2 ** -n`.
 """
 
 _CURVE_LEVELS = 40
@@ -49,16 +49,16 @@ class Crossing:
     """Zero crossing of a condition's slack, from the runs under one seed."""
 
     low: tuple[float, float] | None
-    """(Highest rate at which the condition holds, fitted slack there); None if it never holds."""
+    """(Highest rate at which the condition holds, fitted slack at this rate); None if the condition never holds."""
     high: tuple[float, float] | None
-    """(Next higher rate, fitted slack there); None if the condition holds at the highest rate that was run."""
+    """(Next higher rate, fitted slack at this rate); None if the condition holds at the highest rate that was run."""
     rises_at: float = 0.0
     """Highest rate at which the condition fails although it holds at higher rates; 0 if there is none."""
 
     @property
     def rate(self) -> float:
-        """Rate at which a line through both ends, over the logarithm of the rate, crosses zero; with a single end, its
-        rate.
+        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; with only one
+        of these points, its rate.
         """
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low
@@ -73,8 +73,8 @@ class Crossing:
 
 
 def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
-    """Return the zero crossing of a condition's slack, given the rates in ascending order at which one seed was run,
-    and its slacks.
+    """Return the zero crossing of a condition's slack under one seed, given the rates that were run, in ascending
+    order, and the slack at each of them.
 
     The fit starts at the largest slack: a goodput is too low both at low and at high rates, and its capacity is the
     upper crossing.
@@ -118,9 +118,9 @@ class ConditionCapacity:
     text: str
     by_seed: tuple[SeedCapacity, ...]
     least: float
-    """Geometric mean over seeds, counting capacities below the lowest rate that was run as zero."""
+    """Geometric mean over seeds; 0 if any seed's capacity lies below the lowest rate that was run."""
     most: float
-    """Geometric mean over seeds, counting capacities above the highest rate that was run as infinite."""
+    """Geometric mean over seeds; infinite if any seed's capacity lies above the highest rate that was run."""
     interval: Interval | None
     """Confidence interval; None with one seed."""
     confidence: float
@@ -140,7 +140,7 @@ Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
 
 
 def bound_of(least: float, most: float) -> Bound:
-    """Return the kind of bound if only these limits of the value are known."""
+    """Return the relation of a rate to a capacity of which only the limits `least` and `most` are known."""
     if math.isclose(least, most, rel_tol=1e-12):
         return "exact"
     if least > 0:
@@ -149,7 +149,7 @@ def bound_of(least: float, most: float) -> Bound:
 
 
 def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> ConditionCapacity:
-    """Return the capacity of a condition from those of its seeds.
+    """Return the capacity of a condition from its capacities under single seeds.
 
     `may_go_on` is True if more seeds would have been run for a wider interval; see `_seeds_interval`.
     """
@@ -167,7 +167,7 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
 
     The interval is Student's t interval of the logarithms; its upper end is at most the highest seed's capacity, beyond
     which every seed fails. A search that stops once the interval is narrow stops more often when the seeds agree by
-    chance, so while it may go on, the half width is increased by a fraction of `1 / n`
+    chance, so if `may_go_on`, the half width of `n` seeds is increased by a fraction of `1 / n`
     (`tests/experiment/test_capacity_coverage.py`). With fewer than `FEWEST_SEEDS` seeds, or if a capacity is only
     bounded, the interval is the range of the seeds, which contains the median with a known probability.
     """
@@ -193,7 +193,7 @@ def typical_curve(
     """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: at each slack, the
     capacity if the limit were shifted by that slack.
 
-    At slacks that some seeds did not reach, the other seeds give the distance from the capacity.
+    At slacks that some seeds did not reach, the distance from the capacity is the mean over the other seeds.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -234,12 +234,12 @@ class RateEstimate:
 
     least: float
     most: float
-    """`least` and `most` as in `ConditionCapacity`."""
+    """Upper limit of the capacity; `least` is the lower one. See `ConditionCapacity`."""
     interval: Interval | None
     confidence: float
     conditions: tuple[ConditionCapacity, ...]
     decides: int
-    """Position of the condition whose capacity it is."""
+    """Position of the condition whose capacity is that of the SLO."""
 
     @property
     def rate(self) -> float:
@@ -253,7 +253,9 @@ class RateEstimate:
 
 
 def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEstimate:
-    """Return the capacity of the SLO from those of its conditions; the interval's ends are combined in the same way."""
+    """Return the capacity of the SLO from its conditions' capacities; the ends of the interval are combined in the same
+    way.
+    """
     least, by_least = slo.decided([one.least for one in conditions])
     most, by_most = slo.decided([one.most for one in conditions])
     decides = by_least if least > 0 else by_most
@@ -288,7 +290,7 @@ class SeedRuns:
         self._crossings = [None] * self.num_conditions
 
     def of(self, condition: int) -> Mapping[float, float]:
-        """Return the slack of one condition by rate, in order."""
+        """Return the slack of one condition by rate, in ascending order of rate."""
         return {rate: self.slacks[rate][condition] for rate in self.rates}
 
     def crossing(self, condition: int) -> Crossing:

@@ -33,11 +33,12 @@ from vajra_py.plugins import Registry, load_registry
 
 _SEED = "seed"
 _MANY = 1 << 30
-"""Number of tasks stated to the pool, since the number of runs is not known in advance."""
+"""Number of tasks passed to the pool, since the number of runs is not known in advance."""
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
-"""Called with a setting's label, its finished and requested runs, and a description of the current ones."""
+"""Called with a setting's label, the numbers of its finished and requested runs, and a description of the current runs.
+"""
 
 
 def find_capacity(
@@ -103,7 +104,7 @@ class _Question:
     """The setting's configuration as plain values, without `capacity:`."""
     folder: Path
     seeds: tuple[int, ...]
-    """Seeds available to the search, all with different runs. Settings share the same seeds, except seeds that would
+    """Seeds available to the search, all with different runs. All settings use the same seeds, without those that would
     repeat a run.
     """
     question: CapacityConfig
@@ -146,7 +147,7 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """Return the search, extended by the further points of the curve."""
+        """Return the search, which at its end also requests the runs for further points of the curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
@@ -200,7 +201,8 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
 def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
     """Return (costs of a replica of each kind, their unit); empty if a rate is searched.
 
-    Costs that are not configured are the devices' prices; if one of these is unknown, all replicas cost the same.
+    If no costs are configured, they are the prices of the replicas' devices; with a single kind, or if a price is
+    unknown, every replica costs 1.
     """
     if asked.rate is not None:
         return (), "requests/s"
@@ -225,7 +227,9 @@ def _replicaset_of(path: str) -> str:
 
 
 def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment without these replicasets; their requests go to the replicasets that follow them."""
+    """Return the experiment without these replicasets; each of their requests is served by the next replicaset that
+    matches it.
+    """
     left = {name: one for name, one in mapping["replicasets"].items() if name not in names}
     changed = {**mapping, "replicasets": left}
     backend = mapping["backend"].get("simulator")
@@ -284,7 +288,7 @@ class _Search:
 
     @property
     def is_ready(self) -> bool:
-        """True if all requested runs have finished, so the search can advance."""
+        """True if the search has not ended and all requested runs have finished, so that it can advance."""
         return not self._pending and self._answer is None and self._error is None
 
     @property
@@ -358,7 +362,7 @@ class _Search:
         }
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
-        """Return requested runs that are neither in memory nor on disk."""
+        """Return the requested runs that are neither in memory nor on disk; read those that are on disk."""
         found: list[tuple[Setting, int, RunTask]] = []
         if self._answer is not None:
             return found
@@ -401,7 +405,7 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """Return the value of an SLO's metric in a run; None if no request has one because none progressed far enough.
+    """Return the value of an SLO's metric in a run; None if no request has a value and none completed.
 
     Raises `RunError` for a group that the run does not have, and if requests completed but none of them has a value.
     """

@@ -77,8 +77,8 @@ def _interval(answer: CapacityAnswer) -> Interval | None:
 
 
 def difference_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Return a table with a row per pair of settings with known capacities; the one with the higher capacity
-    is first.
+    """Return a table with a row per pair of settings with known capacities; the setting with the higher capacity is
+    first.
     """
     pairs = capacity_differences(answers)
     rows = tuple(Row(one.first, _pair_cells(one)) for one in pairs)
@@ -113,8 +113,8 @@ def _pair_cells(one: CapacityDifference) -> tuple[Cell, ...]:
 
 
 def condition_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """Return a table of raw values with a row for the whole SLO, whose condition is `slo`, and one for each
-    condition.
+    """Return a table of raw values that has, for each answer, a row for the whole SLO (condition `slo`) and one for
+    each condition.
     """
     rows: list[tuple[Raw, ...]] = []
     for answer in answers:

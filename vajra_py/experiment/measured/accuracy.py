@@ -22,7 +22,7 @@ MEAN_BOUND = 0.08
 """Largest relative error of a mean with which a validation passes."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
-"""Minimum number of a log's rows for matching its clock."""
+"""Minimum number of rows after the last scheduling for matching the log's clock by these rows alone."""
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
 
@@ -52,7 +52,7 @@ class MetricError:
 
 @dataclass(frozen=True, slots=True)
 class SeriesError:
-    """Error of a quantity over time: mean absolute difference by second, divided by the measured mean."""
+    """Error of a quantity over time: mean absolute difference over the points in time, divided by the measured mean."""
 
     name: str
     seconds: Floats
@@ -81,7 +81,7 @@ class Accuracy:
 
     @property
     def passes(self) -> bool:
-        """True if every mean is within its bound."""
+        """True if every error is within its bound."""
         return all(one.passes for one in self.errors)
 
     def table(self) -> Table:
@@ -196,8 +196,11 @@ def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[Metri
 
 
 def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
-    """Yield the errors of running and waiting requests by second, from the first arrival to the last end of both runs,
-    and of generated tokens by the log's intervals.
+    """Yield the errors of running and waiting requests by second, from the first arrival to the last end in either run;
+    nothing without scheduling times.
+
+    If the run has a log, yield also the errors of the generated tokens per second by the log's intervals and, if the
+    log has it, of the KV use by second.
     """
     measured = run.requests
     end = float(max(measured.last_token_at.max(), simulated.last_token_at.max()))
@@ -255,8 +258,8 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
 
 
 def _simulated_tokens(data: RunData, requests: MeasuredRequests, edges: Floats) -> Floats:
-    """Return the generated tokens of each interval as an engine counts them: decode tokens when their step returns, and
-    first tokens.
+    """Return the number of generated tokens in each interval as an engine counts them: decode tokens at the end of
+    their step, and first tokens at their own time.
     """
     table = data.steps("formed_at", "duration_s", "num_decodes")
     formed, duration, decodes = (table.column(name).to_numpy() for name in table.column_names)

@@ -1,9 +1,9 @@
 """Fit host overhead and a few scale factors, which operator tables do not contain, to a measured run.
 
 The first and last tokens of the fitted requests mark ends of steps, and a simulation determines which steps lie between
-two of them. With the contribution of each figure to each step, the measured times give a linear least-squares problem,
-regularised by the figures' priors. It is solved repeatedly, each time with the steps of a simulation with the last
-solution. Requests that were not fitted are used to judge the fit.
+two such ends. The contribution of each figure to each step is known, so the measured times give a linear least-squares
+problem, regularised by the figures' priors. The problem is solved several times, each time with the steps of a
+simulation that uses the previous solution. Requests that were not fitted are used to judge the fit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
 between the step ends of two tokens.
 """
 MATCHED = 0.08
-"""Largest relative difference of an interval's length between run and simulation for which both are assumed to contain
-the same steps.
+"""Largest relative difference between the measured and the simulated length of an interval for which both are assumed
+to contain the same steps.
 """
 ROUNDS = 3
 """Number of rounds of a fit; each simulates with the figures of the previous round."""
@@ -75,8 +75,8 @@ class Fit:
 
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """Return the figures to fit: scale factors of the operators that the run's deployment uses, and its engine's host
-    overhead.
+    """Return the figures to fit: scale factors of the operators that the run's deployment uses, and the host overhead
+    of its engine.
     """
     config = measured_config(latency)
     latency_model = config.build()
@@ -97,14 +97,14 @@ def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ..
 def calibrate(
     run: MeasuredRun, latency: Mapping[str, Any], fit_fraction: float = 1 / 3, progress: Progress | None = None
 ) -> Fit:
-    """Fit a latency model's figures to the run's first requests and judge them by the others.
+    """Fit a latency model's figures to the run's first requests and judge the fit by the other requests.
 
-    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` is the fraction
-    of the requests that is fitted.
+    `latency` is the section `latency:` for the run, from `bundle_latency` or `tables_latency`; `fit_fraction` is the
+    fraction of the requests that is fitted.
 
     Raises:
-        ConfigError: There are too few requests to fit or to judge, or the latency model does not use measured
-            operators.
+        ConfigError: There are too few requests to fit or to judge, or the latency model is already calibrated or does
+            not use measured operators.
     """
     if latency.get("calibration"):
         raise ConfigError(Problem("latency.calibration", "a calibrated model is not fitted again", "Leave it out"))
@@ -155,7 +155,8 @@ class _Trials:
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
-        # Concurrent requests share steps, so their errors are correlated; only as many count as fit one after another.
+        # Concurrent requests share steps, so their errors are correlated; only as many count as independent as would
+        # fit one after another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
@@ -177,7 +178,7 @@ class _Trials:
         return values
 
     def _solved(self, values: Floats) -> Floats:
-        """Return improved values, from the steps of a simulation with the given ones."""
+        """Return improved values, computed from the steps of a simulation with the given `values`."""
         from scipy.optimize import least_squares
 
         data, known = self._trial(values)

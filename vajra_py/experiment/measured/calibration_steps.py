@@ -52,8 +52,8 @@ class StepCosts:
         self._sums = np.concatenate([np.zeros((1, len(figures))), np.cumsum(costs, axis=0)])
 
     def between(self, start: Floats, stop: Floats, which: Ints) -> tuple[Floats, Floats]:
-        """Return (seconds per unit of each figure, remaining seconds including idle time) between pairs of step ends;
-        with several replicas, means over them.
+        """Return (seconds per unit of each figure, remaining seconds including idle time) of the steps between the step
+        ends `start` and `stop`, for the pairs `which`; with several replicas, means over the replicas.
         """
         start, stop = start[which], stop[which]
         first, last = (np.searchsorted(self._ends, at + HALF_TICK_S, side="right") for at in (start, stop))

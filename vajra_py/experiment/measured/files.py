@@ -76,7 +76,7 @@ def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> 
 
 
 def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) -> EngineSettings:
-    """Return the run's settings with the stated ones replaced."""
+    """Return the run's settings, with those in `given` replaced."""
     stated = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
     names = {
         "tensor_parallel_size": "tensor_parallel",

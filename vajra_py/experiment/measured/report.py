@@ -1,5 +1,5 @@
-"""Write the comparison of a measured run with its simulation as an HTML page: errors, distributions, requests in pairs,
-load over time.
+"""Write the comparison of a measured run with its simulation as an HTML page: errors, distributions, the latencies of
+each request, and the load over time.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class MeasuredRun:
 
     @property
     def has_engine_times(self) -> bool:
-        """True if the engine recorded the times, indicated by scheduling times. A client's times include the
-        transmission of tokens.
+        """True if the engine recorded the token times, which is inferred from the presence of scheduling times. Times
+        recorded by a client include the transmission of tokens.
         """
         return self.requests.scheduled_at is not None
 
@@ -177,7 +177,7 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
     present.
 
     Raises:
-        ConfigError: A size is not a count, or the model is not named; the error names `file`.
+        ConfigError: A size is not a positive integer, or the model is not named; the error names `file`.
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}
@@ -280,7 +280,8 @@ def _requests(file: Path) -> MeasuredRequests:
     if not rows:
         raise ConfigError(Problem(str(file), "has no requests"))
     arrived_at, queued_at, first_at, last_at, prompts, outputs = np.array(rows, dtype=np.float64).T
-    # Align the client's clock (arrivals) with the engine's: no request is queued before it arrives, one is at arrival.
+    # Align the client's clock (arrivals) with the engine's: no request is queued before it arrives, and one is queued
+    # exactly when it arrives.
     known = np.isfinite(queued_at)
     offset = float(np.min(queued_at[known] - arrived_at[known])) if known.any() else 0.0
     if (first_at < arrived_at + offset - 1e-6).any():

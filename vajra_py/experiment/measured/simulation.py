@@ -34,7 +34,7 @@ def bundle_latency(
     requests' contexts. If the engine recorded the token times, tokens reach the client without delay.
 
     Raises:
-        ConfigError: The bundle belongs to another model.
+        ConfigError: The bundle was measured with another model or another data type of the KV cache.
     """
     bundle = read_bundle(profile, run.settings.tensor_parallel)
     if _bare(bundle.model) != _bare(run.settings.model):
@@ -48,8 +48,8 @@ def bundle_latency(
 
 
 def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **changes: Any) -> dict[str, Any]:
-    """Return the section `latency:` for the operator tables of aiconfigurator; `changes` name the `system` and other
-    settings that the run lacks.
+    """Return the section `latency:` for the operator tables of aiconfigurator; `changes` must contain `system` and may
+    override other settings.
 
     Raises:
         ConfigError: No system is named.
@@ -124,8 +124,9 @@ def _bare(model: str) -> str:
 def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:
     """Return the experiment that serves the run's requests as its engine did.
 
-    Data-parallel ranks that share experts run in lockstep; they are simulated as one replica with the sequences and
-    tokens of all ranks, whose prompts hit only blocks cached by their own rank. Other ranks are separate replicas.
+    Data-parallel ranks that share experts run in lockstep; they are simulated as one replica with the batch size and
+    token budget of all ranks, in which a prompt hits only blocks cached by its own rank. Ranks that do not share
+    experts are separate replicas.
     """
     settings = run.settings
     together = int(latency.get("data_parallel", 1))

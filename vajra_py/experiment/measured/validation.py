@@ -1,4 +1,5 @@
-"""Simulate an experiment that was run on an engine, with the same requests, and compare both.
+"""Simulate an experiment that was run on an engine, with the same requests, and compare the simulation with the
+engine's run.
 
 The simulation has the same policies, sizes and arrivals as the engine's run, and the output lengths that the engine
 generated; only step times are predicted.
@@ -34,7 +35,9 @@ SIMULATED = "simulated"
 
 
 def check_validation(config: ExperimentConfig) -> None:
-    """Raise `ConfigError` if the experiment cannot be validated: it has another backend, or no latency model."""
+    """Raise `ConfigError` if the experiment cannot be validated: its backend runs no model, has settings by replicaset,
+    or has no latency model.
+    """
     settings = config.backend.settings
     if not isinstance(settings, ModelBackendConfig):
         message = f"only what computes with a model is compared with a simulation (got {config.backend.kind})"
@@ -53,7 +56,8 @@ class Assumed:
     """Settings of a simulation that replace those of the engine's run.
 
     Attributes:
-        latency: Model of the step times; None for the model that gives policies predictions.
+        latency: Model of the step times; None for the engine's latency model, which in any case gives policies their
+            predictions.
         seed: Seed of the variation of equal steps; None for the run's seed.
     """
 
@@ -62,7 +66,7 @@ class Assumed:
 
 
 def validate(measured: RunData, config: ExperimentConfig, registry: Registry | None = None) -> Accuracy:
-    """Simulate a finished run of the engine and compare both; `config` is the run's configuration.
+    """Simulate a finished run of the engine and compare the two runs; `config` is the run's configuration.
 
     Raises `ConfigError` (see `check_validation`), and `RunError` if the run is incomplete or a request did not receive
     its complete answer.
@@ -108,7 +112,7 @@ def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | 
 
 
 def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None) -> Backend:
-    """Prepare the simulation with the engine's arrival times and output lengths."""
+    """Return a simulation with the engine's arrival times and output lengths."""
     engine: ModelBackendConfig = config.backend.settings
     lengths = {row["request_id"]: len(row["token_ids"]) for row in read_rows(path / OUTPUTS_FILE)}
     workload = run.workload

@@ -15,7 +15,9 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Number of reference times before and after a time whose median gives the machine's speed."""
+"""Number of reference times, before a reference time and after it, that are included in the median for the machine's
+speed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,16 @@ class Batch:
         return shape
 
     def ends(self, begins_ahead: bool = False) -> list[int]:
-        """Return the number of KV slots, in tokens, that each row needs. With `begins_ahead`, rows of decode-only
-        batches need one more step's slot.
+        """Return the number of tokens for which each row needs KV memory. With `begins_ahead`, rows of decode-only
+        batches need memory for one more token, that of the next step.
         """
         is_ahead = self.is_ahead(begins_ahead)
         decoded = [max(2, context) + 2 if is_ahead else context + 1 for context in self.decodes]
         return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
-        """Return whether the step is launched before the previous step's tokens are known, given that decodes may begin
-        ahead.
+        """Return whether the step is launched before the previous step's tokens are known; `begins_ahead` allows this
+        for decodes.
         """
         return begins_ahead and not self.chunks and not self.num_swapped
 
@@ -84,7 +86,7 @@ class Bench:
 
     def time_s(self, batch: Batch) -> float:
         """Return the seconds of one step of the batch; for decodes that begin ahead, from the previous step's tokens to
-        its own.
+        this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
         if is_ahead:  # the same rows also run one step before and one after
@@ -99,7 +101,7 @@ class Bench:
             new.append(NewRow(slot, GREEDY, slot))
             at += count
         decodes = self.taken[: len(batch.decodes)]
-        if decodes:  # a row decodes only after the worker has sampled a token of it
+        if decodes:  # a row can decode only after the worker has sampled a token for it
             contexts = zip(decodes, batch.decodes, strict=True)
             before = [Chunk(slot, self._tokens(1), context - 1 - is_ahead, samples=True) for slot, context in contexts]
             self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
@@ -152,7 +154,7 @@ class Reference:
         return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
 
     def frees(self, bench: Bench) -> None:
-        """Free the slots of a bench that is no longer used, with the next step of the reference."""
+        """Free the slots of a bench that is no longer used, in the next step of the reference."""
         self._bench.taken += bench.taken
         bench.taken = []
 

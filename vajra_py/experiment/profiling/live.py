@@ -62,15 +62,15 @@ class _Allocated:
         return self._runner.facts
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """See `ModelRunner`; nothing is left to do."""
+        """Do nothing, as the memory is allocated already. See `ModelRunner`."""
 
     def close(self) -> None:
-        """See `ModelRunner`; the profile closes it."""
+        """Do nothing: `profile_model` closes the wrapped runner."""
 
 
 def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner) -> list[LiveStep]:
-    """Serve requests in waves and return the steps, in wall-clock time; waves give steps of few and of many
-    requests.
+    """Serve requests in waves of growing size, so that steps have few or many requests, and return the steps, or a
+    random sample if there are too many. Times are wall-clock seconds.
     """
     memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})

@@ -1,13 +1,13 @@
 """Measure step times of a model and device over a grid of shapes and fit a formula to them.
 
 First, a grid of batches is executed repeatedly in random order, so that other activity on the machine affects all of
-them equally. A fixed reference batch is executed before each: its time shows the machine's speed at that moment, and
-times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so their mean is
-what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's time is therefore
-its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts). The spread of
-measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much. Then the
-engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a running
-engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
+them equally. A fixed reference batch is executed before each measurement: its time shows the machine's speed at that
+moment, and times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so
+their mean is what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's
+time is therefore its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts).
+The spread of measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much.
+Then the engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a
+running engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 _HOST_BLOCKS = 64
 _REFERENCES_AROUND = 5
-"""Number of reference times before and after the engine serves, whose median gives the machine's speed meanwhile."""
+"""Number of reference times measured before the engine serves requests, and again afterwards; their median gives the
+machine's speed in between.
+"""
 _FARTHEST = 10.0
-"""Measurements are clipped to this multiple of their batch's median before the mean is taken."""
+"""Multiple of a batch's median to which its measurements are clipped before the mean is taken."""
 _EVERY_ROW = 8
-"""Every number of decodes up to this one is measured."""
+"""Largest size up to which decode batches of every size are measured; above it, sizes are powers of two."""
 _FEWEST_TO_VARY = 3
 """Minimum number of passes for estimating the variation of equal steps."""
 
@@ -62,8 +64,8 @@ class ProfileSettings:
         passes: Number of measurements of each batch, besides one warm-up.
         num_random: Number of random shapes besides the grid.
         seed: Seed of the random shapes and of the order.
-        reference_s: Reference time in seconds to whose speed all times are normalised; None for its median during the
-            measurement.
+        reference_s: Time of the reference batch, in seconds, at the speed to which all times are normalised; None for
+            its median during the measurement.
     """
 
     config: SystemConfig
@@ -79,9 +81,9 @@ def profile_config(
     """Return the settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises
     `ConfigError`.
 
-    Without `model`, the model of the experiment's engine is used. Only the sizes and the engine of an experiment
-    matter, whether it is simulated or not, since policies are not measured. Its policies may request predictions,
-    although their profile does not exist yet.
+    Without `model`, the model of the experiment's engine is used. Of an experiment, simulated or not, only the sizes
+    and the engine are used, since policies are not measured. Its policies may need predictions, although the profile
+    for these does not exist yet.
     """
     given = system_keys(config)
     given.pop("sweep", None)

@@ -1,9 +1,9 @@
 """Division of a simulation into independent parts, whose merged results are byte for byte those of the undivided run.
 
-Replicasets share only the order of requests. So do the replicas of a replicaset if its scheduler binds requests on
-arrival without reading loads and no policy keeps state about requests of other replicas. Each part processes all
-requests in order, determines the replica of each as the undivided run would, and simulates the requests of its own
-replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the reason.
+Replicasets share only the order of requests. The same holds for the replicas of a replicaset if its scheduler binds
+requests on arrival without reading loads and no policy keeps state about requests of other replicas. Each part
+processes all requests in order, determines the replica of each as the undivided run would, and simulates the requests
+of its own replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the reason.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def why_together(
     """Return the reason why the replicas of a replicaset must stay in one part; None if each can be simulated
     separately.
 
-    `seeds` recorded the random streams used by its policies; `first` is one of its requests.
+    `seeds` records the random streams that its policies request; `first` is its first request, None if it has no
+    requests.
     """
     policies = replicaset.policies
     assert policies is not None  # built from settings
@@ -133,7 +134,8 @@ class Division:
 
     Attributes:
         owners: Part of each replica, by replicaset.
-        together: Reason why replicas stay in one part, by replicaset to which this applies.
+        together: Reason why the replicas of a replicaset stay in one part, by name of the replicaset; without those
+            that can be divided.
     """
 
     owners: Mapping[str, Sequence[int]]
@@ -253,5 +255,5 @@ class _Planned:
         return self._part.planned()
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return None: every request is bound on arrival."""
+        """Return no requests, as each is bound on arrival."""
         return ()

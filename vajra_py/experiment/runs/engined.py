@@ -38,7 +38,9 @@ __all__ = ["ENGINE_FILE", "EngineRun", "length_predictor", "predictions"]
 
 
 class EngineRun:
-    """Run of an experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
+    """Run of an experiment on the engine. Keyword arguments are passed to `engine_services`, so that tests and tools
+    can replace parts of the engine.
+    """
 
     decision_log: type[DecisionLog] = DecisionLog
     write: WriteTables = staticmethod(write_results)

@@ -32,9 +32,9 @@ class SettingSeeds:
 
     points: tuple[int, ...]
     original: tuple[int, ...]
-    """First point equivalent to each point, possibly itself."""
+    """For each point, the first point with an equal run, possibly the point itself."""
     same_load: str = ""
-    """Sentence on the differences between its runs if their requests are equal; else empty."""
+    """Sentence on the only source of differences between the runs if all runs have equal requests; else empty."""
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class SettingSeeds:
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
     def copies_of(self, point: int) -> list[int]:
-        """Return the other points whose runs would equal the run of this one."""
+        """Return the other points whose runs would equal the run of `point`."""
         return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
 
 
@@ -73,9 +73,11 @@ class EqualSeeds:
         return found
 
     def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
-        """Return the setting of an experiment under each of these seeds, in their order.
+        """Return which of these seeds give equal runs of an experiment; the points of the result are positions in
+        `seeds`.
 
-        Seeds of a setting that cannot be drawn or built count as different, so that its runs report the error.
+        If the requests cannot be drawn or the experiment cannot be built, all seeds count as different, so that the
+        runs report the error.
         """
         every = tuple(range(len(seeds)))
         different = SettingSeeds(every, every)

@@ -81,7 +81,9 @@ def find_all_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_hidden(manifest: Path, path: Path) -> bool:
-    """Return whether a folder is a part of a run or an incomplete run."""
+    """Return whether a manifest lies in a folder below `path` whose name begins with a dot: a part of a run, or an
+    incomplete run.
+    """
     return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 
 
@@ -93,7 +95,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def is_finished(self, config: SystemConfig) -> bool:
-        """Return whether it has the complete results of exactly these settings and their input files."""
+        """Return whether the folder has the complete results of exactly these settings and their input files."""
         manifest = self._manifest()
         is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
         return is_same and manifest.get("status") == FINISHED
@@ -105,8 +107,8 @@ class RunFolder:
         return self._manifest().get("config_digest") != config_digest(config)
 
     def check(self, config: SystemConfig, *, overwrite: bool) -> None:
-        """Raise `ConfigError` if the folder contains other results and `overwrite` is false, or files that do not
-        belong to a run.
+        """Raise `ConfigError` if the folder contains files that do not belong to a run or, unless `overwrite` is set,
+        results of other settings or of input files that have changed since.
         """
         changed = [] if overwrite else self._changed_files(config)
         if changed:
@@ -127,7 +129,8 @@ class RunFolder:
             )
 
     def start(self, config: SystemConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
-        """Prepare and lock the folder for a run of these settings; with `is_private` only its owner can read it.
+        """Lock and empty the folder and write the first files of a run of these settings; with `is_private`, only the
+        folder's owner can read it.
 
         Raises the errors of `check`, and `ConfigError` while another run is written there.
         """

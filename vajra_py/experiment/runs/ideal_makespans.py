@@ -1,4 +1,6 @@
-"""Ideal makespans of programs, as if each had the system to itself; slowdown is relative to them."""
+"""Ideal makespans of programs: the time that each would take alone on the system. A program's slowdown is relative to
+its ideal makespan.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from vajra_py.workload.content import NO_NODE, ContentColumn
 SoloTime: TypeAlias = Callable[[int, int, int], float]
 """Returns the seconds of a call that runs alone, given (prompt tokens, cached prompt tokens, output tokens)."""
 _MOST_LOOKED_AT = 64
-"""Number of trailing segments of a prompt that are searched for the end of its parent's prompt before the whole prompts
-are compared.
+"""Maximum number of trailing segments of a prompt that are searched for the end of its parent's prompt before the whole
+prompts are compared.
 """
 
 
@@ -27,8 +29,9 @@ def ideal_makespans(
     """Return the ideal makespan of each program in seconds, by id; empty if there is no latency model.
 
     It is the length of the critical path through a program's graph from its first arrival. The path consists of delays
-    and calls; each call runs alone, with its prompt in one step and all tokens cached that its parents have computed.
-    `requests` is the requests table; a call's time comes from the latency model of the replicaset that served it.
+    and calls; each call runs alone, computes its prompt in one step, and finds every prompt token that its parents have
+    computed in the prefix cache. `requests` is the requests table; a call's time comes from the latency model of the
+    replicaset that served it.
     """
     solo = {
         name: _solo_time(models[name], caches=one.replica.memory.prefix_cache.enabled)

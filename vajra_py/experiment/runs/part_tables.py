@@ -20,7 +20,7 @@ _EMITTED, _NOTES, _TRANSFERS = "emitted.arrow", "notes.json", "transfers.arrow"
 def write_part(
     path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
 ) -> None:
-    """Write the tables that `take_part` reads; replaces `write_results` and has its parameters."""
+    """Write the tables that `take_part` reads; used in place of `write_results`, with the same parameters."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
     if tables.transfers is not None:

@@ -16,10 +16,10 @@ class PointStatus(Struct, frozen=True):
     now_s: float = 0.0
     is_finished: bool = False
     was_there: bool = False
-    """True if it was finished in an earlier sweep and is not repeated."""
+    """True if the point was finished in an earlier sweep and is not repeated."""
     error: str | None = None
     is_copy: bool = False
-    """True if it is not run because it would repeat the run of another seed."""
+    """True if the point is not run because it would repeat the run of another seed."""
 
     @property
     def values_label(self) -> str:

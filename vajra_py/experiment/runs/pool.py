@@ -56,11 +56,11 @@ class RunTask:
 TaskProgress: TypeAlias = Callable[[int, int, int, float], None]
 """Called with (task number, ended requests, total requests, seconds on the run's clock)."""
 End: TypeAlias = tuple[int, "str | None"]
-"""(Task number, error text; None if it succeeded)."""
+"""(Task number, error text; None if the task succeeded)."""
 
 
 MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
-"""Creates a pool that reports progress to the argument."""
+"""Function that creates a pool, which reports progress to the argument."""
 
 
 class RunPool(Protocol):
@@ -70,7 +70,7 @@ class RunPool(Protocol):
         """Submit a task; also allowed while iterating over `ends`."""
 
     def ends(self) -> Iterator[End]:
-        """Yield tasks as they end. Raises `RunInterrupted` if the user interrupts it; finished runs are kept."""
+        """Yield tasks as they end. Raises `RunInterrupted` if the user interrupts the runs; finished runs are kept."""
 
     def close(self) -> None:
         """Release the pool's resources."""

@@ -6,7 +6,7 @@ recording is optional.
 
 Invariants:
     - A full disk ends the recording, but not the server; the manifest then states the reason.
-    - After the recording has ended, it uses no more memory.
+    - A recording that has ended uses no further memory.
     - Only the server's user can read the folder, because it contains prompts.
 """
 
@@ -57,7 +57,7 @@ _RESERVE_BYTES = 2**16
 
 
 class _Log(io.RawIOBase):
-    """File that accepts all writes and discards them after a disk error."""
+    """File that accepts all data, and discards data after a disk error."""
 
     def __init__(self, path: Path, notify: Callable[[OSError], None]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class RunRecording:
             _log.error("%s (%s)", self.stopped, self._place.path)
 
     def _keeps_on(self) -> bool:
-        """Return whether it is still recording, and remove its observers if not; called between events."""
+        """Return whether recording continues; if not, remove the observers. Called between events."""
         if self.stopped and self._controller is not None:
             kept = (self._recorder, self._decisions, self._admissions, self._retention, self._drafts, self._movement)
             self._controller.unwatch([one for one in kept if one is not None])
@@ -164,7 +164,7 @@ class RunRecording:
 
         pa.array(
             [0]
-        )  # Arrow's first array imports pandas, where it is installed: half a second in which no step could end
+        )  # Arrow's first array imports pandas if it is installed, which would delay a step by half a second
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
@@ -190,7 +190,7 @@ class RunRecording:
         self._outputs = OutputLog(path / OUTPUTS_FILE, self._open)
 
     def _flush(self) -> None:
-        """Write inputs and outputs to the disk up to the last step in the journal."""
+        """Flush the other logs to disk, up to the last step in the decision log."""
         assert self._inputs is not None
         assert self._outputs is not None
         if not self.stopped:

@@ -72,7 +72,7 @@ from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
 _RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | KvAnswer | KvEnd
-"""Recorded inputs that are not injected: the replay, its connector or its router produces them again."""
+"""Types of recorded inputs that are not injected: the replay, its connector or its router produces them again."""
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
@@ -91,7 +91,7 @@ class Recording:
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Duration of each step in ticks, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
-    """Tick at which each step left the first of several pipeline stages, by the same keys."""
+    """Tick at which each step left the first of several pipeline stages, by the keys of `durations`."""
     ended_at: int
     """Tick of the last recorded event."""
     engine: Mapping[str, Any]
@@ -125,7 +125,7 @@ class ReplayReport:
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """Return a run's recording. Raises `RunError` if there is none, `ConfigError` if its settings are invalid."""
+    """Return a run's recording. Raises `RunError` if the folder has none, `ConfigError` if its settings are invalid."""
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_system(path / "config.yaml", registry=registry)
@@ -254,7 +254,9 @@ class _RecordedExecutor(SimulatedExecutor):
         """Connector of the single replica, once it is built; None if it has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return a completed request's recorded length, or one more for a failed request; None for others."""
+        """Return the recorded output length of a request that completed, one more than recorded for a request that
+        failed, and None for any other request.
+        """
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:
             return len(output.token_ids) + 1
@@ -288,7 +290,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers, unrecorded."""
+        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers and were not recorded."""
         output = self._outputs.get(request.index, self._nothing)
         found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
         return min(found, at_most)
@@ -297,7 +299,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return self.replicasets[chunk.request.replicaset].replicas[replica_id].withholds_token(chunk)
 
     def withheld_token(self, request: Request) -> StepResult:
-        """Return the recorded token."""
+        """Return a result with the next recorded token of the request."""
         output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
         tokens = [(request, token) for token in output.token_ids[position : position + 1]]
         is_last = output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids)
@@ -375,7 +377,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=connector is None,  # failed loads name blocks
+        reserves_growth=connector is None,  # failed loads name block ids, so blocks are assigned at once
         models=models,
         served_models=settings.served_models(engine),
     )

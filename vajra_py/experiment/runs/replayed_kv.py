@@ -15,8 +15,8 @@ from vajra_py.runtime.step.plan import StepPlan
 
 
 class ReplayedConnector:
-    """Connector with the recorded answers of one replica's connector, in order per request, and the recorded reports of
-    steps.
+    """KV connector of one replica that returns the recorded answers, in order for each request, and the recorded
+    reports of steps.
     """
 
     def __init__(self, replica: Replica, rules: Mapping[str, Any], inputs: Iterable[Input]) -> None:

@@ -54,8 +54,8 @@ class Tables(Struct, frozen=True):
     transfers: TransfersBuilder | None = None
     """KV transfers between replicas; None if requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
-    """Returns the ideal makespans of programs, given the requests table; None if unavailable. It is called last because
-    predictions are counted.
+    """Function that returns the ideal makespans of programs, given the requests table; None if unavailable. It is
+    called last because latency models count their predictions.
     """
     tiers: TierLog | None = None
     """Prefix hits by memory tier and traffic on the tiers' links; None without tiers."""
@@ -106,7 +106,9 @@ def write_results(
 def with_programs(
     summary: Summary, requests: ArrowTable, path: Path, ideal: IdealMakespans | None = None
 ) -> Summary | None:
-    """Write the table of programs, and return the summary with their section; None for a run without programs."""
+    """Write the table of programs, and return the summary with a section on programs; None for a run without
+    programs.
+    """
     if "program_id" not in requests.column_names:
         return None
     table = programs_table(requests, None if ideal is None else ideal(requests))

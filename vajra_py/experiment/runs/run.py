@@ -124,7 +124,7 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        # In a simulation no replica is lost and no policy is swapped, so the observer is left out.
+        # In a simulation no replica is lost and no policy is swapped, so the observer of changes is left out.
         if run.config.backend.kind != "simulator":
             self._observers.append(self._changes)
         logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)

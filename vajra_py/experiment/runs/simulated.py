@@ -142,7 +142,7 @@ def _acceptance(run: Run) -> AcceptanceModel | None:
 def _by_replicaset(
     run: Run, latencies: Mapping[str, LatencyModel], predictions: LatencyModel
 ) -> dict[str, ReplicasetModel]:
-    """Return the models of the replicasets with their own settings."""
+    """Return the models of those replicasets that have settings of their own."""
     models = {}
     for name, own in run.config.backend.settings.replicasets.items():
         where = f"backend.simulator.replicasets.{name}"

@@ -26,7 +26,7 @@ class SweepResult:
     runs: Sequence[RunData]
     failures: Sequence[tuple[str, str]]
     copies: Sequence[tuple[str, str]] = ()
-    """(Point not run because it would repeat another seed's run, that other point)."""
+    """(Point that is not run because it would repeat the run of another seed, point with that run)."""
 
 
 def sweep_points(
@@ -115,7 +115,7 @@ class _Plan:
         self._settings = settings
         self._overwrite = overwrite
         self.copies = {copy: kept for own in settings for kept in own.kept for copy in own.copies_of(kept)}
-        """Representing point of each point that is not run."""
+        """For each point that is not run, the point with the equal run."""
 
     def kept(self) -> list[int]:
         """Return the points to run, including points that were expected to repeat a run but do not."""
@@ -125,12 +125,12 @@ class _Plan:
         return [index for index in range(len(self._points)) if index not in self.copies]
 
     def missing(self, wanted: Sequence[int]) -> list[int]:
-        """Return those of these points that are not finished."""
+        """Return the points in `wanted` that are not finished."""
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Return the points that the finished point does not represent after all, because its run drew from the seed
-        unexpectedly.
+        """Return the points that had been expected to repeat the run of this finished point but do not, because that
+        run drew from its seed unexpectedly.
         """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):
@@ -140,7 +140,7 @@ class _Plan:
         return own
 
     def note(self, failures: Mapping[int, str]) -> None:
-        """Record in the summaries of runs that represent several seeds that they do."""
+        """Record in the summary of each run that represents several seeds how many it represents."""
         for own in self._settings:
             first = tuple(self.copies.get(index, index) for index in own.points)
             for index in own.kept:

@@ -30,7 +30,8 @@ def model_names() -> list[str]:
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Return the model with this name (any case, without organisation), or of this `config.json` file or its folder.
+    """Return the model with this name (any case, without organisation), or the model described by this `config.json`
+    file or by a folder with one.
 
     Raises:
         ConfigError: the name or file does not exist, or the file describes no supported model.
@@ -54,7 +55,7 @@ def read_json_file(path: Path) -> Any:
     """Return the contents of a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not JSON; names the line.
+        ConfigError: the file cannot be read, or is not JSON; the error names the line.
     """
     try:
         return json.loads(path.read_text("utf-8"))

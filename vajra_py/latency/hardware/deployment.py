@@ -11,7 +11,7 @@ from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 ACTIVATION_TOKENS = 8192
 """Number of tokens in one step for which activation memory is reserved."""
 LOGIT_ROWS = 256
-"""Number of rows of logits for which memory is reserved, in float32 and twice."""
+"""Number of rows of logits for which memory is reserved: two copies in float32."""
 
 
 class Parallelism(Struct, frozen=True):
@@ -88,7 +88,8 @@ class Deployment(Struct, frozen=True):
     def weight_bytes(self, num_layers: int) -> float:
         """Return the bytes of weights on one device of the first or last stage, which has `num_layers` layers.
 
-        With one stage the device holds its part of both embeddings and head, else of one of the two.
+        With one pipeline stage, the device holds its part of both the embedding table and the head; with several
+        stages, its part of one of these.
         """
         model = self.model
         elsewhere = model.routed_weights * (self.parallelism.data - 1) // self.parallelism.data

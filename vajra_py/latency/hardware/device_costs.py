@@ -57,7 +57,9 @@ class DeviceCosts(Struct, frozen=True):
 
 
 def device_costs(name: str) -> DeviceCosts:
-    """Return the known costs of a device by name (any case, short names too); without values if it is not described."""
+    """Return the known costs of a device by name (any case, short names too); the result has no values if the device is
+    not described.
+    """
     try:
         canonical = device_name(name)
     except ConfigError:

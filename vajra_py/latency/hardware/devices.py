@@ -1,8 +1,8 @@
 """Peak speeds of devices, and the fractions of them that kernels reach.
 
 A description states every value with its source in `hardware/*.json`. A user's own device is the same mapping without
-sources, either complete or as changes to a shipped device (`base`). Peaks are dense (no structured sparsity),
-bandwidths per direction.
+sources, either complete or as changes to a shipped device (`base`). Peaks are those of dense matrices (no structured
+sparsity); bandwidths are those of one direction.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ class DeviceSpec(Struct, frozen=True):
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
     priced_as: str | None = None
-    """Name of the shipped device whose price and power apply, also for a changed device; None: unnamed."""
+    """Name of the shipped device whose price and power apply, also for a changed device; None if the device has no
+    name.
+    """
 
     @property
     def uses_flash_attention_2(self) -> bool:
         """True if vLLM uses FlashAttention 2 on this device.
 
-        It does not on Hopper (FlashAttention 3) and on data-centre Blackwell (FlashInfer).
+        vLLM uses FlashAttention 3 on Hopper and FlashInfer on data-centre Blackwell.
         """
         return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
 
@@ -84,7 +86,7 @@ _Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DeviceConfig(BaseModel):
-    """A device of the user's own: changes to the shipped device named by `base`, or everything."""
+    """Device described by the user: all values, or changes to the shipped device named by `base`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 

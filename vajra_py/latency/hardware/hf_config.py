@@ -30,7 +30,7 @@ class _Family(Struct, frozen=True):
 
     norms_per_layer: int = 2
     norm_parameters: int = 1
-    """2 for layer norms with a bias."""
+    """Number of parameters of a norm per hidden value: 2 for layer norms with a bias."""
     head_norms: bool = False
     """True if queries and keys are normalised per head."""
     qkv_bias: bool = False
@@ -73,9 +73,9 @@ class _Keys:
         self.problems.append(Problem(f"{self._source} {self._prefix}{key}", message, allowed))
 
     def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """Return the first of `names` that is set, as an integer of at least `low`.
+        """Return the value of the first of `names` that is set, else the default.
 
-        Else the default, or record a problem.
+        Record a problem if there is neither, or if the value is not an integer of at least `low`.
         """
         for name in names:
             value = self.values.get(name)

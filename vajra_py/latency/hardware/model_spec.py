@@ -1,7 +1,7 @@
 """Parameters, bytes and floating-point operations of a decoder-only transformer.
 
 Counts are exact for the families in `hf_config` (they equal the parameter counts of the published checkpoints). For
-others they only omit biases and unusual norms. Matrix products count two operations per weight.
+other families, they omit only biases and unusual norms. Matrix products count two operations per weight.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Latency models that need no operator tables: constant, roofline, fitted profile, table, recorded."""
+"""Latency models that need no operator tables: constant, affine, roofline, fitted profile, recorded."""

@@ -1,10 +1,10 @@
 """Fit curves to measured step times and report their error on held-out steps.
 
-The fit is a sum of non-decreasing functions. The only exception are the first few numbers of tokens: products of two
-rows may take longer than those of four, since libraries use different algorithms. So the fit is a least-squares problem
-with non-negative
-coefficients: levels at those first numbers, slopes between the other knots of curves, and prices per unit. Errors are
-    relative, so that short steps count as much as long ones; disturbed measurements get less weight (Huber's weights).
+The fit is a sum of functions that are non-decreasing, except over the first few numbers of tokens: products of two rows
+may take longer than those of four, since libraries use different algorithms. So the fit is a least-squares problem with
+non-negative coefficients: levels at those first numbers, slopes between the other knots of curves, and times per unit.
+Errors are relative, so that short steps count as much as long ones; disturbed measurements get less weight (Huber's
+weights).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from vajra_py.latency.models.tabular import read_columns
 Floats = npt.NDArray[np.float64]
 
 _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
-"""Each curve has a knot at every number up to the first value, and at powers of the second value beyond: matrix
-products of one, two or a few rows use different algorithms, while attention reads evenly."""
+"""Numbers that determine the knots of each curve: a knot lies at every number up to the first one, and beyond it at
+powers of the second one. Matrix products of one, two or a few rows use different algorithms, while the time of
+attention grows evenly.
+"""
 _FREE = "num_tokens"
 """Name of the only curve that may decrease at its first knots."""
 _HUBER = 0.15
@@ -78,7 +80,8 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
 def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return relative errors on the first fifth of the shapes in `order`, of a fit to the other shapes.
 
-    Errors are given by kind of step and over all. Each entry has the number of steps, the median and 90th percentile of the absolute error, and its signed mean.
+    Errors are given by kind of step and for all steps. Each entry has the number of steps, the median and 90th
+    percentile of the absolute error, and the mean of the signed error.
     """
     num_held_out = max(1, len(measured) // _HELD_OUT_PART)
     held_out = [measured[index] for index in order[:num_held_out]]
@@ -94,12 +97,12 @@ def is_steps_table(path: str) -> bool:
 def profile_of_steps(path: str) -> Profile:
     """Fit a profile to a table with one row per measured step.
 
-    Its columns are `STEP_COLUMNS` and any of `OPTIONAL_COLUMNS`.
-
-    Without `prefill_attention_pairs`, the chunks of a step are assumed to be equal.
+    Its columns are `STEP_COLUMNS`, `TIME_COLUMN`, and any of `OPTIONAL_COLUMNS`. Without `prefill_attention_pairs`, the
+    chunks of a step are assumed to be equal.
 
     Raises:
-        ConfigError: the file is missing or broken, lacks a column, has no rows, or a value cannot be one of a step.
+        ConfigError: the file is missing or broken, lacks a column, has no rows, or has a value that is impossible for a
+            step.
     """
     columns = read_columns(Path(path), (*STEP_COLUMNS, TIME_COLUMN), OPTIONAL_COLUMNS)
     times_s = columns.pop(TIME_COLUMN)
@@ -140,7 +143,9 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
 
 
 def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
-    """Return the knots: 0, the first few numbers, powers of the factor, and the largest value, so that every segment has values."""
+    """Return the knots: 0, the first few numbers, powers of the factor, and the largest value, so that every segment
+    has values.
+    """
     largest = max(values)
     knots, top = [0.0], 1
     while top < largest:
@@ -153,8 +158,8 @@ def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
 def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
     """Return the functions whose weighted sum is the curve, evaluated at `values`.
 
-    They are segments; for the curve that may decrease, also a level at each of its first knots. Such a curve is linear
-    between levels, equal to the first level before it, and increases after the last one.
+    The functions are segments and, for the curve that may decrease, a level at each of its first knots. That curve is
+    linear between levels, equal to the first level before it, and increases after the last one.
     """
     if name != _FREE:
         return _segments(values, knots)

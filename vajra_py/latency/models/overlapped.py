@@ -1,8 +1,8 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
 The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. The sum
-of all times and the largest time per resource bound what any schedule of the operators can reach.
-Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
+of all times and the largest time per resource bound what any schedule of the operators can reach. Sources: Zhu et al.,
+"NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
 kinds of attention.
 """
 
@@ -42,18 +42,18 @@ class Work(NamedTuple):
     """Seconds that some work needs of each resource of a device, without overlap."""
 
     compute_s: float
-    """Arithmetic."""
+    """Seconds of arithmetic."""
     memory_s: float
-    """Memory traffic of the device."""
+    """Seconds of the device's memory traffic."""
     network_s: float
-    """Exchanges between the devices of a replica."""
+    """Seconds of exchanges between the devices of a replica."""
 
     def plus(self, other: Work) -> Work:
-        """Return the sum of both."""
+        """Return the sum of this work and `other`."""
         return Work(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def times(self, factor: float) -> Work:
-        """Return a share of the work."""
+        """Return the work multiplied by `factor`."""
         return Work(self[0] * factor, self[1] * factor, self[2] * factor)
 
 
@@ -66,7 +66,7 @@ class OverlappedRooflineModel:
     """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
     Kernel and link latencies, step overhead, transfers between stages and swapped bytes never overlap with other work:
-    a step cannot run beside a copy that it needs, or that frees blocks which it writes.
+    a step cannot overlap with a copy that it reads, or that frees blocks to which it writes.
 
     Raises:
         ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
@@ -95,7 +95,7 @@ class OverlappedRooflineModel:
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
 
-        0 for an empty batch.
+        Without tokens, these are the seconds of copying the swapped bytes.
         """
         if not features.num_tokens:
             return features.swap_bytes * self._step.swap_byte_s

@@ -26,7 +26,7 @@ _EXACT = 2**53
 class PackedTimes(Struct, frozen=True):
     """Runs of steps; the steps of a run follow one another without pause.
 
-    In ticks; one value per run, except `bends`.
+    Values are in ticks, one per run except in `bends`.
     """
 
     gap: Ints
@@ -39,7 +39,7 @@ class PackedTimes(Struct, frozen=True):
     drift: Ints
     """Duration of the second step minus that of the first; 0 for a run of one step."""
     bends: Ints
-    """Change of the drift from step to step, from the third step of each run on; all runs concatenated."""
+    """Second differences of the durations, from the third step of each run on; all runs concatenated."""
 
     @classmethod
     def pack(cls, formed: Ints, num_steps: Ints, ends: Ints) -> PackedTimes:

@@ -2,8 +2,9 @@
 
 A step takes a base time; piecewise-linear times for its tokens (matrix products are cheaper per token in larger
 batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per decode,
-chunk, token of chunks' context and byte swapped; and the engine's time for forming it. Each part is non-decreasing,
-except over the first few tokens: two rows may take longer than four, since libraries use different algorithms.
+chunk, token of chunks' context and byte swapped; and the engine's time for forming the step. Each part is
+non-decreasing, except over the first few tokens: two rows may take longer than four, since libraries use different
+algorithms.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class StepFit:
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds of steps of `num_decodes` decodes, one per sum of their contexts."""
+        """Return the seconds of steps of `num_decodes` decodes, for each sum of their contexts."""
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
@@ -93,7 +94,7 @@ class Profile:
         fit: seconds of a step, including its forming.
         facts: measured configuration: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …),
             versions.
-        errors: relative errors of the fit on held-out shapes, by kind of features.
+        errors: relative errors of the fit on held-out shapes, by kind of step.
         num_shapes: number of measured shapes.
         variation: variation of equal steps; None if each batch was measured once or twice only.
     """

@@ -40,9 +40,8 @@ class RecordedDurations:
 
     @classmethod
     def from_steps_table(cls, path: str | Path) -> RecordedDurations:
-        """Return the durations in a run's steps table (Parquet, CSV or JSON.
-
-        Columns replica_id, step_index, duration_s).
+        """Return the durations in a run's steps table: a Parquet, CSV or JSON file with the columns replica_id,
+        step_index and duration_s.
 
         A Parquet file may store runs of steps as records, the format that runs write.
 
@@ -131,9 +130,9 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 
 
 class RecordedModel:
-    """Latency model that gives a simulator recorded durations, and makes no predictions.
+    """Latency model that returns recorded durations to a simulator and makes no predictions.
 
-    Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, it
+    Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, this
     must be the model that the recorded run's policies used.
     """
 

@@ -1,8 +1,8 @@
 """Roofline step time: every operator bound by arithmetic or by memory bandwidth.
 
-Times of operators add up (one stream runs them in turn). Within an operator, arithmetic and memory overlap in part: it
-takes the root of the sum of the squares of the two bounds, which is close to the larger bound away from the ridge, and
-1.4 times either where they are equal. Coefficients are computed once, so that a prediction costs a few dozen
+Times of operators add up (one stream runs them in turn). Within an operator, arithmetic and memory overlap in part: its
+time is the root of the sum of the squares of the two bounds, which is close to the larger bound away from the ridge,
+and 1.4 times either bound where they are equal. Coefficients are computed once, so that a prediction costs a few dozen
 multiplications. Times are non-decreasing in every feature of the batch. Method: Williams, Waterman and Patterson,
 "Roofline", CACM 52(4), 2009; formulas and values are in docs/reference/latency-models.md.
 """
@@ -35,27 +35,29 @@ class LayerCoefficients(Struct, frozen=True):
     """Seconds per unit of work over all layers of the model, on one tensor-parallel rank."""
 
     dense_weights_s: float
-    """Reading the weights that every token uses, per step."""
+    """Time to read the weights that every token uses, per step."""
     dense_token_s: float
-    """Reading and writing the activations of these weights' products, per token."""
+    """Time to read and write the activations of the dense matrix products, per token."""
     dense_flops_s: float
-    """Arithmetic of these products, per token."""
+    """Time of the arithmetic of the dense matrix products, per token."""
     expert_weights_s: float
-    """Reading all routed experts, per step."""
+    """Time to read all routed experts, per step."""
     expert_missed: float
     """Probability that one token does not use a given expert."""
     expert_flops_s: float
     expert_token_s: float
     elementwise_s: float
-    """Norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks, per token."""
+    """Time of norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks,
+    per token.
+    """
     fixed_s: float
-    """Kernel and exchange latencies."""
+    """Latencies of kernels and exchanges, per step."""
     pair_s: float
-    """Prefill attention's arithmetic, per query-key pair, in layers with full attention."""
+    """Time of prefill attention's arithmetic, per query-key pair, in layers with full attention."""
     window_pair_s: float
-    """Prefill attention's arithmetic, per query-key pair, in layers with a window."""
+    """Time of prefill attention's arithmetic, per query-key pair, in layers with a window."""
     key_s: float
-    """Reading one cached token for prefills, in layers with full attention."""
+    """Time to read one cached token for prefills, in layers with full attention."""
     window_key_s: float
     window: float
     """Window of the layers that have one, in tokens; 0 if all layers have full attention."""
@@ -67,7 +69,7 @@ class StepCoefficients(Struct, frozen=True):
     """Seconds per unit of work outside the layers, and of decode attention."""
 
     decode_key_s: float
-    """Decode attention per key (memory or arithmetic), over the layers with full attention."""
+    """Time of decode attention per key, the larger of memory and arithmetic, over the layers with full attention."""
     window_decode_key_s: float
     head_weights_s: float
     head_row_s: float
@@ -120,7 +122,7 @@ class RooflineModel:
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
 
-        0 for an empty batch.
+        Without tokens, these are the seconds of copying the swapped bytes.
         """
         num_decodes = features.num_decodes
         num_tokens = num_decodes + features.prefill_tokens + features.num_draft_tokens
@@ -199,7 +201,7 @@ class RooflineModel:
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
-        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` latencies and
+        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies and
         element-wise work.
         """
         num_tokens = features.num_tokens
@@ -382,7 +384,9 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the bytes)."""
+    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the
+    bytes).
+    """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:
         return 0.0, 0.0
@@ -392,7 +396,8 @@ def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def _kv_merge(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds of merging partial attention over KV-parallel groups: per step that does so, and per token.
+    """Return (seconds per step that merges, seconds per merged token) of merging partial attention over KV-parallel
+    groups.
 
     Each group sends a float32 output vector and one log-sum-exp per query head of its rank to the owner, in every
     layer.

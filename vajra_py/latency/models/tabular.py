@@ -25,7 +25,7 @@ def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 
     Raises:
         ConfigError: the file is missing, broken or of another kind, or lacks a needed column, or a value is not a
-            finite number (names the line).
+            finite number (the error names the line or the row).
     """
     if not path.is_file():
         raise ConfigError(Problem(str(path), "there is no such file"))

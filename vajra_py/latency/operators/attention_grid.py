@@ -18,7 +18,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
 Factor = Callable[[tuple[Array, ...]], Grid | None]
-"""Factors on the times at the points of a grid with the given axes; None: all 1."""
+"""Function that returns factors on the times at the points of a grid with the given axes; None if all are 1."""
 
 
 class DecodeRow:

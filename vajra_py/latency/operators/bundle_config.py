@@ -1,4 +1,4 @@
-"""Settings of `type: profile_bundle`: which bundle, on how many GPUs, with which host overhead and calibration."""
+"""Settings of `type: profile_bundle`: the bundle, the number of GPUs, the host overhead and the calibration."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ONCE_A_LAYER = ("qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "
 DENSE_LAYERS = (*ONCE_A_STEP, *TWICE_A_LAYER, *ONCE_A_LAYER)
 NEEDED_DENSE = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
 MLP_LAYERS = ("gate_up_proj", "act_fn", "down_proj")
-"""Layers of the MLP; absent in models with experts."""
+"""Layers of the MLP; a bundle of a model with experts may lack them."""
 SEQUENCE_LAYERS = ("lm_head", "sampler")
 ATTENTION_AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 LONGEST_US = 1e6
@@ -95,12 +95,12 @@ class Bundle:
 def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bool = False) -> Bundle:
     """Return the bundle at `path` (the folder with `meta.yaml`) for one tensor-parallel degree.
 
-    Experts come from that degree's `moe.csv`, divided over its GPUs, else from `tp1/moe.csv`, whole. With
-    `whole_experts`, only the latter are used.
+    The times of experts come from that degree's `moe.csv`, measured with each expert divided over the GPUs. Without
+    that file, or with `whole_experts`, they come from `tp1/moe.csv`, measured with whole experts.
 
     Raises:
-        ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
-            was not measured (lists those that were).
+        ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit,
+            or the degree was not measured (the error lists the measured ones).
     """
     root = Path(path)
     meta = _read_meta(root)
@@ -138,7 +138,9 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bo
 
 
 def _experts_file(root: Path, tensor_parallel: int, *, whole: bool) -> tuple[Path | None, int]:
-    """Return the file of experts' times (None without experts), and the number of GPUs over which each expert is divided."""
+    """Return the file of experts' times (None without experts), and the number of GPUs over which each expert is
+    divided.
+    """
     split = _file(root / f"tp{tensor_parallel}", "moe", optional=True)
     one = _file(root / "tp1", "moe", optional=True)
     if split is None or tensor_parallel == 1 or (whole and one is not None):
@@ -243,10 +245,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
 
 
 def _quick_table(path: Path, columns: Sequence[str]) -> Array | None:
-    """Return the numbers in these columns.
-
-    None if the file has any error, so that it is read line by line to locate it.
-    """
+    """Return the numbers in these columns; None if the file has an error, which reading line by line then locates."""
     import pyarrow as arrow
     import pyarrow.csv as arrow_csv
 

@@ -32,9 +32,9 @@ class Collectives:
         self._bytes_each = 2 if model.dtype == "fp8" else DTYPE_BYTES[model.dtype]
 
     def layers_s(self, tokens: int, all_tokens: int) -> float:
-        """Return the seconds of all collectives but that of the logits.
+        """Return the seconds of all collectives except the gather of the logits.
 
-        `tokens` is the number on the fullest rank, `all_tokens` that on all ranks.
+        `tokens` is the number of tokens on the fullest rank, `all_tokens` the number on all ranks.
         """
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
@@ -49,7 +49,9 @@ class Collectives:
         return seconds
 
     def scores_s(self, sequences: int) -> float:
-        """Return the seconds to gather the logits, since each tensor-parallel rank computes a part of the vocabulary."""
+        """Return the seconds to gather the logits, of which each tensor-parallel rank computes a part of the
+        vocabulary.
+        """
         if self._tensor == 1:
             return 0.0
         # An all-gather sends half of what an all-reduce of the same bytes does.

@@ -40,9 +40,8 @@ class DenseTimes:
 
 
 def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64], size: float) -> float:
-    """Return the time at `size`: linear between samples.
-
-    Above them on the line through half the largest size and the largest.
+    """Return the time at `size`: linear between samples; above them, on the line through the sample at about half the
+    largest size and the largest sample.
     """
     if size <= sizes[-1]:
         return float(np.interp(size, sizes, times))

@@ -24,7 +24,7 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
-"""Contexts are split if blocks fill less than this fraction of the slots, counted as two per multiprocessor."""
+"""Fraction of the slots, counted as two per multiprocessor; contexts are split if blocks fill less than it."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
 """Peak bandwidth of one block if a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
@@ -39,8 +39,9 @@ NUM_ORDERS = 4
 """Number of orders of the sequences over which times are averaged, since only the engine knows the actual order."""
 GOLDEN = 0.6180339887498949
 MOST_FITTED = 2
-"""Batch sizes used to fit the peak share: the smallest ones without splits, where a long context has the largest
-effect."""
+"""Number of batch sizes used to fit the peak share: the smallest ones without splits, where a long context has the
+largest effect.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class DecodeKernel:
         return num_sequences * self.kv_heads < FILL_WITHOUT_SPLITS * SLOTS_PER_SM * self.num_sms
 
     def time(self, contexts: Sequence[float]) -> float:
-        """Return the time of a batch without splits, in units of the time to read one KV head's bytes at full bandwidth."""
+        """Return the time of a batch without splits, in units of the time to read one KV head's bytes at full
+        bandwidth.
+        """
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
         # All running blocks have received equal shares since the last one started: `served` is the sum of these shares.
@@ -104,8 +107,8 @@ class UnequalContexts:
     """Factors on attention times measured with equal contexts, by number of decodes.
 
     Contexts are log-normal with the given variation (standard deviation over mean). `measured_counts` are the numbers
-    of decodes with measured times, ascending. Between them times are interpolated, and a factor also corrects the
-    interpolation.
+    of decodes with measured times, ascending. Between these numbers, times are interpolated, and a factor also corrects
+    the error of the interpolation.
     """
 
     def __init__(self, kernel: DecodeKernel, variation: float, measured_counts: Sequence[float]) -> None:
@@ -149,7 +152,7 @@ class UnequalContexts:
 
 
 def lognormal_quantiles(count: int, sigma: float) -> list[float]:
-    """Return `count` ascending values that represent a log-normal distribution with mean 1."""
+    """Return `count` ascending values that represent a log-normal distribution with median 1."""
     normal = NormalDist()
     return [exp(sigma * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
 
@@ -157,7 +160,7 @@ def lognormal_quantiles(count: int, sigma: float) -> list[float]:
 def spread_orders(values: Sequence[float]) -> list[list[float]]:
     """Return orders of the values that each spread small and large values evenly.
 
-    The largest value has a different position in each.
+    The largest value has a different position in each order.
     """
     places = [index * GOLDEN for index in range(len(values))]
     found = []
@@ -173,9 +176,8 @@ def key_block(head_dim: int) -> int:
 
 
 def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
-    """Return the share that fits a bundle's measurements of decodes with few long contexts.
-
-    Without any, the kernel's default.
+    """Return the peak share that best fits a bundle's measurements of decodes with few long contexts; without such
+    measurements, that of `kernel`.
 
     The search ranges from the equal share of a block when all slots are in use (with less, the GPU could not reach its
     bandwidth) to `MOST_SHARE`. In the measured batches the long contexts come first.
@@ -195,7 +197,7 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
-    """Return one batch with few long contexts for each number of decodes that is not split.
+    """Return one batch for each of the smallest numbers of decodes whose contexts are not split.
 
     It is the measured batch with the fewest long contexts, with the median ratio of such batches.
     """

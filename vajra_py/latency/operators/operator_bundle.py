@@ -1,10 +1,9 @@
 """Build a bundle of operator times for one model from an engine's operator tables.
 
-Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from a rule, and are
-named in
-`filled`: norms, activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk
-with cached context takes the difference of two causal prefills, but at least the time of the chunk alone or of one
-decode with that context.
+Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from rules: norms,
+activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk with cached
+context takes the difference of two causal prefills, but at least the time of the chunk alone or of one decode with that
+context. `Operators.filled` names the dense operators with such times.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Array = npt.NDArray[np.float64]
 ACTIVATION_BYTES = 2
 LONGEST_STEP = 32768.0
 CONTEXTS = (0.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
-"""Numbers of cached tokens before a chunk for which the rule is evaluated."""
+"""Numbers of cached tokens before a chunk for which the rule for attention is evaluated."""
 MLA_SHAPE = (512, 64, 128, 128, 1536)
 """Ranks and head sizes of the measured latent attention (DeepSeek-V3's)."""
 DISTRIBUTIONS = ("power_law_1.2", "power_law_1.01", "balanced", "uniform")
@@ -74,7 +73,8 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
     """Return the operator times of a model.
 
     Raises:
-        ConfigError: the tables lack the model's heads, experts, precision or parallelism; lists the available ones.
+        ConfigError: the tables lack the model's heads, experts, precision or parallelism; the error lists the available
+            ones.
     """
     if model.num_heads % split.tensor:
         message = f"does not divide the {model.num_heads} attention heads of {model.name} ({split.tensor})"
@@ -186,9 +186,8 @@ def _behind(lengths: Array, causal: Array, chunk: float, context: float, one_dec
 
 
 def _causal_us(lengths: Array, causal: Array, tokens: float) -> float:
-    """Return the microseconds of a causal prefill without context.
-
-    Above the measured lengths it grows with the square.
+    """Return the microseconds of a causal prefill without context; above the measured lengths, they grow with the
+    square of the length.
     """
     if tokens > lengths[-1]:
         return float(causal[-1] * (tokens / lengths[-1]) ** 2)
@@ -282,9 +281,8 @@ def _experts(tables: OperatorTables, model: ModelSpec, split: Split, precision: 
 
 
 def _all_reduce(tables: OperatorTables, ranks: int) -> Samples:
-    """Return the microseconds of an all-reduce over the GPUs, by bytes.
-
-    Of the engine's own kernels in a graph, if measured.
+    """Return the microseconds of an all-reduce over the GPUs, by bytes: those of the engine's own kernels in a CUDA
+    graph if measured, else those of NCCL.
     """
     if tables.has("comm", "custom_allreduce_perf"):
         table = tables.read("comm", "custom_allreduce_perf", ("num_gpus", "message_size", "kernel_source"))

@@ -1,4 +1,4 @@
-"""Settings of `type: aiconfigurator`: which engine's operator tables on which GPU, for which model, precision and parallelism."""
+"""Settings of `type: aiconfigurator`: engine, GPU, model, precision and parallelism of the operator tables."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class OperatorTablesModel(ProfileBundleModel):
     def filled_s(self, features: BatchFeatures) -> float:
         """Return the seconds of a step that follow from rules.
 
-        They are those of unmeasured operators, and all attention of chunks with cached context.
+        These are the times of operators that were not measured and, if any chunk has cached context, of all attention.
         """
         return self._filled_s(features, self.batch_time_s(features))
 

@@ -26,7 +26,7 @@ Degree = Annotated[int, Field(ge=1)]
 
 
 class MeasuredOperatorsConfig(SettingsModel):
-    """Base of the settings of models whose operator times were measured inside an engine."""
+    """Base class of the settings of latency models whose operator times were measured inside an engine."""
 
     type: str
     path: str | None = Field(None, description="Folder with the measured times.")
@@ -90,7 +90,9 @@ class MeasuredOperatorsConfig(SettingsModel):
         link: Link | None,
         routing: Routing | None = None,
     ) -> BundleOptions:
-        """Return the model's options other than operator times. Raises `ConfigError` if one is missing."""
+        """Return the model's options other than operator times. Raises `ConfigError` if the calibration does not fit
+        the bundle, or the fallback cannot be used.
+        """
         from vajra_py.latency.operators.calibration_file import read_calibration
         from vajra_py.latency.operators.expert_times import Routing
         from vajra_py.latency.operators.profile_bundle import BundleOptions
@@ -113,7 +115,9 @@ class MeasuredOperatorsConfig(SettingsModel):
         )
 
     def _host_overhead(self, calibration: Calibration | None) -> HostOverhead:
-        """Return the host overhead by name, overridden by calibrated values, and those by configured values."""
+        """Return the named host overhead, with its values replaced by calibrated ones, and all of these by configured
+        ones.
+        """
         figures = dict(calibration.host) if calibration else {}
         given = {
             "step_base_s": self.host_step_us,

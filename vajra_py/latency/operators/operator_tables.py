@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 PACKAGE = "aiconfigurator_core"
 CONVERSIONS = {"static": ("computescale_perf",), "fused": ("computescale_perf", "scale_matrix_perf")}
-"""Tables of the input conversions that are measured together with 8-bit products but are not part of them, by kind."""
+"""Tables of the conversions whose time is subtracted from that of 8-bit products, by kind of conversion."""
 LEAST_LEFT = 0.3
 """Minimum fraction of a measured product's time that is left after subtracting conversions."""
 
@@ -75,7 +75,7 @@ class OperatorTables:
     """The tables of one engine on one system.
 
     Raises:
-        ConfigError: the system does not exist, or has no tables of this engine; lists the available ones.
+        ConfigError: the system does not exist, or has no tables of this engine; the error lists the available ones.
     """
 
     def __init__(self, folder: Path, system: str, engine: str, version: str | None = None) -> None:
@@ -128,7 +128,7 @@ class OperatorTables:
         Older tables lack the optional columns.
 
         Raises:
-            ConfigError: the table does not exist or lacks a column, or a time is not a positive number.
+            ConfigError: the table does not exist or lacks a column, or a time is invalid.
         """
         import pyarrow.parquet as pq
 
@@ -147,7 +147,7 @@ class OperatorTables:
         return table
 
     def has(self, operation: str, name: str, engine: str | None = None) -> bool:
-        """Return True if there is such a table."""
+        """Return True if any version has this table."""
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:
@@ -174,7 +174,7 @@ def chosen(table: pa.Table, values: Mapping[str, Any], where: str) -> pa.Table:
     """Return the rows with these values, for the columns that the table has.
 
     Raises:
-        ConfigError: there are none; lists the available values of the first column without a match.
+        ConfigError: no row has these values; the error lists the available values of the first column without a match.
     """
     for name, value in values.items():
         if name not in table.column_names:
@@ -197,8 +197,8 @@ class GemmTimes:
 
     If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
     sizes; beyond them it grows in proportion to the matrix. 8-bit products were measured together with the conversion
-    of their input, whose parts have their own tables: with `static` scales the search for the scale is subtracted, with
-    `fused` conversion all of it.
+    of their input, whose parts have their own tables: with `static` scales, the time of the search for the scale is
+    subtracted, and with `fused` conversion the time of the whole conversion.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:
@@ -272,7 +272,7 @@ def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
 
 
 def _neighbours(knots: Array, at: float) -> list[tuple[int, float]]:
-    """Return the measured sizes around `at`, each with its weight."""
+    """Return (position, weight) of each measured size around `at`."""
     if at <= knots[0]:
         return [(0, 1.0)]
     upper = int(np.searchsorted(knots, at))

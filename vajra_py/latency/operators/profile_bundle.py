@@ -319,8 +319,8 @@ class ProfileBundleModel:
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
-        """Return True if a step with prompts is not the sum of its attention and the terms cached by tokens and by
-        sequences.
+        """Return True if the time of a step with prompts must be summed over `_parts`, because it is not the sum of its
+        attention and the terms cached by tokens and by sequences.
         """
         _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
@@ -400,7 +400,7 @@ class ProfileBundleModel:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
     def _attention_grid(self) -> AttentionGrid:
-        """Return the attention times of batches with the contexts' variation of the options."""
+        """Return the attention times of batches whose contexts vary as much as the options state."""
 
         def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
             return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)
@@ -415,9 +415,8 @@ class ProfileBundleModel:
         return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
 
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """Return the kernel model for unequal decode contexts.
-
-        None if the bundle's own measurements of them are used.
+        """Return the kernel model for unequal decode contexts; None if the bundle's own measurements of unequal
+        contexts are used instead.
         """
         device = self.device
         if device is None or not self._has_flash_attention_2:
@@ -438,7 +437,8 @@ class ProfileBundleModel:
 def one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
     """Return (tokens, context) of a single chunk with as many query-key pairs as all chunks of a step.
 
-    It has all of their tokens, unless these alone give more pairs; then it is shorter, and without context.
+    The chunk has the tokens of all chunks, unless these tokens alone give more pairs; then it is shorter and has no
+    context.
     """
     context = pairs / tokens - (tokens + 1.0) / 2.0
     if context >= 0.0:

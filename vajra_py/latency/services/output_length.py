@@ -83,9 +83,8 @@ class QuantileLengths:
         return _within(estimate, view)
 
     def _fraction(self, tokens: float) -> float:
-        """Return the fraction of requests with at most `tokens` tokens.
-
-        If many have that length, all of them are included.
+        """Return the fraction of requests with at most `tokens` tokens, including all requests of exactly this
+        length.
         """
         index = bisect_right(self._tokens, tokens)
         if index == 0 or index == len(self._tokens):
@@ -117,8 +116,8 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 class HistoryLengths:
     """Predictor from the last lengths, conditioned on the tokens that a request has generated.
 
-    `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first request has ended, nor for
-    a request that has generated more than all kept lengths.
+    `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first
+    request has ended, nor for a request that has generated more than all kept lengths.
     """
 
     def __init__(self, window: int, *, by_tenant: bool) -> None:
@@ -162,9 +161,8 @@ class OracleLengths(Struct, frozen=True):
 class NoisyOracleLengths(Struct, frozen=True):
     """Predictor with the true length times exp(sigma z).
 
-    Z is standard normal and depends only on the seed and the request's id.
-
-    So a request's estimate does not change with other requests, or with the order of calls.
+    The standard normal number z depends only on the seed and the request's id, so a request's estimate does not change
+    with other requests, or with the order of calls.
     """
 
     num_output_tokens: Mapping[str, int]
@@ -172,9 +170,9 @@ class NoisyOracleLengths(Struct, frozen=True):
     seed: int
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return the disturbed length as the median.
+        """Return an estimate whose median is the true length with its error.
 
-        Mean and 90th percentile are those of the truth given that median.
+        Mean and 90th percentile are those of the log-normal distribution with this median.
         """
         view = cast(RequestView, request)
         truth = self.num_output_tokens.get(view.request_id)

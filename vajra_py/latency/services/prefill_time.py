@@ -18,9 +18,9 @@ class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
     A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. Chunk sizes are
-    those that `solo_chunk_size` returns along one endless prompt, so they depend on the remaining tokens only in that
-    the last chunk is cut off. With `num_stages` above 1, chunks follow one another through the pipeline without
-    waiting, and the time is divided by the number of stages.
+    those that `solo_chunk_size` returns along one endless prompt, so only the last chunk depends on the prompt's
+    length: it is cut off at the end of the prompt. With `num_stages` above 1, chunks follow one another through the
+    pipeline without waiting, and the time is divided by the number of stages.
     """
 
     def __init__(self, latency: LatencyModel, solo_chunk_size: SoloChunkSize, num_stages: int = 1) -> None:

@@ -58,7 +58,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     """Keys of the metrics that are tested."""
     one_sample: tuple[str, ...] = ()
     """Reason why each setting's runs count as one observation; an empty text if each run is a replication. An empty
-    tuple if that holds for all settings.
+    tuple if every run of every setting is a replication.
     """
     workloads: str = ""
     """Sentence, without its full stop, if workloads differ in more than their rate; else empty."""
@@ -134,7 +134,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """Return the position of the first best setting under the load of this one; None if there is none."""
+        """Return the position of the first of the best settings under the load of the setting at `position`; None if
+        there is no best one.
+        """
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
     def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
@@ -143,7 +145,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
         Settings with replications are marked in primary metrics only. The best value of a load has a star if it is
         significantly better than every other value, else an arrow; values that are significantly worse than the best
-        are marked too. A value without a mark carries no claim.
+        are marked too. Nothing is claimed about a value without a mark.
         """
         arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
         best = self.best(key, scope)
@@ -176,15 +178,15 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Return the testable comparisons of all other settings under the baseline's load with the baseline, in these
-        metrics.
+        """Return the comparisons of the baseline with all other settings under its load, in these metrics, without
+        those that cannot be tested.
         """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]
 
     def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
-        """Return the pairs of settings under the same load, with loads in natural order; with a baseline only its
-        pairs.
+        """Return the pairs of settings under the same load, with loads in natural order; with a baseline, only the
+        pairs that contain it.
         """
         if baseline is not None:
             return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
@@ -215,7 +217,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return found
 
     def of_load(self, position: int) -> list[int]:
-        """Return the positions of the settings under the same load as this one."""
+        """Return the positions of the settings under the same load as the setting at `position`."""
         return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
 
     def by_load(self) -> list[int]:

@@ -48,7 +48,7 @@ class Comparison(ComparedSettings, frozen=True):
 
     def difference_frame(self, scope: str | None = None, baseline: str | None = None) -> pd.DataFrame:
         """Return a data frame with a row per scope, metric and pair of settings under the same load (with a baseline,
-        only its pairs): values, difference, ends of their intervals, p-values and verdict.
+        only the pairs that contain it): values, difference, ends of their intervals, p-values and verdict.
         """
         import pandas as pd
 
@@ -91,7 +91,7 @@ class Comparison(ComparedSettings, frozen=True):
 
 
 def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the summaries of these runs; RunError if there are no runs or a metric is unknown.
+    """Compare the summaries of these runs. Raises `RunError` if there are no runs or a metric is unknown.
 
     Runs that differ only in their seed form one setting, unless `each_run` is set. `metrics` names the primary metrics,
     which are tested; by default P99 TTFT, P99 TBT and SLO attainment.

@@ -1,8 +1,8 @@
 """Statistics of the difference between two settings: interval, probability of improvement, p-value and its correction.
 
 Two policies serve the same requests under the same seed (common random numbers), so replications are compared in pairs
-with equal seeds. Effects of the seed common to both cancel, so that few replications suffice to detect small
-differences.
+with equal seeds. Effects of a seed that are common to both runs of a pair cancel, so that few replications suffice to
+detect small differences.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Difference(Struct, frozen=True):
     count half.
     """
     p_value: float | None
-    """Two-sided p-value of no difference, not adjusted for the number of comparisons. None if the difference is nonzero
-    and equal in every pair, as a t test needs a variance.
+    """Two-sided p-value of the hypothesis of no difference, not adjusted for the number of comparisons. None if the
+    difference is nonzero and equal in every pair, as a t test needs a variance.
     """
     is_paired: bool
     """True if replications were paired by common seeds. With fewer than two common seeds, settings are compared as

@@ -19,7 +19,7 @@ from vajra_py.metrics.comparison.table_renderers import csv_text
 from vajra_py.metrics.comparison.tables import difference_records, records
 
 BASELINE = "baseline"
-"""Name of the entry with which the others are compared."""
+"""Name of the entry with which the other entries are compared."""
 
 PRIMARY: Sequence[str] = (
     "ttft_mean_s",
@@ -29,7 +29,7 @@ PRIMARY: Sequence[str] = (
     "worst_tenant_ttft_p99_s",
     "makespan_mean_s",
 )
-"""Default metrics of a map; a workload shows those that it has."""
+"""Default metrics of a map; a workload shows those for which it has values."""
 
 
 @dataclass(frozen=True, slots=True)

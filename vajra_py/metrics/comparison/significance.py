@@ -40,7 +40,7 @@ class Versus(Struct, frozen=True):
 
     @property
     def p_value(self) -> float | None:
-        """Two-sided p-value of no difference, not adjusted; None if not tested."""
+        """Two-sided p-value of the hypothesis of no difference, not adjusted; None if not tested."""
         return None if self.difference is None or self.untested else self.difference.p_value
 
     @property
@@ -113,8 +113,8 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
-    """Return the adjusted p-values by (metric, lower position, higher position) of all testable pairs; each load is a
-    family of its own.
+    """Return the adjusted p-values by (metric, lower position, higher position) of all testable pairs; the pairs under
+    one load form a family.
     """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):

@@ -13,7 +13,7 @@ from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.runs.run_data import RunData
 
 _JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_s"}
-"""Key of the known error among a summary's step times, by metric of a comparison."""
+"""Key of a metric's known error in a summary's `step_times.errors`, by metric of a comparison."""
 
 
 def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:

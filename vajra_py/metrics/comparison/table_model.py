@@ -19,7 +19,7 @@ class Cell(Struct, frozen=True):
 
     text: str
     spread: str = ""
-    """Its interval as text, in smaller type if the format has one."""
+    """Interval of the value as text; in smaller type if the format supports it."""
     mark: str = ""
     """One of this module's marks, or empty."""
     label: str | None = None
@@ -92,7 +92,9 @@ def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """Return cells that bound a column's minimum width from below; in a wrapped text column, one cell per word."""
+    """Return the cells whose widths determine a column's minimum width: the words of its heading and its cells, or the
+    words of its cells if the column is a text column and `wraps` is set.
+    """
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
         cells = [structs.replace(cell, text=word) for cell in cells for word in cell.text.split()]
@@ -105,8 +107,8 @@ def fold(
     """Split the table into pieces that fit the width, each with row headings and pinned columns; the last piece has the
     notes.
 
-    `cell_width` returns a cell's width; it, `width` and `padding` (added per column) have the same unit. Headings may
-    be broken between words; with `wraps`, so may columns of words. A single column that is too wide is not split.
+    `cell_width` returns a cell's width in the unit of `width` and `padding`; `padding` is added per column. Headings
+    may be broken between words, and with `wraps` text columns as well. A single column that is too wide is not split.
     """
 
     def width_of(i: int) -> float:

@@ -102,7 +102,7 @@ def _marked_up(cell: Cell, *, is_stacked: bool) -> str:
 
 
 def plain_text(table: Table) -> str:
-    """Return the whole table as plain text, without styles or limit of the line length."""
+    """Return the whole table as plain text, without styles and without a limit on the line length."""
     table = table.for_readers
     texts = [[table.corner, *table.heads], *([row.head, *(cell.plain for cell in row.cells)] for row in table.rows)]
     widths = [max(map(_displayed, column)) for column in zip(*texts, strict=True)]

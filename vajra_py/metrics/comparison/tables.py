@@ -82,8 +82,8 @@ def interval_text(comparison: ComparedSettings, metric: Metric, position: int, s
 
 
 def value_notes(comparison: ComparedSettings, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Yield sentences without full stops on the meaning of values and marks, the tests made, and the origin of step
-    times.
+    """Yield sentences without full stops on the meaning of values and marks, the tests made, and differences between
+    the workloads.
     """
     marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
     if comparison.is_replicated:
@@ -146,8 +146,8 @@ def _is_of_pools(comparison: ComparedSettings, metric: Metric) -> bool:
 
 
 def origins(comparison: ComparedSettings) -> Iterator[str]:
-    """Yield a sentence, without its full stop, for each origin of step times; if there are several, it names their
-    settings.
+    """Yield a sentence, without its full stop, for each origin of step times; if there are several origins, each
+    sentence names its settings.
     """
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
@@ -203,7 +203,7 @@ def difference_records(
     comparison: ComparedSettings, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of plain values (`DIFFERENCE_COLUMNS`) per metric and pair of settings under the same load; with a
-    baseline, only its pairs.
+    baseline, only the pairs that contain it.
     """
     for own in comparison.scopes if scope is None else (scope,):
         for first, second in comparison.pairs(baseline):

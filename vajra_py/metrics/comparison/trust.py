@@ -117,7 +117,7 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: ComparedSettings, position: int) -> float:
-    """Return the largest relative half width of the relevant intervals."""
+    """Return the larger relative half width of the intervals of mean and P99 TTFT; 0 if there are none."""
     shares = [0.0]
     for key in _NAMED:
         value, interval = comparison.values[OVERALL][key][position], comparison.interval(key, position)

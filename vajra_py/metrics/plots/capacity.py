@@ -41,13 +41,13 @@ class CapacityCurve:
     condition's own capacity. None to draw a line through the means.
     """
     ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
-    """Capacity with its interval if only this condition counted, by condition."""
+    """(Capacity, its interval) that the setting would have if the SLO had only this condition, by condition."""
 
 
 @styled
 def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_label: str) -> Figure:
-    """Draw a panel for each condition of the SLO, with a line for each setting; a vertical line with a band shows its
-    capacity with the interval, and the limit is dashed.
+    """Draw a panel for each condition of the SLO, with a line for each setting; a vertical line with a band shows the
+    setting's capacity with its interval, and a dashed line the limit.
 
     With rates on the x axis, every run is a point, and a ring on the limit shows the condition's own capacity with its
     interval; the vertical line passes through the ring of the deciding condition. With numbers of replicas, points are

@@ -1,7 +1,7 @@
 """Reduce a run of a million requests to the few hundred points of a figure.
 
 The functions compute distributions, means over time bins, and cumulative service from a run's tables. Times are seconds
-from the start of the measurement window.
+on the run's clock.
 """
 
 from __future__ import annotations

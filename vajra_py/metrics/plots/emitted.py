@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PANELS = 8
-"""Maximum number of panels; figures are taken in order of their names."""
+"""Maximum number of panels; emitted values are taken in order of policy and name."""
 _MAX_POINTS = 2000
 """Maximum number of points of a line; points are sampled evenly."""
 

@@ -77,8 +77,8 @@ def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement
 def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
     """Return at most `limit` runs, in the given order, for a figure with a panel per run.
 
-    If there are more, the runs under the highest load with the lowest P99 TTFT are selected; other loads only if fewer
-    than three runs would remain.
+    If there are more, the runs under the highest load with the lowest P99 TTFT are selected; runs under other loads are
+    included only if fewer than three runs would remain.
     """
     if len(runs) <= limit:
         return list(runs)

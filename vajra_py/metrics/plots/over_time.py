@@ -138,7 +138,7 @@ def batch_composition(runs: Sequence[RunData]) -> Figure:
 @styled
 def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
     """Draw each tenant's cumulative service in weighted tokens, with a panel per run. The seven tenants with the most
-    service are named, the others merged.
+    service are named; the other tenants are merged.
     """
     shown, figure, axes = _run_panels(runs, MAX_RUN_PANELS, row_height_in=2.2)
     service = []
@@ -171,8 +171,9 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
 
 @styled
 def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
-    """Draw the largest difference of service between two tenants since both have been continuously backlogged, with a
-    line per run, and a panel per load if there are many runs.
+    """Draw, for each time, the largest difference between the service that two tenants received in a window that ends
+    at this time and in which both were backlogged throughout, with a line per run, and a panel per load if there are
+    many runs.
     """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]

@@ -139,8 +139,8 @@ def relative_gap(own: WorkloadComparison, policy: str, load: str, metric: Metric
 
 @styled
 def latency_by_load(workloads: Sequence[WorkloadComparison], only: str | None = None) -> Figure:
-    """Draw latencies against the offered load, with a line for each policy. With `only`, policies other than it and the
-    baseline are grey in the background.
+    """Draw latencies against the offered load, with a line for each policy. With `only`, all policies except this one
+    and the baseline are grey in the background.
     """
     return _by_load(workloads, _LATENCIES if only is None else _LATENCIES[:1], only)
 

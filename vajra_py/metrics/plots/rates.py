@@ -1,8 +1,8 @@
 """Figures of latency, SLO attainment and goodput against the load.
 
 Each point is one setting. Its x value is the mean of the replications' offered rates (arrivals per second in the
-measurement window), its y value the mean of their values, with a bar for the 95 % confidence interval of that mean.
-Settings that differ only in their configured rate form a line.
+measurement window), its y value is the mean of the replications' values, with a bar for the 95 % confidence interval of
+that mean. Settings that differ only in their configured rate form a line.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ else:
 
 _NUM_BINS = 120
 MAX_PANELS = 8
-"""Maximum number of panels; replicasets are taken in order of their names."""
+"""Maximum number of panels; further replicasets or pools are not shown."""
 
 
 def has_scaling(runs: Sequence[RunData]) -> bool:

@@ -1,8 +1,8 @@
 """Common style of all figures: colours, lines, fonts, axes and units.
 
 A run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any
-colour vision) without yellow and black, and dashes and markers repeat the distinction. `INK` and `GRID` are used only
-for text, frames and grids, so that a report can replace them by the page's colours.
+colour vision) without yellow and black, and dashes and markers also distinguish the runs. `INK` and `GRID` are used
+only for text, frames and grids, so that a report can replace them by the page's colours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
 """Minimum width of a panel in inches, if the rows of panels fit on a page."""
 _SMALL_PANEL_IN = 1.2
-"""Minimum width of a panel in inches if they do not."""
+"""Minimum width of a panel in inches, if rows of wider panels would not fit on a page."""
 MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15
@@ -206,8 +206,8 @@ def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> 
 
 
 def label_all(axes: NDArray[Any]) -> None:
-    """Set on every panel of a grid the title of its row and the labels of its row and column; they are hidden where a
-    neighbouring panel shows them.
+    """Set, on every panel of a grid, the title of the row and the labels of row and column; hide titles and labels that
+    a neighbouring panel shows.
     """
     geometry = axes.flat[0].get_subplotspec().get_geometry()
     across = int(geometry[1])
@@ -347,7 +347,7 @@ def tapered(place: int, count: int) -> float:
 
 
 def note_empty(axes: Axes, text: str = "no data") -> None:
-    """Write a text, such as the reason, into an empty plot."""
+    """Write a text, such as the reason why there are no data, into an empty plot."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_xticks([])
     axes.set_yticks([])

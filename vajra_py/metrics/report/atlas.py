@@ -76,7 +76,7 @@ class CardPart:
     summary: str
     source: str
     statement: str
-    """Docstring of its class; empty if there is none."""
+    """Docstring of the policy's class; empty if there is none."""
     parameters: Table
     advice: str = ""
     """Advice in two sentences; empty if there is none."""

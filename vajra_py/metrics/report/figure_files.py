@@ -30,7 +30,7 @@ MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
 """Columns of a figure's data. `category` names the row of a bar; `y_high` is the upper end of an interval or area whose
-lower end is `y`.
+lower end is `y`, or, for a bar of the step timeline, the end in time of a step that starts at `x`.
 """
 _PNG_DPI = 300
 
@@ -112,8 +112,8 @@ def _whole(specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float
 def _single_panels(
     specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float, wanted: Sequence[str]
 ) -> list[tuple[str, Figure]]:
-    """Return a figure for each panel whose name, or the part of it before `/`, is wanted; RunError for an
-    unknown name.
+    """Return (file name, figure) of each panel whose name, or the part of its name before `/`, is wanted. Raises
+    `RunError` for an unknown name.
     """
     found, names = [], dict[str, None]()
     for spec in specs:

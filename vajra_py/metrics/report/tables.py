@@ -79,7 +79,7 @@ def reason_tables(comparison: Comparison) -> Folded:
 
 
 def versus_table(comparison: Comparison) -> Folded:
-    """Return the comparisons of each setting with the first one under its load, with primary metrics first; empty
+    """Return tables that compare each setting with the first one under its load, with primary metrics first; empty
     without replications.
     """
     starts = [i for i in comparison.by_load() if i in comparison.load_starts()]

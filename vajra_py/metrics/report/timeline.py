@@ -170,7 +170,9 @@ class _Line:
             yield self._span(stop.name, stop.start, stop.end, {})
 
     def chunk(self, step: tuple[int, int, int], num_tokens: int, computed_before: int) -> Iterator[Event]:
-        """Yield spans that end with a step (start, end, index) that computed `num_tokens` of the request."""
+        """Record a step (start and end in nanoseconds, index) that computed `num_tokens` tokens of the request, and
+        yield the spans that are complete with it.
+        """
         start, end, step_index = step
         if not self.is_admitted:
             self.is_admitted = True
@@ -192,7 +194,7 @@ class _Line:
         yield self._span(f"prefill {num_tokens}", start, end, arguments)
 
     def preempt(self, at: int, mode: str) -> Iterator[Event]:
-        """Record a preemption."""
+        """Record a preemption, and yield the sequence of decode steps that it ends."""
         yield from self._flush_decode(at)
         self.preempted = (at, mode)
 
@@ -207,7 +209,7 @@ class _Line:
         yield self._whole(end)
 
     def from_table(self, until: int) -> Iterator[Event]:
-        """Yield the coarse spans that the requests table alone gives."""
+        """Yield coarse spans, from the request's row of the requests table alone."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         admitted, first = self.facts["admitted_at"], self.facts["first_token_at"]
         admitted_ns = nanoseconds(admitted) if math.isfinite(admitted) else end
@@ -393,7 +395,7 @@ def _step_name(row: Mapping[str, Any]) -> str:
 
 
 def _run_end(run: RunData) -> int:
-    """Return the time of the last event, in nanoseconds."""
+    """Return the end of the last step or of the measurement window, whichever is later, in nanoseconds."""
     table = run.steps("formed_at", "duration_s")
     ends = table.column("formed_at").to_numpy() + table.column("duration_s").to_numpy()
     return nanoseconds(max(float(ends.max()) if len(ends) else 0.0, run.window.end_at))

@@ -1,4 +1,4 @@
-"""Construction of events in the trace-event format; arguments are nanoseconds, events have microseconds."""
+"""Construction of events in the trace-event format; times are nanoseconds in arguments and microseconds in events."""
 
 from __future__ import annotations
 

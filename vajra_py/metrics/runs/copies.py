@@ -47,8 +47,8 @@ def same_load_sentence(drawn: Sequence[str]) -> str:
 
 
 def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
-    """Return the names of the quantities, besides requests, that vary between these runs: those drawn from the seed,
-    and measured times. Empty if the runs do not record it.
+    """Return the names of the quantities, besides requests, that vary between these runs: those that the manifests
+    record as drawn from the seed, and measured times.
     """
     drawn = {name for run in runs for name in run.manifest.get("drawn_beside_workload") or []}
     backend = runs[0].config.get("backend")

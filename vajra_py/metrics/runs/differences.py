@@ -136,7 +136,9 @@ def is_rate(axis: Axis) -> bool:
 
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
-    """Return whether the values are determined by the kept axes: runs equal on all of these are equal here too."""
+    """Return whether the values are determined by the kept axes: runs with equal values on all kept axes have equal
+    values here, too.
+    """
     if not kept:
         return False
     seen: dict[tuple[str, ...], str] = {}

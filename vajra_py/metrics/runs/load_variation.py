@@ -10,7 +10,9 @@ from typing import Any
 from vajra_py.metrics.runs.run_data import RunData
 
 _MUCH = 0.9
-"""Windows count as overlapping if the trace part that they cover is less than this fraction of their total length."""
+"""Fraction of the total length of the windows; windows that together cover a shorter part of the trace count as
+overlapping.
+"""
 
 
 def load_note(runs: Sequence[RunData]) -> str:
@@ -33,7 +35,9 @@ def load_note(runs: Sequence[RunData]) -> str:
 
 
 def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
-    """Return the summed length of the runs' windows and the length of their union (first workload with windows)."""
+    """Return (summed length, length of the union) of the runs' windows; of each run, only the first workload with a
+    window counts.
+    """
     windows = [next((one for one in own if one.get("op") == "window"), None) for own in sources]
     ends = []
     for one in windows:

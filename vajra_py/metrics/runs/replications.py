@@ -27,7 +27,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 
 class Setting(Struct, frozen=True):
-    """One configuration with its runs, one per seed without repeated runs, in the order given."""
+    """One configuration with its runs in the order given: one per seed, without runs that repeat another."""
 
     name: str
     positions: tuple[int, ...]
@@ -39,7 +39,7 @@ class Setting(Struct, frozen=True):
     every: tuple[RunData, ...] = ()
     """All its runs, including repeated ones."""
     note: str = ""
-    """Limitation of its replications: copies, or equal requests."""
+    """Limitation of its replications: copies, equal requests, or parts of the load that do not vary."""
 
     @property
     def is_copied(self) -> bool:

@@ -2,7 +2,8 @@
 
 Files are read on demand, tables by column. A missing or unreadable file raises a `RunError` that names it. A folder
 contains `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
-`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`.
+`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`, `programs.parquet`,
+`emitted.parquet`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class RunData:
 
     @classmethod
     def load(cls, path: str | Path, name: str | None = None) -> RunData:
-        """Open a run's folder; RunError if it is not one or its manifest cannot be read."""
+        """Open a run's folder. Raises `RunError` if it is not a run's folder or its manifest cannot be read."""
         run = cls(path, name)
         if not run.path.is_dir():
             found = "is a file" if run.path.exists() else "does not exist"
@@ -149,7 +150,7 @@ class RunData:
         return self._table(TBT_FILE, columns)
 
     def emitted(self) -> ArrowTable:
-        """Values emitted by policies (`vajra_py.metrics.tables.emitted`); empty if there are none."""
+        """Return the values emitted by policies (`vajra_py.metrics.tables.emitted`); empty if there are none."""
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
     def programs(self) -> ArrowTable:
@@ -164,12 +165,14 @@ class RunData:
         return (self.path / PROGRAMS_FILE).exists()
 
     def replicas(self) -> ArrowTable:
-        """States of replicas over time (`vajra_py.metrics.tables.replicas`); empty for a run without a scaler."""
+        """Return the states of replicas over time (`vajra_py.metrics.tables.replicas`); empty for a run without a
+        scaler.
+        """
         return self._optional(REPLICAS_FILE, replicas_table())
 
     def transfers(self) -> ArrowTable:
-        """KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose requests cannot
-        move.
+        """Return the KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose
+        requests cannot move.
         """
         return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
 
@@ -221,7 +224,7 @@ class RunData:
         return {name: numpy_array(table.column(name))[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the decision log, one row per step in order of completion; RunError if it cannot be read.
+        """Yield the decision log, one row per step in order of completion. Raises `RunError` if it cannot be read.
 
         If the run's process was killed, the log ends with the last recorded step (`has_cut_decisions`).
         """

@@ -111,7 +111,9 @@ def _count(workload: Mapping[str, Any], key: str, noun: str) -> str:
 
 
 def _lengths(run: RunData) -> list[str]:
-    """Return statistics of a run's requests, per SLO class if there are few classes."""
+    """Return a sentence with statistics of a run's requests, per SLO class if there are few classes; an empty list if
+    no requests are known.
+    """
     if not (run.path / REQUESTS_FILE).exists():
         return []
     columns = run.measured("num_prompt_tokens", "num_output_tokens", "slo_class")

@@ -35,7 +35,7 @@ class ReplicasetDevices(Struct, frozen=True):
     num_stages: int = 1
     """Number of pipeline stages: a step occupies one stage's devices at a time."""
     active: ActiveTimes | None = None
-    """Periods during which its replicas occupy their devices; None if all of them always do."""
+    """Periods during which its replicas occupy their devices; None if all replicas always occupy them."""
     replicaset: str | None = None
     """Replicaset of a pool; None if these devices are listed under the replicaset's own name."""
     replica_ids: range | None = None

@@ -15,7 +15,9 @@ OTHER_REASONS = "(others)"
 
 
 def distribution(values: Floats) -> dict[str, Any]:
-    """Return count, mean, quantiles and extremes of the values that are not NaN; only the count if there are none."""
+    """Return count, mean, quantiles and maximum of the values that are not NaN. Without such values, the count is 0,
+    the quantiles are NaN, and the rest is None.
+    """
     known = values[~np.isnan(values)]
     section: dict[str, Any] = {"count": int(known.size), "mean": float(known.mean()) if known.size else None}
     section |= dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True))
@@ -24,7 +26,9 @@ def distribution(values: Floats) -> dict[str, Any]:
 
 
 def by_reason(reasons: Counter[str]) -> dict[str, int]:
-    """Return the count of each reason, the most frequent first."""
+    """Return the count of each reason, the most frequent first, with those beyond `MAX_REASONS` summed as
+    `OTHER_REASONS`.
+    """
     ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
     listed = dict(ordered[:MAX_REASONS])
     if len(ordered) > MAX_REASONS:

@@ -5,8 +5,9 @@ share (`ServiceWeights`). Prompt tokens count when the request's first output to
 evenly from the first token to the end. A tenant is *backlogged* while any of its requests waits (has arrived, but was
 neither admitted nor ended).
 
-* `max_service_difference` is the largest |W_i(s, t) - W_j(s, t)| of all windows [s, t] and all pairs of tenants that are both backlogged throughout the window: the quantity that the Virtual
-  Token Counter bounds (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, theorem 4.4). Windows begin and end on a grid (`grid_edges`).
+* `max_service_difference` is the largest |W_i(s, t) - W_j(s, t)| of all windows [s, t] and all pairs of tenants that
+  are both backlogged throughout the window: the quantity that the Virtual Token Counter bounds (Sheng et al., "Fairness
+  in Serving Large Language Models", OSDI 2024, theorem 4.4). Windows begin and end on a grid (`grid_edges`).
 * `jain_index` is Jain's index of `x_i = s_i / f_i`: `s_i` is the tenant's service in the grid cells during which it and
   at least one other tenant were backlogged throughout; `f_i` is its fair part of the service of all tenants that were
   backlogged in the same cells. The index is 1 if backlogged tenants are served equally, and 1/n if only one of n
@@ -74,7 +75,7 @@ class ServiceGaps(Struct, frozen=True):
     largest: float
     window: tuple[float, float]
     tenants: tuple[int, int]
-    """Tenants with the most and with the least service in this window."""
+    """Tenants with the most and with the least service in `window`, the window with the largest difference."""
 
 
 class BackloggedService(Struct, frozen=True):
@@ -97,7 +98,8 @@ class BackloggedService(Struct, frozen=True):
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # Only tenants that are backlogged throughout a window count, so longer windows from one edge have fewer of them.
+        # Only tenants that are backlogged throughout a window count, so longer windows from one edge contain fewer
+        # tenants.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)
@@ -170,7 +172,7 @@ def fairness_section(
     service: Service, names: Sequence[str], weights: ServiceWeights, window: tuple[float, float], inside: Bools
 ) -> dict[str, Any]:
     """Return the section `fairness` of a summary. `inside` masks the requests that arrived in the window. Undefined
-    values are None; with a single tenant all are.
+    values are None, such as differences with a single tenant.
     """
     present = np.flatnonzero(np.bincount(service.tenant[inside], minlength=len(names)))
     shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)

@@ -36,16 +36,16 @@ _MOSTLY_DRAIN = 0.25
 
 
 class RateTime(Struct, frozen=True):
-    """Time spans over which a run's rates are computed, seconds; None where undefined."""
+    """Time spans over which a run's rates are computed, in seconds; None where undefined."""
 
     duration_s: float | None
     """Denominator of the rates; None for fewer than two completed requests."""
     over: str
-    """Which of the two times `duration_s` is: `arrivals` or `completions`."""
+    """Kind of the time in `duration_s`: `arrivals` or `completions`."""
     arrivals_s: float
     """Time from the first to the last arrival in the window."""
     completions_s: float | None
-    """The spread of the completions."""
+    """Spread of the completions."""
     last_arrival_at: float | None
     drain_s: float
     """Time from the last arrival to the end of the window."""

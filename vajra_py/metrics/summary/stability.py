@@ -1,7 +1,7 @@
 """Decide whether the system kept up with its load: stable, backlogged, or overloaded.
 
-The rule uses only the times at which requests arrived, were admitted and ended, so it has the same meaning for every
-policy and engine:
+The rule uses only the requests' sizes, their outcomes, and the times at which they arrived, were admitted and ended, so
+it has the same meaning for every policy and engine:
 
 * Two stocks are measured: requests *in the system* (arrived, not ended) and requests *waiting* (arrived, neither
   admitted nor ended), each in requests and in tokens (prompt and output). A policy that serves short requests first can
@@ -15,7 +15,7 @@ policy and engine:
   a system that holds more requests because more arrive and more complete is not at its limit. Growth of the waiting
   stock always counts.
 * growth is *visible* if the stock rose by more than two standard deviations of Poisson arrivals: twice the root of the
-  sum of squares of the sizes that arrived in the second half. It must also be at least the size of 4 mean requests.
+  sum of squares of the sizes that arrived in the second half. The rise must also exceed the size of 4 mean requests.
 * growth *goes on* if the rise from the third quarter to the last is at least a quarter of the whole rise.
 * the *worst quarter* is the one with the most waiting requests, including the first quarter, since a burst is a backlog
   even if it is served later. Its queue is visible if more than 4 requests, and more than two standard deviations of its
@@ -77,7 +77,7 @@ class Stability(Struct, frozen=True):
     in_system_by_quarter: tuple[float, ...]
     """Mean number of requests in the system in each quarter of the arrivals' span; empty if there is no span."""
     waiting_by_quarter: tuple[float, ...]
-    """Mean number of requests waiting for their first admission in each of these quarters."""
+    """Mean number of requests waiting for their first admission in each quarter."""
     shed_fraction: float
     mean_waiting: float
     """Mean number of requests waiting for their first admission over the window."""

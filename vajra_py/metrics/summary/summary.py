@@ -74,6 +74,8 @@ class Summary(Struct, frozen=True):
     Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates`
     (the time over which rates are computed), `fairness`, `resources`, `warnings`; `admission` if there is an admission
     policy, `step_times` if the run states the origin of its step times, `cost` and `energy` if its devices are known.
+    Runs with scalers, pools, moves between replicas, memory tiers, drafts, programs, emitted values or omitted seeds
+    have sections on these.
     """
 
     data: Mapping[str, Any]
@@ -105,7 +107,7 @@ class Summary(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: str) -> Summary:
-        """Parse the result of `to_json`; ValueError for any other text."""
+        """Parse the result of `to_json`. Raises `ValueError` for any other text."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != SUMMARY_VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__

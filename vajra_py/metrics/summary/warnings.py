@@ -131,7 +131,9 @@ def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
 
 
 def policy_notes(diary: PolicyDiary) -> list[str]:
-    """Return notes on services that policies requested but were not available, and on emitted values that were lost."""
+    """Return notes on predictions that policies requested although none are available, and on emitted values that were
+    lost.
+    """
     found = [
         f"Policy {name!r} asked for output lengths, and the predictor 'none' knows none: it decided without them. Set "
         "`output_length` of the backend (oracle, noisy_oracle, histogram, constant) to give it some."

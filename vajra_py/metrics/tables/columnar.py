@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Gaps are merged after this many new ones since the last merge, or half of the last merge's result if that is more.
+# Minimum number of new gaps after which gaps are merged; half the number of merged gaps if that is more.
 _MERGE_ROWS = 1 << 20
 
 
@@ -103,7 +103,7 @@ class PackedRows:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Rows so far."""
+        """Return the number of rows."""
         return len(self._buffer) // self._struct.size
 
     def append(self, *values: float) -> None:
@@ -164,7 +164,9 @@ class GapList:
         self._merge_when_due()
 
     def extend_from_log(self, log: array[int], first: int, end: int) -> None:
-        """Add the gaps between the ticks `first` .. `end - 1` of a log shared with other requests, with weight 1."""
+        """Add, with weight 1, the gaps between consecutive ticks at positions `first` to `end - 1` of a log shared with
+        other requests.
+        """
         found = self._logs.get(id(log))
         if found is None:
             found = self._logs[id(log)] = _LogGaps(log)

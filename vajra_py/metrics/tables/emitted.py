@@ -51,8 +51,8 @@ def combined(tables: list[ArrowTable]) -> ArrowTable:
 
 
 def emitted_section(table: ArrowTable) -> dict[str, Any]:
-    """Return the summary's section `emitted`: count, mean and quantiles per policy and name; empty if nothing was
-    emitted.
+    """Return the summary's section `emitted`: count, mean, extremes, median and P99 per policy and name; empty if
+    nothing was emitted.
     """
     if not table.num_rows:
         return {}

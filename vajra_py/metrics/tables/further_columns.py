@@ -21,10 +21,10 @@ class FurtherColumns(Struct, frozen=True):
     """Selection of optional columns of a requests table.
 
     Attributes:
-        admission: True if it has `ADMISSION_COLUMNS`.
-        drafts: True if it has `DRAFT_COLUMNS`.
-        movement: source of `MOVEMENT_COLUMNS`; None if it does not have them.
-        tiers: source of the columns of prefix hits by memory tier; None if it does not have them.
+        admission: True if the table has `ADMISSION_COLUMNS`.
+        drafts: True if the table has `DRAFT_COLUMNS`.
+        movement: source of `MOVEMENT_COLUMNS`; None if the table does not have these columns.
+        tiers: source of the columns of prefix hits by memory tier; None if the table does not have these columns.
     """
 
     admission: bool = False

@@ -70,7 +70,7 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
 
 
 class _Journey(Struct):
-    """State of a request that is moving: the fields of its current row, and the number of rows written before
+    """State of a request that is moving: the fields of its current row, and the number of transfers begun so far
     (`stage`).
     """
 
@@ -123,7 +123,7 @@ class MovementRows(Observer):
         """Current journeys, by request index."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Called with each complete row: a value for each column except `request_id`."""
+        """Receive a complete row, which has a value for each column except `request_id`."""
 
     def num_on_their_way(self, replicaset: str) -> Counter[str]:
         """Return the number of moving requests of a replicaset in each of `STAGES`."""
@@ -162,7 +162,7 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer; a migration's copy and a cancelled transfer each become a row."""
+        """Record the end of a transfer; write a row for a copy of a migration and for a cancelled transfer."""
         journey = self._journeys.get(request.index)
         if journey is None:
             return
@@ -199,7 +199,7 @@ class MovementRows(Observer):
     # Interruptions
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write the row of a request that stays at its source, unless it was kept there without being held for any
+        """Write the row of a request that stays at its source, if a transfer had begun or the request was held for some
         time.
         """
         journey = self._journeys.get(request.index)
@@ -232,7 +232,9 @@ class MovementRows(Observer):
             self._close(journey, RECOMPUTED, KV_LOST, now)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Return requests whose KV was in transfer to the lost replica to the held state."""
+        """Write the rows of requests whose KV was in transfer to the lost replica, and mark the requests as held
+        again.
+        """
         for journey in self._at(replicaset):
             if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
                 self._hold_again(journey, KV_LOST, now)

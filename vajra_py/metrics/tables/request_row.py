@@ -37,5 +37,5 @@ class RequestRow(StatedFacts):
     tbt_p50_s: float
     tbt_p99_s: float
     tbt_max_s: float
-    """Together with the two above: `gap_statistics` of the request."""
+    """Longest gap; `tbt_p50_s`, `tbt_p99_s` and this are the request's `gap_statistics`."""
     deadline_at: float | None = None

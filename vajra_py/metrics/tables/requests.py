@@ -1,9 +1,9 @@
 """Builders of the tables of requests and gaps: compact in memory, and written byte for byte the same for equal rows.
 
-Rows are packed when they are added (about 200 bytes per request, 110 per step) and converted to columns on demand, one
-row group at a time while writing. Requests are added in the order of their ends and written by submission index; steps
-keep their order; gaps are written sorted. A Parquet file depends only on its rows and the version of pyarrow:
-compression and row groups are fixed, and there is no write time and no pandas metadata.
+Rows are packed when they are added (about 200 bytes per request) and converted to columns on demand, one row group at a
+time while writing. Requests are added in the order of their ends and written by submission index; gaps are written
+sorted. A Parquet file depends only on its rows and the version of pyarrow: compression and row groups are fixed, and
+there is no write time and no pandas metadata.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class RequestsBuilder:
         return {"use_dictionary": [name for name in TEXT_COLUMNS if self.has_programs or name not in PROGRAM_COLUMNS]}
 
     def append(self, row: RequestRow) -> None:
-        """Append one request; ValueError if its reason is not one of `REASONS`."""
+        """Append one request. Raises `ValueError` if its reason is not one of `REASONS`."""
         if row.reason not in REASONS:
             raise ValueError(
                 f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
@@ -233,7 +233,7 @@ class RequestsBuilder:
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
     def to_table(self) -> ArrowTable:
-        """Return the whole table, sorted by submission index; ValueError if an index occurs twice."""
+        """Return the whole table, sorted by submission index. Raises `ValueError` if an index occurs twice."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
@@ -340,7 +340,7 @@ class TbtBuilder:
         return sum(len(gaps.merged()[0]) for gaps in self._lists.values())
 
     def gaps(self, replicaset: str, slo_class: str = "") -> GapList:
-        """Return the gap list of this replicaset and SLO class (empty: none)."""
+        """Return the gap list of this replicaset and SLO class; an empty `slo_class` means no class."""
         key = (replicaset, slo_class)
         found = self._lists.get(key)
         if found is None:

@@ -80,7 +80,9 @@ _OTHERWISE_CALLED = {
 
 
 class StepsBuilder:
-    """Builder of the steps table: one row per step, written in order of time, added in any order."""
+    """Builder of the steps table. Steps may be added in any order; records are written by replica, and `to_table`
+    returns one row per step in order of time.
+    """
 
     def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
         """`num_blocks_of` returns the number of KV blocks of a replica, given (replicaset, replica id); `take` needs
@@ -116,7 +118,7 @@ class StepsBuilder:
         self._ends.append(end)
 
     def take(self, batch: Batch) -> None:
-        """Append the records of a step log."""
+        """Append the records of a step log, without steps whose results never returned."""
         given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
         came_back = given["status"] == CAME_BACK
         if not came_back.all():

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vajra_py.runtime.serving.controller import Controller
 
 LOAD_TIME = "tier_load_s"
-"""Column: seconds that a request waited for its prefix to be loaded to the device before its first admission; NaN if
-nothing was loaded.
+"""Name of the column with the seconds that a request waited for its prefix to be loaded to the device before its first
+admission; NaN if nothing was loaded.
 """
 _HITS = "hit_tokens_"
 
@@ -38,7 +38,7 @@ class TierLink(Struct, frozen=True):
     """Link of one tier in one replicaset."""
 
     bandwidth: float
-    """Bytes per second in each direction, summed over all replicas."""
+    """Bytes per second in each direction, available to all replicas together."""
 
 
 def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
@@ -79,7 +79,7 @@ class TierLog(Observer):
         self.flows: dict[tuple[str, str, str], Flow] = {}
         """Flows by replicaset, source and target."""
         self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
-        """(Loaded tokens by tier, seconds waited for them), by request index."""
+        """(Loaded tokens by tier, seconds waited for the loading), by request index."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float

@@ -8,8 +8,8 @@ clock, NaN = never:
   migration);
 * `start_at`, `end_at`: start and end of the KV transfer; KV that is sent while the prompt is still being computed
   (`hand_off.overlap`) has a `start_at` before `held_at`;
-* `arrived_at`: time at which the target accepted the request, which may have to wait for the end of a step;
-* `over_at`: time at which it was admitted at the target, was held again, or ended.
+* `arrived_at`: time at which the target accepted the request: `end_at`, or the end of a later step;
+* `over_at`: time at which the request was admitted at the target, was held again, or ended.
 
 A request is held from `held_at` to `start_at`, in transfer until `arrived_at` (counted from `held_at` if the transfer
 began earlier), and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
@@ -134,8 +134,8 @@ class TransfersBuilder:
 
 
 class Stays:
-    """Seconds of each row of a transfers table that the request spent held, in transfer, and waiting at the target; NaN
-    for stages that it did not have.
+    """Seconds that requests spent held, in transfer, and waiting at the target, for each row of a transfers table; NaN
+    for stages that did not occur.
     """
 
     def __init__(self, table: ArrowTable) -> None:
