@@ -184,7 +184,7 @@ class ServerAnswer:
             self.wake()
 
     def release(self, *, is_at_end: bool = False) -> None:
-        """Release the connection: keep it if the answer is complete or about to be (`is_at_end`), otherwise close it."""
+        """Keep the connection if the answer is complete or about to be (`is_at_end`), otherwise close it."""
         self._timer.cancel()
         self._connection.release(self.is_complete, is_at_end=is_at_end and self._fault is None)
 

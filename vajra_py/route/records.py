@@ -1,7 +1,7 @@
 """Log of a router's decisions: one JSON line for each placement, sending and end of a request.
 
-`{"at": seconds, "request_id": …, "what": "placed" | "sent" | "again" | "handed_off" | "ended", …}`, in the order of the decisions. The same
-events give the same bytes.
+`{"at": seconds, "request_id": …, "what": "placed" | "sent" | "again" | "handed_off" | "ended", …}`, in the order of the
+decisions. The same events give the same bytes.
 """
 
 from __future__ import annotations

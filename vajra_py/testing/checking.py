@@ -25,8 +25,8 @@ def run_checks(
     """Run checks by name; each policy call in them may take up to `policy_timeout_s` seconds of real time.
 
     Raises `AssertionError` that names the policy (`what`) and, one per line, every failed check with its finding. No
-    check is run after a failed one in `needed`, nor after one in which a policy call did not return, since every further
-    call would take as long.
+    check is run after a failed one in `needed`, nor after one in which a policy call did not return, since the next
+    calls would take as long.
     """
     failures = []
     for name, check in checks.items():

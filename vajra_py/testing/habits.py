@@ -1,4 +1,4 @@
-"""Faults that no single decision shows: state kept for ended requests, methods that are never called, futile preemptions."""
+"""Detect faults that no single decision shows: references to ended requests, uncalled methods, futile preemptions."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ class HarnessOptions:
     """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
     `fast_forward`; otherwise, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
-    """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`; None:
-    no limit."""
+    """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`;
+    None: no limit."""
 
     def limits(self) -> ReplicaLimits:
         """Return the limits of a replica with these sizes, as policies see them."""

@@ -68,11 +68,11 @@ class KeyWatch:
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
-    """For each request with `KeyMotion.NAMED_FALLS`: progress, key, number of declared falls, and time from which the key
-    may fall."""
+    """For each request with `KeyMotion.NAMED_FALLS`: progress, key, number of declared falls, and time from which the
+    key may fall."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
-    """For each request with `KeyMotion.PREFIX_HITS`: facts on which the key may depend, key, and time from which the key
-    may move."""
+    """For each request with `KeyMotion.PREFIX_HITS`: facts on which the key may depend, key, and time from which the
+    key may move."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that the key of a waiting request with equal hits and progress has not moved before the declared time."""
+        """Check that a waiting request's key with equal hits and progress has not moved before the declared time."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return

@@ -101,7 +101,7 @@ class InTurn:
 
 
 class PassedOn(InTurn):
-    """Early binding in round-robin order, also for requests that leave a replica after their prompt or by a hand-off."""
+    """Early binding in round-robin order, also of requests that leave a replica after their prompt or by a hand-off."""
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float

@@ -152,7 +152,7 @@ def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _conversations() -> list[RequestSpec]:
-    """Return six conversations of up to eight turns with a common beginning, three priorities and two service classes."""
+    """Return six conversations of up to eight turns with a common prefix, three priorities and two SLO classes."""
     specs: list[RequestSpec] = []
     for session in range(6):
         segments: tuple[tuple[Any, int], ...] = (("system", 48),)

@@ -1,7 +1,7 @@
 """Scenarios that every policy must pass.
 
-They are small (at most 200 KV blocks, a few dozen requests), since requests and blocks are counted after every step. The
-seed of every scenario is fixed, so two runs of the same policy must make the same decisions.
+They are small (at most 200 KV blocks, a few dozen requests), since requests and blocks are counted after every step.
+The seed of every scenario is fixed, so two runs of the same policy must make the same decisions.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def simulated_system(
 
 
 def serve(controller: Controller, simulator: Simulator, specs: Sequence[RequestSpec]) -> None:
-    """Serve requests to their end. Raises `AssertionError` if any is left, `RuntimeError` if counts are wrong."""
+    """Serve requests to their end. Raises `AssertionError` or `RuntimeError` if any is left or a count is wrong."""
     simulator.run(specs)
     controller.check_conservation()
     require(controller.num_alive == 0, f"{controller.num_alive} requests are left")

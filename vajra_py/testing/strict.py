@@ -344,7 +344,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of the builder: it is called with real requests, and a returned request becomes a strict view."""
+        """Wrap a method of the builder: it gets real requests, and a returned request becomes a strict view."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

@@ -41,7 +41,7 @@ class VllmBlockHashes(TokenBlockHashes):
 
     __slots__ = ("_function", "_index_of", "_lora", "_salt", "session_id")
 
-    def __init__(  # noqa: PLR0913  # those of the class below, and three
+    def __init__(  # noqa: PLR0913  # arguments of the base class, and three more
         self,
         function: HashFunction,
         request: VllmRequest,
