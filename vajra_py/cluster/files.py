@@ -23,7 +23,7 @@ from vajra_py.experiment.runs.folder import named_paths
 MANIFEST = "manifest.json"
 _TEXTS = (".json", ".yaml")
 MOST_BYTES = 4 << 30
-"""Largest total size of all files sent, in bytes."""
+"""Maximum total size of all files sent, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ShippedFile:
 
 
 class Shipment:
-    """Input files of runs; each is put into the object store once."""
+    """Input files of runs; equal contents are put into the object store once."""
 
     def __init__(self, put: Callable[[bytes], Any]) -> None:
         """`put` stores bytes in the object store and returns a reference to them."""

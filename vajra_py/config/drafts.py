@@ -47,7 +47,7 @@ class DraftConfig(Section):
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of draft tokens per decode and step; 0 without drafts."""
+        """Maximum number of draft tokens per decode and step; 0 without drafts."""
         return self.num_tokens if self.max_tokens is None else self.max_tokens
 
 

@@ -22,8 +22,8 @@ REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
 def long_forms(root: Entries) -> Entries:
-    """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
-    both.
+    """Return the tree with `lrs` expanded to `{policy: lrs}`, and `none` to `{type: none}`, so that paths can address
+    names and parameters.
     """
     layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key, RETENTION.key)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]

@@ -66,7 +66,7 @@ from vajra_py.config.sections import (
 class SelectConfig(Section):
     """Conditions that select the requests of a replicaset: a request must meet all of them.
 
-    Without any condition, all requests that no earlier replicaset selects.
+    Without any condition, it selects all requests that no earlier replicaset selects.
     """
 
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
@@ -88,7 +88,7 @@ class SelectConfig(Section):
         return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
 
     def matches_length(self, num_prompt_tokens: int) -> bool:
-        """Return whether the request meets every condition except those on its length."""
+        """Return whether a prompt of this length meets the conditions on length."""
         return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
             self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
@@ -151,7 +151,7 @@ class ReplicasetConfig(Section):
 
     @property
     def total_replicas(self) -> int:
-        """Number of replicas of all pools; with a scaler, the largest number it may choose."""
+        """Number of replicas of all pools; with a scaler, the maximum number that it may choose."""
         return sum(pool.most_replicas for pool in self.effective_pools.values())
 
 
@@ -345,7 +345,7 @@ class SystemConfig(Section):
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
     _admission_policy: PolicyChoice | None = PrivateAttr(None)
-    """Choice behind the property `admission_policy`."""
+    """Value of the property `admission_policy`."""
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
 

@@ -1,4 +1,4 @@
-"""Registry of installed policies, routing parts, presets, models and observers.
+"""Registry of installed policies, routing parts, presets, latency models, length predictors and observers.
 
 A registry is read-only. Policies and presets are checked when the registry is built. Policies that are imported on
 demand (`PolicyAt`), routing parts, latency models, output-length predictors and observers are checked on first use.
@@ -111,7 +111,7 @@ OfferBeside: TypeAlias = Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[Retent
 OffersBeside: TypeAlias = (
     Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]] | Mapping[str, Offer[RetentionSpec]]
 )
-"""Offers of policies of one such kind, by name."""
+"""Offers of one kind of policy that belongs to no layer, by name."""
 AnyOffer: TypeAlias = Offer[PolicySpec] | OfferBeside | Offer[RoutingPartSpec]
 """Offer of a policy of any kind, or of a routing part."""
 OfferOfPolicy: TypeAlias = Offer[PolicySpec] | Offer[PolicyAt]
