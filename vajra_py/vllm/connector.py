@@ -46,7 +46,7 @@ OnLookup = Callable[[Record, Request, int, int], None]
 class Connector:
     """A connector and the requests that it serves.
 
-    If the mechanism calls it and it raises, the error is stored, because the mechanism would attribute it to a policy;
+    An error that it raises when the mechanism calls it is stored, because the mechanism would attribute it to a policy;
     `raise_error` raises it later.
     """
 
@@ -131,9 +131,9 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """End a request of the mechanism for its client.
+        """Record that a request which is still in the mechanism has ended for its client.
 
-        Under asynchronous scheduling the connector is notified now, otherwise when the mechanism ends the request.
+        Under asynchronous scheduling, the connector is notified now; otherwise, when the mechanism ends the request.
         """
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:

@@ -36,7 +36,7 @@ class VllmBlockHashes(TokenBlockHashes):
     """vLLM's hashes of the blocks of a request's tokens.
 
     Attributes:
-        session_id: vLLM's name of the client's session.
+        session_id: vLLM's id of the client's session.
     """
 
     __slots__ = ("_function", "_index_of", "_lora", "_salt", "session_id")

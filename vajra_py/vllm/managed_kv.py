@@ -145,7 +145,7 @@ class ManagedKv(WithoutKvExtras):
         self._num_growing = len(growing)
         widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Block table of each resident request in the group with the widest window; tables of attention are equally long."""
+        """Block table of each resident request in the group with the widest window; attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
         """Number of blocks of that table in the prefix cache; a lower bound for the other tables."""
         self._held: dict[KvRequest, _Held] = {}
@@ -162,7 +162,7 @@ class ManagedKv(WithoutKvExtras):
         self.lagging: dict[KvRequest, None] = {}
 
     def _places(self) -> frozenset[int]:
-        """Token offsets within a block at which a decode allocates, completes or frees a block."""
+        """Return the token offsets within a block at which a decode allocates, completes or frees a block."""
         size, lag = self.block_size, self._sizes.lag_tokens
         leaves = {(window + behind) % size for window in self._windows for behind in range(lag + 1)}
         return frozenset({0, size - 1} | leaves)
@@ -276,7 +276,7 @@ class ManagedKv(WithoutKvExtras):
     # Prefix cache
 
     def _found(self, request: KvRequest) -> tuple[Any, int, int]:
-        """Look up a waiting request's prefix hit: blocks by table, number of tokens, and boundary of a shared prefix."""
+        """Look up a waiting request's prefix hit: blocks by table, number of tokens, boundary of a shared prefix."""
         held = self._held[request]
         now = self._version, request.num_known_tokens
         if held.found is None or held.found_at != now:
@@ -294,7 +294,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of tokens that would be a prefix hit on admission now; it leaves at least one to compute."""
+        """Return the number of tokens that would be a prefix hit on admission now; at least one is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:

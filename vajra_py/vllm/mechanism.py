@@ -240,7 +240,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._ahead: StepPlan | None = None
         """The last step if it has ended before its accepted drafts are known; None otherwise."""
         self._leaving: set[Request] = set()
-        """Requests that hold KV blocks until they end with the open turn."""
+        """Requests that hold KV blocks until they end, with the open turn or with the step in flight."""
         self._connected: ConnectedKv | None = None
         self.watch(())
 
@@ -393,7 +393,7 @@ class Mechanism(Backend[_VllmReplica]):
     def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
         """Count accepted drafts as output of a step whose tokens are known now.
 
-        The step is in flight, or was ended before they were known. Does nothing if it was cancelled.
+        The step is in flight, or was ended before its drafts were known. Does nothing if the step was cancelled.
         """
         one = self._one
         if plan is one.plan:

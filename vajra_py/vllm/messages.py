@@ -210,7 +210,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Record when the decodes of the last step with drafts ran, and make these requests the ones for bulk handling."""
+        """Record when the decodes of the last step with drafts ran, and select `requests` for bulk handling."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 

@@ -115,7 +115,7 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler before the workers, whose end vLLM does not always wait for."""
+    """Make the scheduling process end the scheduler before the workers, as vLLM may not wait for their end."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

@@ -626,7 +626,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def _num_running(self) -> int:
-        """Number of requests that hold KV blocks and keep them."""
+        """Number of requests that hold KV blocks; 0 if all KV is about to be dropped."""
         return 0 if self._forgets else self.mechanism.num_running
 
     @property
@@ -635,7 +635,7 @@ class Scheduler(WithoutExtras):
         return self._num_running + (0 if self._connected is None else self._connected.num_holding)
 
     def get_kv_cache_usage(self) -> float:
-        """Return the fraction of KV blocks that requests hold (0 to 1)."""
+        """Return the fraction of KV blocks that requests hold (0 to 1); 0 if all KV is about to be dropped."""
         return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:
