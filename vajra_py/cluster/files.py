@@ -2,7 +2,8 @@
 
 Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest, and each node writes
 them to a workspace folder, under their path on this machine. Relative paths therefore work on the nodes, and settings
-and results have the same paths as here. A file with an absolute path is written to that path unless it exists.
+and results have the same paths as here. A file with an absolute path is written to that path; a
+different file there is an error.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Workspace:
     """Working folder on each node during one use of a cluster.
 
     Attributes:
-        name: Name of the folder in the node's temporary directory.
-        folder: Current folder of the submitting machine.
+        name: name of the folder in the node's temporary directory.
+        folder: current folder of the submitting machine.
     """
 
     name: str

@@ -401,8 +401,9 @@ class PluginParts:
         return self._validated(workload_annotation(), given, ("workload",))
 
     def _validated(self, annotation: Any, value: Any, path: KeyPath, plugin: str = "") -> Any:
-        """Return `value` as an instance of its model, None if it is wrong. An exception raised by the model itself is
-        the plug-in's fault.
+        """Return `value` as an instance of its model, None if it is wrong.
+
+        Raises `PluginError` for any other exception of a plug-in's model.
         """
         try:
             return _adapter(annotation).validate_python(value, context={"base_folder": self._base_folder})

@@ -1,4 +1,4 @@
-"""Schema of drafts (speculative decoding): `replica.draft`, and how drafts fare in a simulation."""
+"""Schema of drafts (speculative decoding): `replica.draft`, and the acceptance of drafts in a simulation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DraftConfig(Section):
 
 
 class SimulatedDraftsConfig(Section):
-    """Model of drafts in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
+    """Model of drafts in a simulation: one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
 
     rate: _Fraction | None = Field(
         None, description="Probability that a draft is accepted, given that those before it are."

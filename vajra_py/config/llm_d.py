@@ -48,7 +48,7 @@ class Unused:
     reason: str
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the setting and the reason as one line."""
         return f"{self.where}: {self.name} has no meaning here: {self.reason}"
 
 

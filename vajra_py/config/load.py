@@ -129,7 +129,7 @@ def expand_sweep(
 def dump_effective(config: SystemConfig) -> str:
     """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
-    A sweep yields the experiment as written with overrides applied, because defaults differ between points.
+    For a sweep, return the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):

@@ -1,4 +1,4 @@
-"""Facts needed to repeat a run: settings, code, versions; and, kept apart, its machine and time."""
+"""Facts needed to repeat a run: settings, code and versions; its machine and time are kept apart."""
 
 from __future__ import annotations
 

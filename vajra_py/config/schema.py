@@ -94,7 +94,7 @@ class SelectConfig(Section):
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Return whether the request meets all conditions except those on its length."""
+        """Return whether the request meets all conditions except those on the length of its prompt."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -352,7 +352,7 @@ class SystemConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Move `scheduling.admission` out of `scheduling`: it applies to the system, the layers to each replicaset."""
+        """Move `scheduling.admission` out of `scheduling`, since there is one for the whole system."""
         scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
         if not isinstance(scheduling, Mapping) or ADMISSION.key not in scheduling:
             return handler(value)
@@ -364,7 +364,7 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and omit `programs` at its defaults, so that older files stay equal."""
+        """Put `scheduling.admission` back, and omit `programs` at its defaults, for equality with older files."""
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)

@@ -74,7 +74,7 @@ class Condition(Struct, frozen=True):
         return max(-WORST, min(WORST, found))
 
     def value_at(self, slack: float) -> float:
-        """Return the value with this slack."""
+        """Return the value of the metric with which the condition has this slack."""
         inwards = -slack if self.at_most else slack
         return self.limit * math.exp(inwards) if self.limit > 0 else self.limit + inwards
 

@@ -79,7 +79,7 @@ class Offer(Struct, Generic[SpecT], frozen=True):
 
 
 class Kind(Struct, Generic[SpecT], frozen=True):
-    """Kind of policy that belongs to no layer, or kind of part of a policy.
+    """Kind of policies that belong to no layer, or of parts of a policy.
 
     Attributes:
         key: key under `scheduling:` that selects one; empty if it is named in another policy's parameters.
@@ -139,7 +139,7 @@ class Registry(Struct, frozen=True, eq=False, dict=True):
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
         """Return a copy with additional policies and routing parts that no installed package provides.
 
-        Raises `PluginError` for a broken spec, or a name that is taken.
+        Raises `PluginError` for a broken spec or a name that is taken; for kinds outside the layers, on first use.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]

@@ -75,7 +75,7 @@ def by_bytes(text: str) -> Sequence[int]:
 
 
 def tokenizer_of(path: str | None) -> PromptTokenizer:
-    """Load the tokenizer at `path`, a model's folder or a tokenizer.json; None gives one that counts bytes.
+    """Load the tokenizer at `path`, a model's folder or a tokenizer.json; None: four bytes are one token.
 
     Raises `OSError`, `ValueError` or `ConfigError` if it cannot be read.
     """

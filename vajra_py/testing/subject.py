@@ -68,7 +68,7 @@ class Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Return the outcome of a scenario without wrapping."""
+        """Return the outcome of a scenario without wrapping; requests and blocks are counted after every step."""
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)

@@ -89,7 +89,7 @@ class Record:
         return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
-        """Return whether this token, the last one of the output, ends the request; if so, store the reason in `request`."""
+        """Return whether this last token of the output ends the request; if so, store the reason in `request`."""
         request = self.request
         if token in self.stops:
             request.status = RequestStatus.FINISHED_STOPPED
