@@ -145,7 +145,7 @@ class ManagedKv(WithoutKvExtras):
         self._num_growing = len(growing)
         widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Block table of each resident request in the group with the widest window; attention tables are all as long."""
+        """Block tables of resident requests in the group with the widest window; attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
         """Number of blocks of that table in the prefix cache; a lower bound for the other tables."""
         self._held: dict[KvRequest, _Held] = {}
