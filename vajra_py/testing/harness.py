@@ -234,8 +234,8 @@ class Harness:
     """Policies on the real mechanism, with a clock that advances by predicted step times.
 
     Each policy is a `PolicySource`. Unless disabled in the options, every step is checked for conservation of requests
-    and KV blocks. Raises `RuntimeError` if a request is lost, `AssertionError` if a block is lost, and `PolicyError` if a
-    policy breaks the contract.
+    and KV blocks. Raises `RuntimeError` if a request is lost, `AssertionError` if a block is lost, and `PolicyError` if
+    a policy breaks the contract.
     """
 
     def __init__(
