@@ -114,7 +114,7 @@ def atlas(  # noqa: PLR0913 - one argument for each option
 
 
 def _print(asked: Request, result: AtlasResult, paths: list[Path], quiet: bool) -> None:
-    """Print the findings of each workload, failures, and where the page is."""
+    """Print the findings of each workload, the failures, and the path of the page."""
     from vajra_py.metrics.report.report import findings
 
     if not quiet:

@@ -84,7 +84,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
 
 
 def _worth(answer: CapacityAnswer) -> float:
-    """Sort key that prints the highest rate and the lowest cost last, next to the prompt."""
+    """Return a sort key that puts the highest rate or the lowest cost last, next to the shell's prompt."""
     found = answer.answer
     if found is None or found.outcome == "never":
         return -math.inf

@@ -80,7 +80,7 @@ def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
 
 
 def _print_llm_d(files: tuple[Path, ...]) -> None:
-    """Print each llm-d `EndpointPickerConfig` as a preset and a scheduling section, with unused settings as comments."""
+    """Print each llm-d `EndpointPickerConfig` as a preset and a scheduling section; unused settings are comments."""
     from vajra_py.config import dump_yaml
     from vajra_py.config.llm_d import read_llm_d
     from vajra_py.errors import ConfigError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Policies(click.Group):
-    """Group `vajra policies` that also accepts `vajra policies NAME` and `list`."""
+    """Group `vajra policies`, which suggests `show` for an unknown command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -72,7 +72,7 @@ def profile(  # noqa: PLR0913 - one argument for each option
 
 
 class _Bar:
-    """A progress bar, or none."""
+    """Progress bar; shows nothing if `quiet`."""
 
     def __init__(self, quiet: bool) -> None:
         from rich.console import Console

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MIN_RENDER_S = 0.1
 _MIN_RUN_S = 0.2
-"""Seconds after which a single run gets a bar: shorter runs end before one can read it, and importing rich is slow."""
+"""Time after which a single run gets a bar, seconds: shorter runs are not worth importing rich, which is slow."""
 
 
 class RunsDisplay:
@@ -27,9 +27,9 @@ class RunsDisplay:
 
         Args:
             num_runs: number of runs, finished ones included.
-            quiet: show nothing.
-            is_simulated: show simulated time and speed.
-            lists_kept: name each run that had been finished before.
+            quiet: True to show nothing.
+            is_simulated: True to show simulated time and speed.
+            lists_kept: True to name each run that had been finished before.
         """
         self._lists_kept = lists_kept
         self._is_simulated = is_simulated

@@ -1,4 +1,4 @@
-"""`vajra replay`: check that the simulator takes the decisions that an engine run recorded."""
+"""`vajra replay`: check that the simulator makes the decisions that an engine run recorded."""
 
 from __future__ import annotations
 

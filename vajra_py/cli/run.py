@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 @contextmanager
 def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
-    """Return the worker pool that `--on` names; None for this machine."""
+    """Yield the worker pool that `--on` names; None for this machine."""
     if on == "local":
         yield None
         return

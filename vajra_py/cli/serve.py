@@ -102,7 +102,7 @@ _TIMEOUTS = {
 
 
 def limits_options(command: click.Command | Any) -> Any:
-    """Add limits on the resources of one client."""
+    """Add options that limit the resources of one client."""
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
@@ -349,7 +349,7 @@ def _run(config: Any, registry: Any, given: dict[str, Any], cluster: RayCluster 
 def _leave() -> None:
     """Exit the process without teardown of libraries, which takes seconds once a model is loaded.
 
-    The operating system frees their memory.
+    The operating system frees the memory.
     """
     atexit._run_exitfuncs()
     logging.shutdown()

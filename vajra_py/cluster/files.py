@@ -2,7 +2,8 @@
 
 Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest, and each node writes
 them to a workspace folder, under their path on this machine. Relative paths therefore work on the nodes, and settings
-and results have the same paths as here. A file with an absolute path is written to that path unless it exists.
+and results have the same paths as here. A file with an absolute path is written to that path; a
+different file there is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vajra_py.experiment.runs.folder import named_paths
 MANIFEST = "manifest.json"
 _TEXTS = (".json", ".yaml")
 MOST_BYTES = 4 << 30
-"""Largest total size of all files sent, in bytes."""
+"""Maximum total size of all files sent, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class ShippedFile:
 
 
 class Shipment:
-    """Input files of runs; each is put into the object store once."""
+    """Input files of runs; equal contents are put into the object store once."""
 
     def __init__(self, put: Callable[[bytes], Any]) -> None:
         """`put` stores bytes in the object store and returns a reference to them."""
@@ -80,8 +81,8 @@ class Workspace:
     """Working folder on each node during one use of a cluster.
 
     Attributes:
-        name: Name of the folder in the node's temporary directory.
-        folder: Current folder of the submitting machine.
+        name: name of the folder in the node's temporary directory.
+        folder: current folder of the submitting machine.
     """
 
     name: str

@@ -48,7 +48,7 @@ def code_digest(module: str) -> str:
 
 
 def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """Return a text on the first difference between this machine (`own`) and a node (`found`); empty if there
+    """Return a description of the first difference between this machine (`own`) and a node (`found`); empty if there
     is none.
     """
     for name in dict.fromkeys([*own, *found]):

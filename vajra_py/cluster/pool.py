@@ -31,7 +31,7 @@ _POLL_S = 0.2
 _EMPTY_POLLS = 300
 """Number of consecutive polls (about a minute) without any CPU in the cluster after which the pool fails."""
 MOST_LOSSES = 3
-"""Number of times that a run's worker or node may be lost."""
+"""Maximum number of times that a run's worker or node may be lost."""
 _REMOVE_S = 2.0
 
 
@@ -174,7 +174,7 @@ class RayPool:
         self._asked = self._collector.take.remote()
 
     def _check_alive(self, *, is_idle: bool) -> None:
-        """Raise `RunError` if the cluster has had no CPU for a while."""
+        """Raise `RunError` if the cluster has had no CPU for more than `_EMPTY_POLLS` polls."""
         self._num_empty = self._num_empty + 1 if is_idle and not self._cluster.num_cpus else 0
         if self._num_empty > _EMPTY_POLLS:
             raise RunError("--on: the cluster has no node left to compute on. Finished runs are kept.")

@@ -17,7 +17,7 @@ class _Section(BaseModel):
 
 
 class RateSearch(_Section):
-    """Range of rates in which the highest is searched."""
+    """Range in which the highest rate that meets the SLO is searched."""
 
     path: str = Field("workload.rate", min_length=1, description="Setting to search: a rate of requests.")
     min: _Positive = Field(0.01, description="Lowest rate to try, requests per second.")
@@ -31,7 +31,7 @@ class RateSearch(_Section):
 
 
 class ReplicaSearch(_Section):
-    """Range of replica counts in which the cheapest is searched."""
+    """Range in which the cheapest number of replicas that meets the SLO is searched."""
 
     min: Annotated[int, Field(strict=True, ge=0)] = Field(
         1,

@@ -248,7 +248,7 @@ class PluginParts:
         return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
 
     def _with_parts(self, value: Any, path: KeyPath) -> Any:
-        """Return a model (or a list or mapping of models) in which the routing parts that it names have complete parameters."""
+        """Return a model (or a list or mapping of models) in which all routing parts have complete parameters."""
         if isinstance(value, RoutingPartChoice):
             return self._part(value, path)
         if isinstance(value, BaseModel):
@@ -365,7 +365,7 @@ class PluginParts:
             self._found(path, "no such replicaset", did_you_mean(str(path[-1]), known))
 
     def _predictions(self, path: KeyPath, section: Any) -> None:
-        """Complete the latency model for predictions of a backend's policies, if the section names one."""
+        """Complete the latency models and the output-length predictor that a backend's section names."""
         if not isinstance(section, dict):
             return
         for key in ("latency", "predictions"):
@@ -387,8 +387,10 @@ class PluginParts:
             self.data["workload"] = self._validated_workload(self.data["workload"]) or STAND_IN
 
     def _validated_workload(self, given: Any) -> Any:
-        """Return the workload as its model. The class of its type alone is tried first: building the union of all, which explains
-        what is wrong, takes as long as reading a file.
+        """Return the workload as an instance of its model; None if it is wrong.
+
+        The class for its `type` is tried first: building the union of all classes, which is needed to explain a
+        mistake, takes as long as reading a file.
         """
         from vajra_py.workload.kinds import kind_of_workload
 
@@ -399,8 +401,9 @@ class PluginParts:
         return self._validated(workload_annotation(), given, ("workload",))
 
     def _validated(self, annotation: Any, value: Any, path: KeyPath, plugin: str = "") -> Any:
-        """Return `value` as an instance of its model, None if it is wrong. An exception raised by the model itself is
-        the plug-in's fault.
+        """Return `value` as an instance of its model, None if it is wrong.
+
+        Raises `PluginError` for any other exception of a plug-in's model.
         """
         try:
             return _adapter(annotation).validate_python(value, context={"base_folder": self._base_folder})

@@ -1,4 +1,4 @@
-"""Schema of drafts (speculative decoding): `replica.draft`, and how drafts fare in a simulation."""
+"""Schema of drafts (speculative decoding): `replica.draft`, and the acceptance of drafts in a simulation."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class DraftConfig(Section):
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of draft tokens per decode and step; 0 without drafts."""
+        """Maximum number of draft tokens per decode and step; 0 without drafts."""
         return self.num_tokens if self.max_tokens is None else self.max_tokens
 
 
 class SimulatedDraftsConfig(Section):
-    """Model of drafts in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
+    """Model of drafts in a simulation: one of `rate`, `rates`, `table` and `trace`, and the time of drafting."""
 
     rate: _Fraction | None = Field(
         None, description="Probability that a draft is accepted, given that those before it are."

@@ -69,7 +69,7 @@ def _lacks_wrong_items(each: Mapping[str, Any]) -> bool:
 
 
 def _written_path(part: Any, annotation: Any, loc: Sequence[str | int], missing: bool) -> KeyPath:
-    """Return the steps of pydantic's location that exist in the file; the others name members of unions and validators."""
+    """Return the steps of pydantic's location that exist in the file, without names of union members and validators."""
     path: list[str | int] = []
     candidates = _members(annotation)
     for index, step in enumerate(loc):
@@ -162,7 +162,7 @@ def allowed_names(annotation: Any, loc: Sequence[str | int]) -> set[str]:
 
 
 def _descend(candidates: Sequence[Any], step: str | int) -> tuple[list[Any], bool]:
-    """Return the types after one step of a location, and whether the step only names a member of a union.
+    """Return the types after one step of a location, and True if the step only names a member of a union.
 
     If several models are possible, pydantic puts the name of the chosen one before the name of its field.
     """

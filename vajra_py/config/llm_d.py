@@ -27,7 +27,7 @@ KIND = "EndpointPickerConfig"
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 POLICY = "endpoint_picker"
 PRESET = "vllm-v1"
-"""System that llm-d routes to."""
+"""Preset for the servers to which llm-d routes."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
 """Scorer of earlier versions, and the producer that was part of it."""
@@ -48,7 +48,7 @@ class Unused:
     reason: str
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the setting and the reason as one line."""
         return f"{self.where}: {self.name} has no meaning here: {self.reason}"
 
 
@@ -99,7 +99,7 @@ class _Reader:
     plugins: dict[str, _Plugin] = field(default_factory=dict)
 
     def read(self) -> LlmDConfig | None:
-        """Return the configuration; None if the mistakes leave none."""
+        """Return the configuration; None if there are mistakes."""
         self._head()
         self._plugins()
         profiles = self._profiles()

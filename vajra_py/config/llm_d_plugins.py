@@ -118,4 +118,4 @@ UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "endpoint-attribute-scorer": {"producer": _FIGURES},
     "endpoint-attribute-filter": {"producer": _FIGURES, "onMissing": "no replica lacks a figure"},
 }
-"""Parameters without a counterpart, by type of plug-in, each with the reason; `*` stands for all types."""
+"""Parameters without a counterpart, by type of plug-in, each with the reason; `*` is every parameter of a type."""

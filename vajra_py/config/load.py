@@ -35,7 +35,7 @@ EXPERIMENT_KEYS = tuple(key for key in ExperimentConfig.model_fields if key not 
 
 
 class Source(Struct, frozen=True):
-    """Origin of a configuration: the tree as written with overrides applied, and the points of its sweep once expanded."""
+    """Origin of a configuration: the tree as written with overrides applied, and the expanded points of its sweep."""
 
     root: Entries
     points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
@@ -129,7 +129,7 @@ def expand_sweep(
 def dump_effective(config: SystemConfig) -> str:
     """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
-    A sweep yields the experiment as written with overrides applied, because defaults differ between points.
+    For a sweep, return the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
@@ -207,7 +207,7 @@ def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -
 
 
 def _replications(root: Entries) -> int:
-    """Return the number of runs of each setting; 1 if the value is not a valid number, which the schema then reports."""
+    """Return the number of runs of each setting; 1 for an invalid value, which the schema then reports."""
     value = root.get("replications")
     return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_REPLICATIONS else 1
 

@@ -19,7 +19,7 @@ _PATH = re.compile(r"[a-z_]+(\.[\w-]+)*")
 
 @contextmanager
 def naming_lines(config: SystemConfig) -> Iterator[None]:
-    """Re-raise a `ConfigError` of the block with file and line of each setting in it that a file contains."""
+    """Add file and line to the problems of a `ConfigError` raised in the block, where a file contains the setting."""
     try:
         yield
     except WorkloadError:

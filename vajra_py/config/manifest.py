@@ -1,4 +1,4 @@
-"""Facts needed to repeat a run: settings, code, versions; and, kept apart, its machine and time."""
+"""Facts needed to repeat a run: settings, code and versions; its machine and time are kept apart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
     """Return the facts of a run.
 
     Everything except `environment` is equal for equal settings, code and versions; `environment` (machine and time)
-    belongs into a file of its own, so that results can be compared byte for byte.
+    belongs in a separate file, so that results can be compared byte for byte.
     """
     settings = config.model_dump(mode="json", by_alias=True)
     return {
@@ -95,7 +95,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
-    """Return policy, package and version for each layer of each replicaset, its scaler and its retention policies."""
+    """Return policy, package and version of each replicaset's layers, scaler and retention policies."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, replicaset in config.effective_replicasets.items():
         scheduling = replicaset.scheduling

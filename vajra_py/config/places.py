@@ -3,7 +3,7 @@
 Between reading and validation a configuration is plain data: dicts and lists that also store the places of their
 values, so that a file, overrides, a preset and a point of a sweep can be merged and a mistake is still reported at its
 origin. A place is looked up only when an error is reported. Trees are immutable; edits return a new tree that shares
-the rest.
+the unchanged parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Written:
         return self.places.get(step, self.place)
 
     def replaced(self, step: Step, value: Any, place: Place) -> Self:
-        """Return a copy with one value replaced by one from `place`."""
+        """Return a copy with the value at a key or index replaced by `value`, which comes from `place`."""
         places: dict[Step, Place] = {**self.places, step: place}
         copy = cast(Any, type(self))(self, self.place, places)
         copy[step] = value
@@ -160,7 +160,9 @@ def locate(tree: Entries, path: KeyPath) -> Place:
 
 
 def put(tree: Any, path: KeyPath, value: Any, place: Place, above: KeyPath = ()) -> Any:
-    """Return the tree with another value from `place` at `path`; missing mappings are created. Raises `PathError`.
+    """Return the tree with `value`, which comes from `place`, at `path`; missing mappings are created.
+
+    Raises `PathError`.
 
     Indices of lists may be given as text; `above` is the path of the tree itself.
     """

@@ -22,8 +22,8 @@ REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
 def long_forms(root: Entries) -> Entries:
-    """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
-    both.
+    """Return the tree with `lrs` expanded to `{policy: lrs}`, and `none` to `{type: none}`, so that paths can address
+    names and parameters.
     """
     layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key, RETENTION.key)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
@@ -152,7 +152,7 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
 def _with_pools_of_preset(
     own: Entries, top: Entries, path: KeyPath, registry: Registry, findings: list[Finding]
 ) -> Entries:
-    """Complete a replicaset from its preset; divide its replicas among the pools of that or the top level's preset."""
+    """Complete a replicaset from its preset; divide its replicas among the pools of that preset or the top level's."""
     has_pools = "pools" in own or "pools" in top
     if get(own, "scheduling", "preset") is not None:
         if "num_replicas" in top and "num_replicas" not in own and not has_pools:

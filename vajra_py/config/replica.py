@@ -217,7 +217,7 @@ class PoolConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Largest number of replicas that can be up at once; so many are built."""
+        """Maximum number of replicas that can be up at once, which is the number of those that are built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 

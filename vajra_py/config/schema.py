@@ -66,7 +66,7 @@ from vajra_py.config.sections import (
 class SelectConfig(Section):
     """Conditions that select the requests of a replicaset: a request must meet all of them.
 
-    Without any condition, all requests that no earlier replicaset selects.
+    Without any condition, it selects all requests that no earlier replicaset selects.
     """
 
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
@@ -88,13 +88,13 @@ class SelectConfig(Section):
         return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
 
     def matches_length(self, num_prompt_tokens: int) -> bool:
-        """Return whether the request meets every condition except those on its length."""
+        """Return whether a prompt of this length meets the conditions on length."""
         return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
             self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Return whether the request meets all conditions except those on its length."""
+        """Return whether the request meets all conditions except those on the length of its prompt."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -151,7 +151,7 @@ class ReplicasetConfig(Section):
 
     @property
     def total_replicas(self) -> int:
-        """Number of replicas of all pools; with a scaler, the largest number it may choose."""
+        """Number of replicas of all pools; with a scaler, the maximum number that it may choose."""
         return sum(pool.most_replicas for pool in self.effective_pools.values())
 
 
@@ -345,14 +345,14 @@ class SystemConfig(Section):
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
     _admission_policy: PolicyChoice | None = PrivateAttr(None)
-    """Choice behind the property `admission_policy`."""
+    """Value of the property `admission_policy`."""
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Move `scheduling.admission` out of `scheduling`: it applies to the system, the layers to each replicaset."""
+        """Move `scheduling.admission` out of `scheduling`, since there is one for the whole system."""
         scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
         if not isinstance(scheduling, Mapping) or ADMISSION.key not in scheduling:
             return handler(value)
@@ -364,7 +364,7 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and omit `programs` at its defaults, so that older files stay equal."""
+        """Put `scheduling.admission` back, and omit `programs` at its defaults, for equality with older files."""
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)

@@ -33,7 +33,7 @@ NUMBERS: Mapping[str, str] = {
 """Scalar metrics of a run, and their paths in a group of the summary."""
 GROUPS = ("by_slo_class", "by_tenant", "by_replicaset")
 WORST = 3.0
-"""Largest absolute slack: a metric off by a factor of twenty, or without a value."""
+"""Maximum absolute slack: that of a metric off by a factor of twenty, or without a value."""
 
 Value: TypeAlias = Callable[[str], "float | None"]
 """Function that reads a dotted path of a run's summary."""
@@ -59,14 +59,13 @@ class Condition(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Return the condition in the notation of SLO expressions."""
+        """Condition in the notation of SLO expressions."""
         return f"{self.metric.text} {'<=' if self.at_most else '>='} {self.limit:g}"
 
     def slack(self, value: float | None) -> float:
-        """Return the distance of a value inside the limit, negative outside: the logarithm of the ratio, so that 0.1 is
-        about a tenth of the limit.
+        """Return the distance of a value from the limit, positive if the value meets the limit.
 
-        A missing value is outside.
+        It is the logarithm of the ratio, so that 0.1 is about a tenth of the limit. A missing value does not meet it.
         """
         if value is None:
             return -WORST
@@ -75,7 +74,7 @@ class Condition(Struct, frozen=True):
         return max(-WORST, min(WORST, found))
 
     def value_at(self, slack: float) -> float:
-        """Return the value with this slack."""
+        """Return the value of the metric with which the condition has this slack."""
         inwards = -slack if self.at_most else slack
         return self.limit * math.exp(inwards) if self.limit > 0 else self.limit + inwards
 
@@ -106,8 +105,9 @@ class Slo(Struct, frozen=True):
         return tuple(one.slack(value(one.metric)) for one in self.conditions)
 
     def slack(self, value: Callable[[SloMetric], float | None]) -> float:
-        """Return the least slack of conditions joined by `and`, the largest of those joined by `or`; at least zero if
-        the SLO holds.
+        """Return the minimum slack of conditions joined by `and`, the maximum of those joined by `or`.
+
+        It is at least zero if the SLO holds.
         """
         return self.combined(self.slacks(value))
 

@@ -1,8 +1,11 @@
 """Points of a sweep: their values, order and names.
 
-    sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}   # grid: every combination, the last axis fastest
-    sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may be combined with axes of a grid
-    sweep: [{seed: 1}, {seed: 2, workload.rate: 8}]                                       # just these points; {} is the experiment as it stands
+    # Grid: every combination; the last axis varies fastest.
+    sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}
+    # Lists whose values are paired; may be combined with axes of a grid.
+    sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}
+    # Listed points; {} is the experiment as written.
+    sweep: [{seed: 1}, {seed: 2, workload.rate: 8}]
 
 A point's id depends on its values alone, so that a sweep can be extended and resumed.
 """

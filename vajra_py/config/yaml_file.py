@@ -1,7 +1,7 @@
 """Read YAML files with line numbers.
 
-YAML 1.2 (`yes` and `on` are strings, `012` is twelve), one document, keys are names, each key once in its mapping.
-Anchors, aliases and `<<` work; dates stay text; other tags are refused.
+A file is one document of YAML 1.2 (`yes` and `on` are strings, `012` is twelve). Keys are names, each given once in its
+mapping. Anchors, aliases and `<<` work; dates stay text; other tags are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vajra_py.errors import ConfigError, Problem
 TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
-"""Largest number of values in a file: a few lines of nested aliases can expand to billions."""
+"""Maximum number of values in a file: a few lines of nested aliases can expand to billions."""
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -66,7 +66,7 @@ def parse_yaml(text: str, place: Place) -> Any:
         at = Place(place.source, mark.line + 1, place.path) if mark and place.line is not None else place
         reason = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise ConfigError(Finding(at, (), f"is not valid YAML: {reason}").problem()) from error
-    except RecursionError:  # errors of the parser itself
+    except RecursionError:  # the parser recurses at each level
         raise ConfigError(Finding(place, (), "is nested too deeply").problem()) from None
     except YAMLError as error:
         reason = " ".join(str(error).split())

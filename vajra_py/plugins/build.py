@@ -1,4 +1,4 @@
-"""Build a policy, routing part, latency model, predictor or observer from its name and parameters, and check the result."""
+"""Build and check policies, routing parts, latency models, predictors and observers, by name and parameters."""
 
 from __future__ import annotations
 

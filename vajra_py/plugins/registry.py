@@ -1,4 +1,4 @@
-"""Registry of installed policies, routing parts, presets, models and observers.
+"""Registry of installed policies, routing parts, presets, latency models, length predictors and observers.
 
 A registry is read-only. Policies and presets are checked when the registry is built. Policies that are imported on
 demand (`PolicyAt`), routing parts, latency models, output-length predictors and observers are checked on first use.
@@ -79,7 +79,7 @@ class Offer(Struct, Generic[SpecT], frozen=True):
 
 
 class Kind(Struct, Generic[SpecT], frozen=True):
-    """Kind of policy that belongs to no layer, or kind of part of a policy.
+    """Kind of policies that belong to no layer, or of parts of a policy.
 
     Attributes:
         key: key under `scheduling:` that selects one; empty if it is named in another policy's parameters.
@@ -111,7 +111,7 @@ OfferBeside: TypeAlias = Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[Retent
 OffersBeside: TypeAlias = (
     Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]] | Mapping[str, Offer[RetentionSpec]]
 )
-"""Offers of policies of one such kind, by name."""
+"""Offers of one kind of policy that belongs to no layer, by name."""
 AnyOffer: TypeAlias = Offer[PolicySpec] | OfferBeside | Offer[RoutingPartSpec]
 """Offer of a policy of any kind, or of a routing part."""
 OfferOfPolicy: TypeAlias = Offer[PolicySpec] | Offer[PolicyAt]
@@ -139,7 +139,7 @@ class Registry(Struct, frozen=True, eq=False, dict=True):
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
         """Return a copy with additional policies and routing parts that no installed package provides.
 
-        Raises `PluginError` for a broken spec, or a name that is taken.
+        Raises `PluginError` for a broken spec or a name that is taken; for kinds outside the layers, on first use.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]

@@ -1,9 +1,9 @@
 """Generate a working plug-in package.
 
-The template of policies is the example package of the documentation: one policy with parameters for each layer, tests
-that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of plug-ins
-have templates of the same form; all kinds of routing parts share one, with a file for each kind. A package that starts
-from a library policy contains a copy of that policy's file.
+The template for policies yields the example package of the documentation: one policy with parameters for each layer,
+tests that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of
+plug-ins have templates of the same form; all kinds of routing parts share one template, with a file for each kind. A
+package that starts from a library policy contains a copy of that policy's file.
 """
 
 from __future__ import annotations

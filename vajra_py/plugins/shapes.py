@@ -121,7 +121,10 @@ _NEAR = 0.9
 
 
 def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str) -> None:
-    """Check that an object is a routing part of the kind. Raises `PluginError` that names the plug-in and the first problem."""
+    """Check that an object is a routing part of the kind.
+
+    Raises `PluginError` that names the plug-in and the first problem.
+    """
     if isinstance(part, type):
         raise PluginError(plugin, f"{what}: build returned the class {part.__name__} itself; expected an instance")
     check_methods(part, PART_METHODS[kind], what, plugin)
@@ -138,7 +141,10 @@ def _has(target: object, name: str) -> bool:
 
 
 def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Check that an object is a policy of the layer. Raises `PluginError` that names the plug-in and the first problem."""
+    """Check that an object is a policy of the layer.
+
+    Raises `PluginError` that names the plug-in and the first problem.
+    """
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     check_methods(policy, LAYER_METHODS[layer], what, plugin)

@@ -23,9 +23,9 @@ _CALLERS = tuple(f"vajra_py.{name}" for name in ("runtime", "testing", "serve", 
 """Packages of the framework that call plug-in code, directly or through one another."""
 _DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})
 _LOOKS = 8
-"""Samples per time limit.
+"""Number of samples per time limit.
 
-A gap between samples counts as two at most, so that a suspended process does not age calls.
+A pause between two samples counts as at most two intervals, since the process may have been suspended.
 """
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -113,7 +113,7 @@ class _Watchdog(threading.Thread):
 
 
 def _plugin_call(top: FrameType) -> FrameType | None:
-    """Return the outermost plug-in frame that the mechanism called; None if there is none, or if it is being debugged."""
+    """Return the outermost plug-in frame that the mechanism called; None without one, or if it is being debugged."""
     frames: list[FrameType] = []
     frame: FrameType | None = top
     while frame is not None:

@@ -30,22 +30,22 @@ RouteBody: Any = create_model(
     continue_final_message=(Any, None),
     **body_fields(),
 )
-"""Model of the body's fields that policies use."""
+"""Pydantic model of the fields of a request body that policies use."""
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as one token if there is no tokenizer."""
 
 
 class PromptTokenizer(Protocol):
-    """Tokenizer of prompts, as far as a router can compute their tokens."""
+    """Tokenizer of prompts."""
 
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
-        """Return a text's token ids; special tokens are added unless a chat template did (`is_rendered`)."""
+        """Return a text's token ids; special tokens are added unless a chat template added them (`is_rendered`)."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
         """Return the text of a conversation.
 
-        Raises `ConfigError` if there is no template, or it rejects the messages.
+        Raises `ConfigError` if there is no template, or if the template rejects the messages.
         """
 
 
@@ -75,7 +75,10 @@ def by_bytes(text: str) -> Sequence[int]:
 
 
 def tokenizer_of(path: str | None) -> PromptTokenizer:
-    """Load the tokenizer of this path. Raises `OSError`, `ValueError` or `ConfigError` if it cannot be read."""
+    """Load the tokenizer at `path`, a model's folder or a tokenizer.json; None: four bytes are one token.
+
+    Raises `OSError`, `ValueError` or `ConfigError` if it cannot be read.
+    """
     if path is None:
         return _PlainTokenizer(lambda text, adds_special: by_bytes(text))
     if Path(path).expanduser().is_dir():
@@ -90,7 +93,10 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
 
 
 def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
-    """Return the token ids of a body's prompt, as far as a router can compute them, for all its prompts in turn."""
+    """Return the token ids of all prompts of a body, concatenated; `[0]` if there are none.
+
+    Content other than text and token ids is left out.
+    """
     found: list[int] = []
     if body.messages is None:
         _collect(body.prompt, partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), found)
@@ -101,7 +107,7 @@ def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
         try:
             text = tokenizer.render_chat(messages, ChatEnd.MESSAGE if body.continue_final_message is True else end)
             return list(tokenizer.encode(text, is_rendered=body.add_special_tokens is not True)) or [0]
-        except ConfigError:  # invalid here; the server decides
+        except ConfigError:  # the server decides whether the messages are valid
             pass
     _collect(body.messages, partial(tokenizer.encode, is_rendered=True), found)
     return found or [0]

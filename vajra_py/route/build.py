@@ -46,7 +46,7 @@ class _Servers:
 def route_settings(config: SystemConfig) -> RouteConfig:
     """Return the settings of a router.
 
-    Raises `ConfigError` if they conflict with the system, or its backend differs.
+    Raises `ConfigError` if the backend is not `route`, or if its settings conflict with the system.
     """
     settings = config.backend.settings
     if not isinstance(settings, RouteConfig):
@@ -63,9 +63,9 @@ def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Re
 
 
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
-    """Build a controller without requests.
+    """Build the controller of a router.
 
-    Raises `ConfigError`, with file and line if known, and any error of building a policy.
+    Raises `ConfigError`, with file and line if known, and any error of a policy's construction.
     """
     with naming_lines(config):
         return _build_router(config, registry)
@@ -98,7 +98,7 @@ def _build_router(config: SystemConfig, registry: Registry) -> Controller:
 
 
 def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
-    """Return the settings of each server, by replicaset and replica."""
+    """Return the settings of each server, by name of the replicaset and replica id."""
     settings, replicasets = route_settings(config), config.effective_replicasets
     found = {}
     for name, one in replicasets.items():
@@ -108,7 +108,7 @@ def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
 
 
 def description(controller: Controller) -> dict[str, Any]:
-    """Return the sizes of each replicaset, for a recording."""
+    """Return the maximum length and the number of blocks of each replicaset, for a recording."""
     found: dict[str, Any] = {}
     for name, replicaset in controller.replicasets.items():
         limits = [one.limits for one in replicaset.replicas]

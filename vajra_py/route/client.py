@@ -1,4 +1,4 @@
-"""HTTP requests to servers: forwarded ones of clients, and those for metrics, health and models."""
+"""HTTP client of the router: forwards requests of clients to servers, and polls metrics, health and models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vajra_py.route.config import RouteConfig
 from vajra_py.route.connections import Address, Connection, ConnectionPool, ServerAnswer, ServerFault
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
-"""Header names and values, unchanged."""
+"""Pairs of header name and value, as received."""
 _MOST_METRICS_BYTES = 4 * 2**20
 _POLL_S = 2.0
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -34,7 +34,7 @@ class Figures:
 
 
 def read_figures(text: str) -> Figures | None:
-    """Return the figures in a text of Prometheus metrics; None if it contains none.
+    """Return the load in a text of Prometheus metrics; None if the text has no number of running requests.
 
     Figures of several engines are summed, except for the KV usage, which is averaged.
     """
@@ -122,7 +122,7 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return a server's figures; None if it exposes none. Raises `ServerFault` if it does not answer."""
+        """Return a server's load from /metrics; None if it is missing. Raises `ServerFault` without an answer."""
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 

@@ -156,7 +156,7 @@ class RouteConfig(Section):
 
     @property
     def follows_kv_events(self) -> bool:
-        """True if servers publish the content of their caches."""
+        """True if any server publishes KV events."""
         return any(one.kv_events is not None for one in self.servers)
 
     def _unknown(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -176,7 +176,7 @@ class RouteConfig(Section):
         return problems
 
     def of_pool(self, replicaset: str, pool: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[ServerConfig]:
-        """Return the servers of a pool, by replica."""
+        """Return the servers of a pool, in the order of their replica ids."""
         only_set = next(iter(replicasets))
         pools = replicasets[replicaset].effective_pools
         only_pool = next(iter(pools), DEFAULT_POOL)

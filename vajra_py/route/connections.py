@@ -26,11 +26,11 @@ _KEPT_S = 15.0
 _LAST_BYTES_S = 1.0
 """Seconds to wait for the end of an unneeded answer, so that its connection can be kept."""
 _JOINED_BYTES = 2**16
-"""Largest size in bytes of a body that is sent in one piece with the head."""
+"""Maximum size in bytes of a body that is sent in one piece with the head."""
 
 
 class ServerFault(Exception):
-    """Raised if a server does not answer, or answers wrongly.
+    """Raised if a server does not answer, or its answer is invalid or reports a failure.
 
     Attributes:
         is_down: True if it accepts no connections.
@@ -90,7 +90,7 @@ class ServerAnswer:
     )
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """Create an empty answer; `limit_s` is the longest silence of the server in seconds while a reader waits."""
+        """Create an empty answer; `limit_s` is the maximum time in seconds that a reader waits for the next piece."""
         self.status = 0
         self.content_type = ""
         self.has_head = False
@@ -114,7 +114,7 @@ class ServerAnswer:
     async def read(self) -> bytes:
         """Return the part of the body received since the last call; waits for one if there is none.
 
-        Empty at the end of the body. Raises `ServerFault`.
+        Returns `b""` at the end of the body. Raises `ServerFault`.
         """
         while not self._pieces:
             if self.is_complete:
@@ -129,7 +129,7 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Set the longest silence from now on in seconds; `silence` describes it in messages."""
+        """Wait at most `limit_s` seconds for each further piece; `silence` is the message of the fault otherwise."""
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)
@@ -163,7 +163,7 @@ class ServerAnswer:
             self._waiter.set_result(None)
 
     def add(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+        """Store a piece of the body for the reader."""
         self._pieces.append(piece)
         self._num_unread += len(piece)
         if self._num_unread > _MOST_UNREAD_BYTES:
@@ -171,7 +171,7 @@ class ServerAnswer:
         self.wake()
 
     def complete(self) -> None:
-        """Note the end of the body."""
+        """Mark the body as complete."""
         self.is_complete = True
         self._timer.cancel()
         self.wake()
@@ -184,7 +184,7 @@ class ServerAnswer:
             self.wake()
 
     def release(self, *, is_at_end: bool = False) -> None:
-        """Release the connection: keep it if the answer is complete or about to be (`is_at_end`), otherwise close it."""
+        """Keep the connection if the answer is complete or about to be (`is_at_end`), otherwise close it."""
         self._timer.cancel()
         self._connection.release(self.is_complete, is_at_end=is_at_end and self._fault is None)
 
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
         return answer
 
     def release(self, is_complete: bool, *, is_at_end: bool) -> None:
-        """Return to the pool, at once or after the rest of the answer, or close."""
+        """Return the connection to the pool, at once or after the rest of the answer, or close it."""
         if self.is_paused:
             self.resume()
         if is_complete:
@@ -294,7 +294,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         answer = self._answer
-        if answer is None:  # unrequested
+        if answer is None:  # there was no request
             self.close()
             return
         if not answer.has_head:
@@ -330,12 +330,12 @@ class Connection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Begin an answer; an unrequested one ends the connection."""
+        """Mark the connection as not reusable if no request awaits this answer."""
         if self._answer is None or self._answer.is_complete:
             self._is_kept = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
+        """Read a header, if it is the content type or states the body's length."""
         name = name.lower()
         answer = self._answer
         if name == b"content-type":
@@ -345,20 +345,20 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Store the status; interim ones (1xx) are ignored."""
+        """Store the status; interim answers (1xx) are ignored."""
         answer, status = self._answer, self._parser.get_status_code()
         if answer is not None and not answer.has_head and status >= 200:
             answer.status, answer.has_head = status, True
             answer.wake()
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Add a piece of the body to the answer, unless it is discarded."""
         answer = self._answer
         if answer is not None and self._is_wanted and not answer.is_complete:
             answer.add(body)
 
     def on_message_complete(self) -> None:
-        """End the answer."""
+        """Complete the answer."""
         answer = self._answer
         if answer is None or answer.is_complete or not answer.has_head:
             return
@@ -388,7 +388,7 @@ class ConnectionPool:
         return self._take(address) or await self._connect(address)
 
     def _take(self, address: Address) -> Connection | None:
-        """Return the most recently used idle connection; those idle for too long are closed."""
+        """Return the most recently used idle connection, or None; close those idle for too long."""
         idle = self._idle.get(address)
         if not idle:
             return None

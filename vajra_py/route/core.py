@@ -72,16 +72,16 @@ class RouteCore(Backend[BackendReplica]):
 
         Args:
             controller: replicasets with policies.
-            max_tries: largest number of attempts to send a request.
+            max_tries: maximum number of attempts to send a request.
             note: called with each input, for recording.
             is_replay: all events come from recorded inputs, none from the clock.
             tenant_salt: tenants do not share cached prefixes.
         """
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
-        """Called for each request that is to be sent to a server, with replicaset and replica."""
+        """Called for each request that is to be sent to a server, with the replicaset's name and the replica's id."""
         self.on_taken_in: Callable[[Request, Any], None] | None = None
-        """Called for each arrived request, with the caller's object; the request may have ended already."""
+        """Called for each arrived request, with its `Submitted.payload`; the request may have ended already."""
         self.on_ended: Callable[[Request, EndReason], None] | None = None
         """Called for each ended request, for any reason."""
         self._note = note
@@ -123,7 +123,7 @@ class RouteCore(Backend[BackendReplica]):
     # Events
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
-        """Apply these events and all that are due, at `clock` or the first free tick after it; return the tick used."""
+        """Apply `events` and all scheduled events due, at `clock` or the first free tick after it; return that tick."""
         driver, now = self._driver, self._begin(clock)
         for phase, payload in events:
             driver.events.push(now, phase, payload)
@@ -172,7 +172,10 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(now)
 
     def report_kv(self, clock: int, report: CacheReport) -> None:
-        """Record changes of the prefix cache of a server that is up; ignored before its first complete report (`begins`)."""
+        """Apply reported changes of a server's prefix cache.
+
+        Ignored if the server is down, and before its first complete report (`begins`).
+        """
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
         now = self._begin(clock)
@@ -183,16 +186,16 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service; its requests without output are placed again. Does nothing if it was down.
+        """Take a server out of service, and place its requests without output again. Does nothing if it is down.
 
-        `sent` lists the requests that had really been sent, for which this counts as an attempt; None for all.
+        `sent` lists the ids of the requests that had been sent; for them, this counts as an attempt. None: all had.
         """
         if self.controller.replicasets[replicaset].is_up(replica_id):
             failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
-        """Put a server back into service."""
+        """Put a server back into service. Does nothing if it is up."""
         if not self.controller.replicasets[replicaset].is_up(replica_id):
             self._happen(clock, Restart(0, replicaset, replica_id))
 

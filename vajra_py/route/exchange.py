@@ -58,7 +58,7 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of a complete stream: that of its events, except for the one that marks the end."""
+        """Number of tokens of a complete stream: its number of events without the end mark, at least 1."""
         return max(1, self.num_events - self.saw_end)
 
     @property
@@ -68,7 +68,7 @@ class StreamScan:
 
 
 class Exchange:
-    """Answers one request."""
+    """Forwards one client's request to servers, and answers the client."""
 
     def __init__(self, session: RouteSession, scope: Scope, raw: bytes, send: Send, options: ServeOptions) -> None:
         self._session = session
@@ -81,7 +81,7 @@ class Exchange:
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
-        """Status, body and content type of the last refusal by a server, for a client that every server refuses."""
+        """Status, body and content type of a server's last refusal; sent to the client if no other server answers."""
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
@@ -89,7 +89,10 @@ class Exchange:
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
-        """Answer the client; abort the request if the client disconnects. Raises `ApiError` if nothing was sent."""
+        """Answer the client; abort the request if the client disconnects.
+
+        Raises `ApiError` if the request fails before anything was sent.
+        """
         answering, has_left = asyncio.current_task(), False
         assert answering is not None
 
@@ -126,7 +129,7 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await self._task  # cancelled with this one
+                await self._task  # cancelled together with the present task
             except asyncio.CancelledError:
                 if current.cancelling():
                     raise
@@ -180,7 +183,7 @@ class Exchange:
             self.routed.kv_params = None  # the decode server then computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                session.hand_on()  # first: a request on its way from a lost server is placed anew
+                session.hand_on()  # before `lose`, which places requests in transfer from the server again
                 session.lose(place, str(fault))
             return
         session.answer(self.routed, 1, PROMPT)
@@ -252,7 +255,7 @@ class Exchange:
         return False
 
     async def _failed(self, place: Place, fault: ServerFault) -> None:
-        """Have the request placed again, because its server failed before any output."""
+        """Make the core place the request again after a fault. Raises `ApiError` if the answer has begun."""
         if self.routed.has_begun:
             raise ApiError(503, f"server {place}: {fault}", code="server_failed")
         if fault.is_down:

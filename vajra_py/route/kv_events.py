@@ -1,7 +1,7 @@
-"""Content of a server's prefix cache by its KV events (vLLM's `BlockStored`, `BlockRemoved`, `AllBlocksCleared`).
+"""Index of a server's prefix cache, from its KV events (vLLM's `BlockStored`, `BlockRemoved`, `AllBlocksCleared`).
 
-Events identify blocks by the server's hashes, which depend on its seed and algorithm, and contain their tokens. The
-index maps each block to this project's hash of the same tokens, so that matching prompts depends only on tokens.
+Events identify blocks by the server's hashes, which depend on its seed and algorithm, and contain the blocks' tokens.
+The index maps each block to this project's hash of the same tokens, so that matching prompts depends only on tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDER: Mapping[str, Sequence[str]] = {
 """Names of fields by kind of event, for events encoded as arrays (SGLang, and older versions of vLLM)."""
 _DEVICE = (None, "GPU")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV groups that need all blocks from the first token on; a prefix hit in others needs only some."""
+"""Kinds of KV groups in which a prefix hit needs all blocks of the prefix; in other kinds it needs only some."""
 _Key: TypeAlias = tuple[int, int | bytes]
 """Group and hash that identify a block of a server."""
 
@@ -36,16 +36,16 @@ class ServerBlocks:
         """Create an empty index.
 
         Args:
-            block_size: tokens of a block of the server.
-            most_blocks: bound on the number of blocks, above what the server can hold.
+            block_size: tokens per block of the server.
+            most_blocks: maximum number of blocks; must be more than the server can hold.
         """
         self._block_size = block_size
         self._most_blocks = most_blocks
         self._digests: dict[_Key, bytes] = {}
         self._num_names: dict[bytes, int] = {}
-        """Number of the server's names for each hash: blocks of several groups hold the same tokens."""
+        """Number of the server's blocks for each hash; blocks of several groups can have the same tokens."""
         self._was_held: dict[bytes, bool] = {}
-        """Blocks that changed since the last call of `news`, and whether they were held at that time."""
+        """Hashes of the blocks that changed since the last call of `news`; True if the block was held at that call."""
         self.other_block_size = 0
         """Block size of an event that was ignored because it differs from the settings; 0 if there was none."""
 
@@ -68,9 +68,9 @@ class ServerBlocks:
         return stored, [one.hex() for one, was_held in changed.items() if was_held and one not in held]
 
     def apply(self, batch: Any) -> None:
-        """Apply a decoded batch: a sequence of a time, events, and possibly more.
+        """Apply a decoded batch: a list of a time, a list of events, and possibly more items.
 
-        Raises `ValueError` if it is malformed.
+        Raises `ValueError` if the batch is malformed, or if there are too many blocks.
         """
         if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
             raise ValueError("it is not a batch of KV events")
@@ -108,7 +108,7 @@ class ServerBlocks:
             self._digests.get((group, parent)) if parent is not None else None if salt is None else root_digest(salt)
         )
         if before is None or salt is None:
-            return  # its parent block is unknown, or its content depends on more than tokens
+            return  # the parent block is unknown, or the blocks depend on more than tokens
         if len(self._digests) + len(keys) > self._most_blocks:
             raise ValueError(f"its events name more than {self._most_blocks} blocks")
         for key, digest in zip(keys, token_digests(before, ids, size), strict=True):

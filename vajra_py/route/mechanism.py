@@ -1,9 +1,9 @@
 """A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
 
-A request counts as running from when it is sent until its answer ends. It occupies blocks of a memory of the server's
-size. So the prefix cache of this memory approximates the server's, and requests that cannot fit wait in the router. A
-server's own figures take precedence over this estimate: load from other sources is added until its next report. While
-its KV events are followed, prefix hits are those of the reported content.
+A request counts as running from when it is sent until its answer ends. Meanwhile it occupies blocks in a simulated
+memory of the server's size. The prefix cache of this memory approximates the server's cache, and requests that do not
+fit into it wait in the router. The load that a server reports corrects the estimate until its next report, as it
+includes requests from other sources. While the server's KV events are followed, prefix hits come from these events.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Figures that a server reported, and the router's own estimate at the same time.
+    """Load that a server reported, and the router's estimate at the same time.
 
     Attributes:
-        num_running: requests that the server computed, whoever sent them.
-        num_waiting: requests that waited in the server, whoever sent them.
+        num_running: requests that the server computed, from all sources.
+        num_waiting: requests that waited in the server, from all sources.
         num_used_blocks: KV blocks in use, computed from the reported usage.
         num_sent: requests of this router at the server.
-        num_taken_blocks: KV blocks of these in the estimate.
+        num_taken_blocks: KV blocks in use by the router's estimate.
     """
 
     num_running: int
@@ -47,7 +47,7 @@ class Answered:
 
     Attributes:
         num_tokens: output tokens so far.
-        end: reason of its end; None if it continues here, or leaves for another server after its prompt.
+        end: reason of its end; None if it continues at this server or, after its prompt, at another one.
     """
 
     request: Request
@@ -124,7 +124,7 @@ class RemoteReplica(Replica):
         return True
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply the progress of a request; returns the request with the reason if it ended."""
+        """Apply the progress in `news`; return its request with the reason if it ended, otherwise an empty list."""
         news, self.news = self.news, None
         assert news is not None
         request = news.request
@@ -155,7 +155,7 @@ class RemoteReplica(Replica):
                 self.lifecycle.first_token(request, now)
 
     def take_back(self, request: Request) -> None:
-        """Remove a request whose answer has not begun from the server, without placing it in a queue."""
+        """Remove from the server a request whose answer has not begun, without placing it in a queue."""
         memory = self.memory
         if self.memory.is_registered(request):
             memory.free(request, 0, for_good=True)
@@ -163,7 +163,7 @@ class RemoteReplica(Replica):
         self.lifecycle.requeue(request)
 
     def record_report(self, num_running: int, num_waiting: int, kv_fraction: float) -> None:
-        """Record a report of the server."""
+        """Record the load that the server reported."""
         num_blocks = self.memory.num_blocks
         taken = num_blocks - self.memory.free_blocks
         used = round(min(max(kv_fraction, 0.0), 1.0) * num_blocks)
@@ -196,7 +196,7 @@ class RemoteLoad(LiveLoad):
 
     @property
     def num_running(self) -> int:
-        """Number of requests that the server computes, whoever sent them."""
+        """Number of requests that the server computes, from all sources."""
         return max(0, self.replica.running_set.num_running + self._num_of_others - self._num_queued_there)
 
     @property
@@ -206,7 +206,7 @@ class RemoteLoad(LiveLoad):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks: those in its report, less the blocks of requests sent since then."""
+        """Number of free KV blocks: that of the last report, less the blocks taken by requests since then."""
         free, reported = self.replica.memory.free_blocks, self._reported
         if reported is None:
             return free

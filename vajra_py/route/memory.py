@@ -21,12 +21,12 @@ class ServerMemory(PagedKvMemory):
         self.reported: dict[Hashable, None] | None = None
         """Block hashes in the server's cache according to its events.
 
-        None while they are not followed; prompts sent to the server then count as its content.
+        None while the events are not followed; the content is then estimated from the prompts sent to the server.
         """
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:
-        """Use the server's events from now on; content estimated before is dropped."""
+        """Use the server's events from now on, and drop the estimated content."""
         self.reported = {}
         self._events = self._pool.events = self._pool.hits = None
         if self._hits is not None:
@@ -45,7 +45,7 @@ class ServerMemory(PagedKvMemory):
             super().report_content(self._recipient)
 
     def change(self, stored: Sequence[Hashable], removed: Sequence[Hashable]) -> None:
-        """Remove and then add blocks by the server's events; ignored unless they are followed."""
+        """Remove the hashes in `removed`, then add those in `stored`; ignored while events are not followed."""
         reported, recipient = self.reported, self._recipient
         if reported is None:
             return

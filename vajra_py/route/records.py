@@ -1,7 +1,7 @@
 """Log of a router's decisions: one JSON line for each placement, sending and end of a request.
 
-`{"at": seconds, "request_id": …, "what": "placed" | "sent" | "again" | "handed_off" | "ended", …}`, in the order of the decisions. The same
-events give the same bytes.
+`{"at": seconds, "request_id": …, "what": "placed" | "sent" | "again" | "handed_off" | "ended", …}`, in the order of the
+decisions. The same events give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PlacementLog(JsonLinesFile, Observer):
         self.write({**row, "replica_id": replica_id, **more})
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
-        """Write the server assigned; null for the shared queue."""
+        """Write the assigned server; null means the shared queue."""
         self._write(request, "placed", replica_id, now)
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -32,7 +32,7 @@ class PlacementLog(JsonLinesFile, Observer):
         self._write(request, "sent", replica_id, now, num_cached_tokens=request.num_computed_tokens)
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Write the server that lost the request."""
+        """Write the server from which the request was taken back."""
         self._write(request, "again", replica_id, now)
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -40,5 +40,5 @@ class PlacementLog(JsonLinesFile, Observer):
         self._write(request, "handed_off", replica_id, now)
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """Write the reason of the end."""
+        """Write the reason why the request ended."""
         self._write(request, "ended", None, now, reason=reason.value, detail=detail)

@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
 """Number of consecutive unanswered polls of /metrics after which a server counts as down."""
 _MOST_NAMES = 8
-"""Largest number of names per block that a server's KV events may use: one for each group of layers."""
+"""Maximum number of names that a server's KV events may use for one block: one for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Server that serves a request next or now."""
+    """Server selected for a request."""
 
     replicaset: str
     replica_id: int
@@ -57,7 +57,7 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Routed:
-    """One request of a client."""
+    """State of one client's request."""
 
     on_news: Callable[[], None]
     """Called after `place` has changed, and after the end."""
@@ -81,9 +81,9 @@ class _Server:
     url: str
     leaves: bool
     num_silences: int = 0
-    """Number of consecutive failed polls of its /metrics during which it answered no request either."""
+    """Number of consecutive failed polls of /metrics, without an answer to any other request in between."""
     has_answered: bool = False
-    """True if it answered any request since the last poll."""
+    """True if the server answered any request since the last failed poll."""
     routed: dict[Routed, None] = field(default_factory=dict)
 
 
@@ -244,7 +244,10 @@ class RouteSession:
             self._set_timer()
 
     def lose(self, place: Place, why: str) -> None:
-        """Take a server that accepts no connections out of service; requests without output are placed again."""
+        """Take a server out of service for the reason `why`.
+
+        Its requests without output are placed again; the others fail.
+        """
         replicaset = self.controller.replicasets[place.replicaset]
         if not replicaset.is_up(place.replica_id):
             return
@@ -353,7 +356,7 @@ class RouteSession:
         self._set_timer()
 
     def _abandon_after(self, replicaset: str, now: float) -> None:
-        """End the waiting requests of a replicaset once no server has been up for too long."""
+        """End the waiting requests of a replicaset if it has been unable to serve for longer than `wait_s`."""
         if self._can_serve(replicaset):
             self._down_since.pop(replicaset, None)
             return
@@ -367,7 +370,7 @@ class RouteSession:
             self._set_timer()
 
     def status(self) -> Mapping[str, Any]:
-        """Return the state of every server."""
+        """Return state and load of every server, by name."""
         found = {}
         for (name, replica_id), server in self._servers.items():
             load = self.controller.replicasets[name].live_loads()[replica_id]

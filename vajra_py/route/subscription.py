@@ -1,4 +1,4 @@
-"""Follow a server's KV events over ZeroMQ: subscribe, request missed batches, and start over if these are gone."""
+"""Follow a server's KV events over ZeroMQ: subscribe, request missed batches, and clear the index if they are lost."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vajra_py.runtime.records.input_log import CacheReport
 
 _log = logging.getLogger(__name__)
 _REPLAY_S = 5.0
-"""Longest silence of the replay socket, seconds."""
+"""Maximum time to wait for a message of the replay socket, seconds."""
 _HEARTBEAT_MS = 2000
 _MOST_QUEUED = 100_000
-"""Largest number of unread batches; further ones are lost and requested again."""
+"""Maximum number of unread batches; further ones are lost and requested again."""
 _MOST_BYTES = 64 * 2**20
-"""Largest size of a batch in bytes; a larger one closes the connection."""
+"""Maximum size of a batch in bytes; a larger one closes the connection."""
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Subscription:
-    """Updates the index of one server's blocks by its events, and reports changes."""
+    """Subscription to one server's KV events: updates the index of its blocks and reports changes."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Subscription:
             socket.close(linger=0)
 
     async def restart(self) -> None:
-        """Read the events from the start if connected, because the router has dropped the server's content."""
+        """Read the events from the start if connected, because the router has dropped the server's cached content."""
         async with self._turn:
             if self.is_following:
                 await self._begin()
@@ -157,7 +157,7 @@ class Subscription:
                 if len(frames) < 2 or frames[-2] == _END:
                     return
                 self._apply(int.from_bytes(frames[-2], "big"), frames[-1])
-                await asyncio.sleep(0)  # let requests run in between
+                await asyncio.sleep(0)  # let other coroutines run
         except TimeoutError:
             self._warn(f"its replay socket says nothing ({address})")
         finally:
@@ -208,7 +208,7 @@ class KvFeeds:
         self._begin(one.run())
 
     def restart(self, key: tuple[str, int]) -> None:
-        """Read a server's events from the start, because the router has dropped its content.
+        """Read a server's events from the start, because the router has dropped the server's cached content.
 
         Does nothing for a server without events.
         """

@@ -68,7 +68,10 @@ class _Subject:
         return self.spec.build(self.spec.config(**self.params), context)
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
-        """Run the policy in a scenario, wrapped by `interposing` if given. Failures name the scenario."""
+        """Run the policy in a scenario, wrapped by `interposing` if given.
+
+        Raises `AssertionError` with the scenario's name.
+        """
 
         def source(context: Any) -> Any:
             policy = self.build(context)

@@ -25,8 +25,8 @@ def run_checks(
     """Run checks by name; each policy call in them may take up to `policy_timeout_s` seconds of real time.
 
     Raises `AssertionError` that names the policy (`what`) and, one per line, every failed check with its finding. No
-    check follows a failed one that is `needed` by the others, nor one in which a call did not return, since every
-    further call would take as long.
+    check is run after a failed one in `needed`, nor after one in which a policy call did not return, since the next
+    calls would take as long.
     """
     failures = []
     for name, check in checks.items():
@@ -37,7 +37,7 @@ def run_checks(
             continue
         except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError, DidNotReturn) as error:
             text, is_endless = str(error), _is_from_endless_call(error)
-        except Exception as error:  # any error, which the policy raised while it was built
+        except Exception as error:  # a policy's constructor may raise anything
             text = f"{type(error).__name__}: {error}"
         failures.append(f"  {name}: {text}")
         if is_endless or name in needed:
@@ -83,7 +83,7 @@ def require_all_end(outcome: Outcome, where: str = "") -> None:
 
 
 def packages_of(*parts: object) -> set[str]:
-    """Return the names of the packages that define these functions and classes, without this package."""
+    """Return the names of the packages that define these functions and classes, without `vajra_py`."""
     return {str(getattr(one, "__module__", "")).partition(".")[0] for one in parts} - {"vajra_py"}
 
 

@@ -79,7 +79,7 @@ def check_policy(
     """Run every check of the policy's layer, with its default parameters or `params`.
 
     Raises `AssertionError` that names the policy and, one per line, every failed check with its finding. Warns with
-    `ConformanceWarning` of behaviour that is allowed but hardly intended. A policy whose call takes longer than
+    `ConformanceWarning` about behaviour that is allowed but hardly intended. A policy whose call takes longer than
     `policy_timeout_s` fails, and is not called again.
     """
     subject = Subject(spec, params or {})
@@ -169,7 +169,7 @@ def _is_repeatable(subject: Subject) -> None:
 
 
 def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
-    """Repeat runs in processes where sets of strings have other orders: decisions must not depend on them."""
+    """Repeat runs in processes where sets of strings have other orders; decisions must not depend on these orders."""
     try:
         (runs,) = rows_by_hash_seed([(subject.spec, dict(subject.params))])
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -335,7 +335,7 @@ def _preempts_for_somebody(subject: Subject) -> None:
 def _hands_off_safely(subject: Subject) -> None:
     """Check that handed-off requests continue at a second replica, also with fast-forward.
 
-    For policies that hand off.
+    Skipped for policies that do not hand off.
     """
     if "hand_off" not in attributes_read_in(type(subject.build(context_of(scenarios.LIGHT))).__module__):
         return
@@ -364,8 +364,7 @@ def _works_while_there_is_work(subject: Subject) -> None:
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
     """Return the first time at which a replica was idle although it could have worked; None if there is none.
 
-    With one replica there is work while any request has not ended; with several, while a request waits that no replica
-    has admitted.
+    With one replica, there is work until all arrived requests have ended; with several, until all have been admitted.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

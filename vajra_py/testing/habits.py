@@ -1,4 +1,4 @@
-"""Faults that no single decision shows: state kept for ended requests, methods that are never called, futile preemptions."""
+"""Detect faults that no single decision shows: references to ended requests, uncalled methods, futile preemptions."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def _is_entered(value: Any) -> bool:
 
 
 def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the number of preemptions, and of those after which no other request was admitted before the victim.
+    """Return the number of preemptions, and of futile ones: no other request was admitted before the victim was again.
 
     Only meaningful for runs with memory to spare, in which no other request needs a victim's blocks.
     """
     away: dict[str, int] = {}
-    """Number of admissions on the victim's replica at its preemption, by victim."""
+    """Number of admissions on the victim's replica before its preemption, by the victim's id."""
     admissions: dict[int, int] = {}
     num_preemptions = num_futile = 0
     for row in decisions:

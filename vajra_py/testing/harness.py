@@ -1,4 +1,4 @@
-"""Step policies manually on small replicas.
+"""Run policies step by step on small replicas.
 
 A harness runs policies on the real mechanism (queues, KV memory, batch builder, replicas) with chosen sizes. Either the
 caller drives it (`submit`, `step`), or the simulator does (`run`); both return every step as a `Step`.
@@ -87,7 +87,7 @@ class HarnessOptions:
     pipeline_stages: int = 1
     kv_parallel_groups: int = 1
     kv_group_tokens: int | None = None
-    """Tokens of one request that one KV-parallel group holds; required with several groups."""
+    """Maximum number of tokens of one request in one KV-parallel group; required with several groups."""
     host_blocks: int = 0
     bytes_per_block: int = 0
     watermark_blocks: int = 0
@@ -97,8 +97,8 @@ class HarnessOptions:
     cache_at_schedule: bool = True
     """True if a full block can be hit once its step is formed; False: once the step has ended."""
     reserves_growth: bool = False
-    """True if decodes that grow together first reserve a number of blocks, as in a simulation; block tables lag behind
-    then."""
+    """True if blocks for growing decodes are first reserved by number, and added to block tables later, as in a
+    simulation."""
     holds_ended_slots: bool = False
     """True if a request that ends keeps its slot and blocks for one more step, as with async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
@@ -117,11 +117,11 @@ class HarnessOptions:
     """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
     `fast_forward`; otherwise, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
-    """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`; None:
-    no limit."""
+    """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`;
+    None: no limit."""
 
     def limits(self) -> ReplicaLimits:
-        """Limits of a replica for policies, with these sizes."""
+        """Return the limits of a replica with these sizes, as policies see them."""
         return ReplicaLimits(
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -139,7 +139,7 @@ class HarnessOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """Part of one request in a step."""
+    """Tokens of one request in a step."""
 
     request_id: str
     num_tokens: int
@@ -234,7 +234,8 @@ class Harness:
     """Policies on the real mechanism, with a clock that advances by predicted step times.
 
     Each policy is a `PolicySource`. Unless disabled in the options, every step is checked for conservation of requests
-    and KV blocks. Raises `RuntimeError` if one is lost, and `PolicyError` if a policy breaks the contract.
+    and KV blocks. Raises `RuntimeError` if a request is lost, `AssertionError` if a block is lost, and `PolicyError` if
+    a policy breaks the contract.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class Harness:
         return self._recorder.steps
 
     def request(self, request_id: str) -> Request:
-        """Return a submitted request, ended or not: the view for policies, and also its state, end and times."""
+        """Return a submitted request, ended or not; it has state, end and times besides the facts for policies."""
         return self._recorder.requests[request_id]
 
     def replica(self, replica_id: int = 0) -> Replica:
@@ -406,7 +407,7 @@ class Harness:
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Submit a request of a workload that arrives now; its own arrival time is ignored."""
+        """Submit a request of a workload that arrives now; `spec.arrived_at` is ignored."""
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)

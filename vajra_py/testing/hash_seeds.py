@@ -42,7 +42,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
-    """Run policies here and in one concurrent process for each of `HASH_SEEDS`; return each policy's decisions by run.
+    """Run policies here and in a concurrent process for each of `HASH_SEEDS`; return a list of runs for each policy.
 
     Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` with a process's last
     line if it fails.

@@ -24,10 +24,10 @@ class GroupWatch:
     policy: Any
     names: dict[RequestView, str] = field(default_factory=dict)
     keys: dict[str, tuple[int, Key]] = field(default_factory=dict)
-    """Last key of each group, and the number of falls declared until then."""
+    """For each group: number of falls declared when its key was last read, and that key."""
 
     def group(self, request: RequestView) -> str:
-        """Return the request's group, and check it."""
+        """Return the request's group, and check that it is the same as before."""
         name: str = self.policy.group(request)
         before = self.names.setdefault(request, name)
         text = f"group({request.request_id}) was {before!r} and is {name!r}; a request stays in its group"
@@ -35,7 +35,7 @@ class GroupWatch:
         return name
 
     def group_key(self, group: str) -> Key:
-        """Return the group's key, and check it."""
+        """Return the group's key, and check that keys of groups fell only where declared."""
         for request in [one for one in self.names if one.end_reason is not None]:
             del self.names[request]
         waiting = {name for request, name in self.names.items() if not request.is_resident}
@@ -51,7 +51,7 @@ class GroupWatch:
         require(key == again, f"group_key({group!r}) is {key!r}, and asked again {again!r}")
         fallen: FallenGroups | None = getattr(self.policy, "fallen_groups", None)
         num_named, before = self.keys.get(group, (0, key))
-        if key < before:  # type: ignore[operator]  # of one shape, which the queue demands
+        if key < before:  # type: ignore[operator]  # all of one shape, which the queue requires
             named = () if fallen is None else fallen.since(num_named)
             text = f"group_key({group!r}) fell from {before!r} to {key!r}, and its fall was not named in fallen_groups"
             require(named is None or group in named, text)
@@ -68,11 +68,11 @@ class KeyWatch:
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
-    """For each request with `KeyMotion.NAMED_FALLS`: progress, key, number of declared falls, and time from which it
-    may fall."""
+    """For each request with `KeyMotion.NAMED_FALLS`: progress, key, number of declared falls, and time from which the
+    key may fall."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
-    """For requests with `KeyMotion.PREFIX_HITS`: facts that the key may depend on, the key, and time from which it may
-    move."""
+    """For each request with `KeyMotion.PREFIX_HITS`: facts on which the key may depend, key, and time from which the
+    key may move."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,19 +86,19 @@ class KeyWatch:
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return the policy's line, and check it."""
+        """Return the line of the request's key, and check the key at time 0 and later."""
         self.look(request, 0.0)
         line: tuple[float, float] = self.policy.line(request)
         return line
 
     def key(self, request: RequestView, now: float) -> Key:
-        """Return the policy's key, and check it."""
+        """Return the request's key, and check it at `now` and later."""
         self.look(request, now)
         key: Key = self.policy.key(request, now)
         return key
 
     def look(self, request: RequestView, now: float) -> None:
-        """Read the key at two times, and compare with the declaration and with earlier keys."""
+        """Read the key at two times, and compare it with the declared motion and with earlier keys."""
         later = now + float(self.stream.exponential(2.0))
         name = request.request_id
         for at in (now, later):
@@ -117,7 +117,7 @@ class KeyWatch:
             self._note(request, now)
 
     def _compare_epoch(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a waiting request's key is the same as before in the same epoch, without progress."""
+        """Check that the key of a waiting request without progress has not moved within an epoch."""
         if request.is_resident:
             return
         state = (self.policy.key_epoch(), _progress_of(request))
@@ -156,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a waiting request's key is the same as before with equal hits and progress, until the declared time."""
+        """Check that a waiting request's key with equal hits and progress has not moved before the declared time."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return
@@ -170,7 +170,7 @@ class KeyWatch:
         self.by_hits[request] = (self._hit_state(request), key, falls_at)
 
     def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a key that fell without progress did so by a declared fall."""
+        """Check that a key which fell without progress had been declared to fall."""
         state, before, num_named, falls_at = self.named.get(request, (None, key, 0, None))
         if request.is_resident or state != _progress_of(request) or key >= before:  # type: ignore[operator]  # of one shape
             return

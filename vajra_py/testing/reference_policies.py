@@ -1,4 +1,4 @@
-"""Reference policies for the other two layers when a policy is tested."""
+"""Plain policies for the layers that are not under test."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class BySlack:
         self._prefill_time = prefill_time
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return the slack as a fraction of the allowed time: twice the prompt's prefill time plus a tenth of a second."""
+        """Return intercept and slope of the slack as a fraction of the allowed time.
+
+        The allowed time is twice the prompt's prefill time plus 0.1 s.
+        """
         allowed_s = self._allowed_s(request)
         left_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return (request.arrived_at + allowed_s - left_s) / allowed_s, -1.0 / allowed_s
@@ -98,7 +101,7 @@ class InTurn:
 
 
 class PassedOn(InTurn):
-    """Early binding in round-robin order, also for requests that leave a replica after their prompt or by a hand-off."""
+    """Early binding in round-robin order, also of requests that leave a replica after their prompt or by a hand-off."""
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
@@ -134,7 +137,7 @@ class PlainChunks:
         fill(replica, batch, self._next_chunk)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget."""
+        """Return the budget, or the number of remaining tokens if that is less."""
         return min(self._num_tokens, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

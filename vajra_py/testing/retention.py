@@ -37,7 +37,7 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
 _MOVES = (KeyMotion.ARBITRARY, KeyMotion.VOLATILE)
 
 Gone = tuple[str, int]
-"""An evicted block: (request that used it last, number of blocks before it)."""
+"""An evicted block: (id of the request that used it last, number of blocks before it)."""
 
 
 def check_retention(
@@ -64,7 +64,7 @@ class Kept:
 
 
 class _Watched:
-    """A retention policy whose keys are compared with its declarations."""
+    """Wrapper of a retention policy that compares its keys with its declarations."""
 
     def __init__(self, inner: Any, *, follows_release: bool) -> None:
         self._inner = inner
@@ -125,7 +125,7 @@ class _Seen(Observer):
     def __init__(self) -> None:
         self.gone: list[Gone] = []
         self.hits: dict[int, int] = {}
-        """Number of cached tokens, in order of submission."""
+        """Number of cached tokens of each request, by its index in order of submission."""
 
     def on_evicted(self, replicaset: str, replica_id: int, block: CachedBlock, now: float) -> None:
         self.gone.append((block.request.request_id, block.depth))
@@ -152,7 +152,7 @@ def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _conversations() -> list[RequestSpec]:
-    """Return six conversations of up to eight turns with a common beginning, three priorities and two service classes."""
+    """Return six conversations of up to eight turns with a common prefix, three priorities and two SLO classes."""
     specs: list[RequestSpec] = []
     for session in range(6):
         segments: tuple[tuple[Any, int], ...] = (("system", 48),)

@@ -66,7 +66,7 @@ def routing_parts_under_test() -> list[RoutingPartSpec]:
 
 
 class _BuildProbe:
-    """Builder of the router around the part, attributed to the module that builds the part."""
+    """Function that builds a `PartProbe`; its `__module__` is that of the part's `build`, as the checks expect."""
 
     def __init__(self, spec: RoutingPartSpec) -> None:
         self._spec = spec
@@ -88,7 +88,7 @@ class _BuildProbe:
 
 
 class PartProbe:
-    """Router with a single part that raises `AssertionError` if the part breaks its contract."""
+    """Router with a single part; raises `AssertionError` if the part breaks its contract."""
 
     def __init__(self, kind: RoutingPartKind, part: Any, parts: Sequence[Any]) -> None:
         self._kind = kind
@@ -101,9 +101,9 @@ class PartProbe:
                 setattr(self, name, _notify_all(methods))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the best score, the first kept by the filter, or the picked one.
+        """Return the replica with the highest score, one kept by the filter, or the picked one; None if none is up.
 
-        Else the next in turn.
+        A decider that disaggregates gets the last replica. In all other cases, return the next replica in turn.
         """
         up = [one for one in replicas if one.is_up]
         if not up:

@@ -1,7 +1,7 @@
 """Scenarios that every policy must pass.
 
-They are small (at most 200 KV blocks, a few dozen requests), since everything is counted after every step. The seed of
-every scenario is fixed, so two runs of the same policy must make the same decisions.
+They are small (at most 200 KV blocks, a few dozen requests), since requests and blocks are counted after every step.
+The seed of every scenario is fixed, so two runs of the same policy must make the same decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec, follows_of
 
 STEP_TIME = AffineModel(base_s=0.004, per_token_s=0.0002, per_prefill_pair_s=2e-7, per_decode_context_token_s=1e-6)
-"""A step of 50 ms computes about 200 prompt tokens, so policies with a target step time must divide prompts."""
+"""A step of 50 ms computes about 200 prompt tokens, so policies with a target step time must chunk prompts."""
 
 SMALL = HarnessOptions(num_blocks=64, max_batch_size=8, latency=STEP_TIME, seed=7)
 
@@ -64,14 +64,14 @@ class Outcome:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """One row per formed step, as in the decision log, without the step's end."""
     ends: list[tuple[Any, ...]] = field(default_factory=list)
-    """Ends in order: (request, reason, time, first token, all tokens, preemptions, first admission)."""
+    """Ends in order: (request id, reason, time, first token, all tokens, preemptions, first admission)."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Steps as reported to observers at their ends."""
     requests: dict[str, Request] = field(default_factory=dict)
     programs: list[ProgramView] = field(default_factory=list)
     """Programs in the order of their ends."""
     admissions: list[tuple[Any, ...]] = field(default_factory=list)
-    """(request, decision, time) of each request that was degraded, refused or deferred, or accepted afterwards."""
+    """Admission decisions as reported to observers: (request id, decision, time)."""
     num_unfinished: int = 0
     num_fast_forwarded: int = 0
     """Number of steps in runs of repeated decodes, which were not formed one by one."""
@@ -251,7 +251,7 @@ def _with_shared_prefixes(stream: np.random.Generator, num_replicas: int) -> lis
 def _of_programs(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
     """Return agent loops, and plans whose parallel tasks are joined.
 
-    Some calls fail, which also ends the calls that depend on them.
+    If a call is aborted, the calls that depend on it end, too.
     """
     specs: list[RequestSpec] = []
     starts = np.sort(stream.uniform(0.0, 0.4, 6 * num_replicas)).tolist()
@@ -305,7 +305,7 @@ def _with_adapters(
 
 
 class _InTurn:
-    """Acceptance of 0, 1, 2, … drafts in turn, by the number of tokens of the request."""
+    """Acceptance of 0, 1, 2, … drafts in turn, by the request's number of output tokens."""
 
     max_tokens = None
 

@@ -31,9 +31,9 @@ _ONE_REQUEST = {
 def simulated_system(
     spec: AnyPolicySpec, scheduling: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Controller, Simulator]:
-    """Return a system of small replicas with steps of `STEP_S`.
+    """Return a system of small replicas with steps of `STEP_S` seconds.
 
-    `scheduling` selects `spec` together with plain policies.
+    `scheduling` must select `spec`; layers that it leaves out get plain policies.
     """
     registry = load_registry().with_policies([spec])
     plain = {
@@ -68,7 +68,7 @@ def simulated_system(
 
 
 def serve(controller: Controller, simulator: Simulator, specs: Sequence[RequestSpec]) -> None:
-    """Serve these requests to the end. Raises `AssertionError` if any is left or counted wrongly."""
+    """Serve requests to their end. Raises `AssertionError` or `RuntimeError` if any is left or a count is wrong."""
     simulator.run(specs)
     controller.check_conservation()
     require(controller.num_alive == 0, f"{controller.num_alive} requests are left")

@@ -1,7 +1,7 @@
 """Strict views that expose only the members that the contract's Protocols declare.
 
-Reading any other attribute, or writing any attribute, is recorded as a violation and raises. One object represents one
-request throughout, so that identity works as in the mechanism.
+Reading any other attribute, or writing any attribute, is recorded as a violation and raises. Each request
+has a single view, so that identity works as in the mechanism.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a policy like `policy`, but with these methods replaced."""
+    """Return a policy like `policy`, but with the methods in `replacements` instead of its own."""
     members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
     for name in _METHODS:
         method = getattr(policy, name, None)
@@ -344,7 +344,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of the builder: it is called with real requests, and a returned request becomes a strict view."""
+        """Wrap a method of the builder: it gets real requests, and a returned request becomes a strict view."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

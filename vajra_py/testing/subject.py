@@ -1,4 +1,4 @@
-"""A policy under test: its construction together with plain policies in the other layers, and its outcomes by scenario."""
+"""A policy under test, which runs in scenarios together with plain policies in the other layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTED = Rules()
 UNCOUNTED = Rules(check_every_step=False)
 
 Interposing = Callable[[Any], Any]
-"""Wrapper of a policy between it and the mechanism."""
+"""Function that returns a wrapper of a policy; the mechanism calls the wrapper."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,10 @@ class Subject:
         return True
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
-        """Run the policy in a scenario, wrapped by `interposing` if given. Failures name the scenario."""
+        """Run the policy in a scenario, wrapped by `interposing` if given.
+
+        Raises `AssertionError` with the scenario's name.
+        """
         layer = self.layer
 
         def source(context: PolicyContext) -> Any:
@@ -65,7 +68,7 @@ class Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Return the outcome of a scenario without wrapping."""
+        """Return the outcome of a scenario without wrapping; requests and blocks are counted after every step."""
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)
@@ -80,7 +83,7 @@ def context_of(scenario: Scenario) -> PolicyContext:
 def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
     """Return the policy with plain policies in the other layers.
 
-    If it behaves differently with different plain policies, the scenarios alternate between them.
+    The plain policies alternate between scenarios, since the policy may behave differently with each of them.
     """
     odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
     prioritizer: PolicySource = by_slack if odd else ByArrivalInTime()

@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import BlockHashes, ContentEvents, KvRequest
 
 
 class WithoutKvExtras:
-    """Base of a KV memory without KV-parallel groups, swap space, tiers, pins, retention policies and reserved blocks."""
+    """Base of a KV memory without KV-parallel groups, swap, tiers, pins, retention policies and reserved blocks."""
 
     num_groups = 1
     free_host_blocks = 0
@@ -87,7 +87,7 @@ class WithoutKvExtras:
         return {}
 
     def follow_hits(self, *, wanted: bool) -> None:
-        """Return None: vLLM's manager reports no changes of prefix hits, so all keys that depend on them are re-read."""
+        """Return None: vLLM's manager reports no changes of prefix hits, so keys that depend on them are re-read."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""

@@ -36,7 +36,7 @@ SAID_ELSEWHERE: Mapping[str, str] = {
     "seed": "Use weights_seed",
     "tensor_parallel_size": "Use tensor_parallel",
 }
-"""Arguments of vLLM's engine that follow from other settings, each with these settings."""
+"""Arguments of vLLM's engine that follow from other settings, each with advice on the setting to use."""
 
 CPU_BLOCK_TOKENS = 32
 
@@ -44,7 +44,8 @@ CPU_BLOCK_TOKENS = 32
 class VllmBackendConfig(ModelBackendConfig):
     """Compute steps with a vLLM.
 
-    If vLLM uses this package's scheduler (`--scheduler-cls`), only `latency`, `output_length` and `fallback` are read.
+    If vLLM uses this package's scheduler (`--scheduler-cls`), only `latency`, `output_length`, `fallback` and
+    `max_idle_steps` are read.
     """
 
     kind: ClassVar[str] = "vllm"

@@ -1,8 +1,8 @@
 """Adapt the vLLM connector of `--kv-transfer-config` to the mechanism's interface.
 
 The connector is called in the same order as by vLLM's own scheduler. Attributes of a request that it reads (tokens,
-block hashes, computed tokens) are updated on access, the request's status before each call. The connector uses vLLM's
-block ids; the mechanism's are smaller by one, since vLLM's block 0 is unused.
+block hashes, computed tokens) are updated on access, and the request's status is set before each call. The connector
+uses vLLM's block ids; the mechanism's ids are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress",
 
 
 OnLookup = Callable[[Record, Request, int, int], None]
-"""Called when a request has been allocated blocks, with its tokens in the prefix cache and those the connector loads."""
+"""Called when a request has been allocated blocks, with its numbers of cached tokens and of tokens to load."""
 
 
 class Connector:
     """A connector and the requests that it serves.
 
-    If the mechanism calls it and it raises, the error is stored, because the mechanism would attribute it to a policy;
+    An error that it raises when the mechanism calls it is stored, because the mechanism would attribute it to a policy;
     `raise_error` raises it later.
     """
 
@@ -84,9 +84,9 @@ class Connector:
         self._known: dict[str, Record] = {}
         """Requests of whose end the connector has not been notified."""
         self._scheduled: Mapping[str, int] = {}
-        """Scheduled tokens by request of the step that is being passed to the connector."""
+        """Number of scheduled tokens by request id in the step that is being passed to the connector."""
         self._begins: int | None = None
-        """Cached tokens of the request that is being allocated blocks for an asynchronous load; None otherwise."""
+        """Number of cached tokens of the request that is getting blocks for an asynchronous load; None otherwise."""
         self._loaded: set[str] = set()
         """Requests with a completed or pending asynchronous load that have not been admitted since."""
         self._loading: set[str] = set()
@@ -126,14 +126,14 @@ class Connector:
                 self._finish(record, ([],) * self._num_tables)
 
     def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
-        """Store the last output of a request that ends with the step in flight; the connector may add parameters to it."""
+        """Store the last output of a request that ends with the step in flight, for parameters from the connector."""
         self._last[output.request_id] = output
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """End a request of the mechanism for its client.
+        """Record that a request which is still in the mechanism has ended for its client.
 
-        Under asynchronous scheduling the connector is notified now, otherwise when the mechanism ends the request.
+        Under asynchronous scheduling, the connector is notified now; otherwise, when the mechanism ends the request.
         """
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
@@ -268,7 +268,7 @@ class Connector:
         return bool(keeps)
 
     def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int, *, begins: bool) -> KVCacheBlocks:
-        """Return a request's blocks as vLLM's memory would, the first `num_cached` tokens' with their hashes."""
+        """Return a request's blocks in vLLM's form; those of the first `num_cached` tokens have their hashes."""
         if self._managed is not None:
             if not begins:
                 self._managed.cache_blocks(request, num_cached)
@@ -400,7 +400,7 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Keep requests alive for the connector after a policy broke the contract: they continue under other policies."""
+        """Keep requests alive for the connector if a policy breaks the contract, since fallback policies take over."""
         self._relieves = True
 
     @property

@@ -20,10 +20,10 @@ class DraftSizes:
     """Sizes of a vLLM's drafts.
 
     Attributes:
-        num_tokens: largest number of drafts per decode and step; 0 without drafts.
+        num_tokens: maximum number of drafts per decode and step; 0 without drafts.
         unseen: True if drafts never leave the workers because steps are formed ahead; a decode then always has the
             planned number of drafts.
-        lookahead_tokens: tokens after a request's chunk for which it is allocated blocks too.
+        lookahead_tokens: number of tokens after a request's chunk for which blocks are allocated, too.
         publishes_late: True if accepted tokens enter the prefix cache only with their request's next step.
         drops_last_hit: True if the last block of a prefix hit is recomputed.
     """

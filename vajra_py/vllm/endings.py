@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """Names of finished requests by client, which clients stop tracking; None if vLLM does not need them."""
+        """Ids of finished requests by client, which clients stop tracking; None if vLLM does not need them."""
 
     @property
     def is_pending(self) -> bool:
@@ -44,7 +44,7 @@ class Endings:
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """Remove and return a request that its client aborts before the end was reported; None if there is none."""
+        """Remove and return a request with a pending end, because its client aborts it; None if there is none."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)

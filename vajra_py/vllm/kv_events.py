@@ -36,12 +36,12 @@ class VllmBlockHashes(TokenBlockHashes):
     """vLLM's hashes of the blocks of a request's tokens.
 
     Attributes:
-        session_id: vLLM's name of the client's session.
+        session_id: vLLM's id of the client's session.
     """
 
     __slots__ = ("_function", "_index_of", "_lora", "_salt", "session_id")
 
-    def __init__(  # noqa: PLR0913  # those of the class below, and three
+    def __init__(  # noqa: PLR0913  # arguments of the base class, and three more
         self,
         function: HashFunction,
         request: VllmRequest,

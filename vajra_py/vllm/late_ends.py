@@ -2,7 +2,8 @@
 
 The mechanism ends a request that reaches its length when the next step is formed, while the step before may still write
 its blocks. A connector is notified of an end when the last token is known, as by vLLM's own scheduler. The request
-keeps its blocks until both have happened, and, if the connector requires it, until they have been sent.
+keeps its blocks until the connector has been notified and no step in flight writes them, and, if the connector requires
+it, until they have been sent.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from vajra_py.vllm.mechanism import Request
 
 
 class LateEnds:
-    """Requests that have ended for either the mechanism or the connector, or whose blocks a step may still write."""
+    """Requests that have ended for only one of mechanism and connector, or whose blocks a step may still write."""
 
     def __init__(self, is_written: Callable[[str], bool]) -> None:
-        """Create it empty; `is_written` returns whether a step in flight computes tokens of the request of a name."""
+        """Create an empty set; `is_written` returns whether a step in flight computes tokens of a request."""
         self.is_written = is_written
         self._answers: dict[str, bool] = {}
         """Answers for requests that ended for the connector but not yet in the mechanism: True if the connector keeps
         their blocks.
         """
         self._kept: dict[Request, bool] = {}
-        """Answers so far for ended requests of the mechanism that keep their blocks: True if the connector needs them."""
+        """Ended requests of the mechanism that keep their blocks; True if the connector is known to need these."""
         self._unreported: dict[str, Request] = {}
         """Requests of `_kept` of whose end the connector has not been notified."""
 
     def note_end(self, name: str, *, wants: bool) -> None:
-        """Record that the connector was notified of an end; `wants` is whether it keeps the blocks."""
+        """Record that the connector was notified of an end; `wants` is True if it keeps the blocks."""
         request = self._unreported.pop(name, None)
         if request is None:
             self._answers[name] = wants
@@ -36,7 +37,7 @@ class LateEnds:
             self._kept[request] = wants
 
     def ends(self, request: Request) -> bool | None:
-        """Return whether a request ended by the mechanism keeps its blocks; None if the connector must be called now."""
+        """Return whether a request ended by the mechanism keeps its blocks; None: the connector must be called now."""
         name = request.request_id
         answer = self._answers.pop(name, None)
         is_written = self.is_written(name)
@@ -59,7 +60,7 @@ class LateEnds:
         return self._unreported.values()
 
     def void(self, request: Request) -> None:
-        """Release the blocks of a request whose last step is void, so that it has not ended for its client."""
+        """Expect no notification for a request whose last step is void, because it has not ended for its client."""
         self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:
@@ -72,7 +73,7 @@ class LateEnds:
         return len(self._kept) - sum(self._kept.values())
 
     def take_released(self) -> list[Request]:
-        """Return and remove the requests that no longer need their blocks; to be called after a step has come back."""
+        """Return and remove the requests that no longer need their blocks; call it after a step has returned."""
         released = [one for one, wants in self._kept.items() if not (wants or self._is_held(one))]
         for request in released:
             del self._kept[request]

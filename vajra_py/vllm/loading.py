@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.runner import VllmRunner
 
 _PLACEHOLDER_BYTES = 1 << 20
-"""Bytes of KV memory configured for a vLLM on a CPU before the model is loaded; the number of blocks replaces it later."""
+"""Bytes of KV memory configured for a vLLM on a CPU until `allocate` sets the number of blocks."""
 
 
 def load_vllm(options: RunnerOptions) -> VllmRunner:

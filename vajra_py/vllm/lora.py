@@ -30,5 +30,5 @@ def salt_of(lora: Any, salt: str) -> str:
 
 
 def max_loras_of(vllm_config: Any) -> int:
-    """Return the largest number of adapters in a step; 0 if adapters are disabled."""
+    """Return the maximum number of adapters in a step; 0 if adapters are disabled."""
     return 0 if vllm_config.lora_config is None else int(vllm_config.lora_config.max_loras)

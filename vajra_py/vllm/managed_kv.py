@@ -1,10 +1,10 @@
 """Adapt vLLM's KV manager to this project's KV memory interface, for models with more than one block table.
 
-Layers with sliding windows free blocks while their request runs, layers that keep a state (Mamba, linear attention) hold a
-fixed number of blocks, and models with several kinds of layers have a block table for each kind. vLLM's `KVCacheManager`
-decides about these blocks and their prefix hits; policies see the same figures as with any memory. It is called for every
-single decode whose blocks change, in order of admission, which costs more than this project's own memory. That one is used
-for models with full attention only.
+Layers with sliding windows free blocks while their request runs, layers that keep a state (Mamba, linear attention)
+hold a fixed number of blocks, and models with several kinds of layers have a block table for each kind. vLLM's
+`KVCacheManager` decides about these blocks and their prefix hits; policies see the same figures as with any memory. The
+manager is called for every decode whose blocks change, in order of admission. This costs more than this project's own
+memory, which therefore serves models with a single table of full attention.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class ManagedSizes:
     """Sizes of a vLLM that limit allocations.
 
     Attributes:
-        block_size: tokens of a block of attention.
+        block_size: number of tokens in a block of attention.
         scheduler_block_size: common multiple of the block sizes of all groups.
         hash_block_size: tokens of content that one hash covers.
-        max_step_tokens: largest number of tokens of one request in a step.
-        max_in_flight_tokens: largest number of tokens in steps in flight.
-        lag_tokens: tokens of a decode in flight while its next one is planned.
+        max_step_tokens: maximum number of tokens of one request in a step.
+        max_in_flight_tokens: maximum number of tokens in steps in flight.
+        lag_tokens: number of tokens of a decode that are in flight while its next one is planned.
         drops_last_hit: True if groups of layers that a drafter reads recompute the last block of their prefix hit.
     """
 
@@ -118,8 +118,8 @@ class ManagedKv(WithoutKvExtras):
         Args:
             kv_cache_config: vLLM's configuration of the KV cache.
             sizes: limits on allocations.
-            num_in_flight: returns the number of tokens, without drafts, that steps in flight compute for the request of
-                an id; these steps may still read its blocks.
+            num_in_flight: returns the number of tokens, without drafts, that steps in flight compute for the request
+                with a given id; these steps may still read its blocks.
         """
         self.block_size = sizes.block_size
         self._sizes = sizes
@@ -145,7 +145,7 @@ class ManagedKv(WithoutKvExtras):
         self._num_growing = len(growing)
         widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Block table of each resident request in the group with the widest window; its other tables of attention have equal length."""
+        """Block tables of resident requests in the group with the widest window; attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
         """Number of blocks of that table in the prefix cache; a lower bound for the other tables."""
         self._held: dict[KvRequest, _Held] = {}
@@ -162,7 +162,7 @@ class ManagedKv(WithoutKvExtras):
         self.lagging: dict[KvRequest, None] = {}
 
     def _places(self) -> frozenset[int]:
-        """Token offsets within a block at which a decode allocates, completes or frees a block."""
+        """Return the token offsets within a block at which a decode allocates, completes or frees a block."""
         size, lag = self.block_size, self._sizes.lag_tokens
         leaves = {(window + behind) % size for window in self._windows for behind in range(lag + 1)}
         return frozenset({0, size - 1} | leaves)
@@ -231,7 +231,10 @@ class ManagedKv(WithoutKvExtras):
         return len(self._table.get(self._held[request].request_id, ()))
 
     def numbers(self, request: KvRequest, start: int = 0, end: int | None = None) -> tuple[list[int], ...]:
-        """Return vLLM's block numbers of the entries [start, end), by table; tables of states are whole where `start` is 0, else empty."""
+        """Return vLLM's numbers of the blocks at the entries [start, end) of each table.
+
+        A table of states is returned whole if `start` is 0, and empty otherwise.
+        """
         parts = (
             table[start:end] if not has_states else table if start == 0 else ()
             for table, has_states in zip(self.tables(request), self._has_states, strict=True)
@@ -239,7 +242,7 @@ class ManagedKv(WithoutKvExtras):
         return tuple([block.block_id for block in part] for part in parts)
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Free the blocks before the windows of a request that ends with `num_tokens` computed tokens; return the rest."""
+        """Free blocks before the windows of a request ending with `num_tokens` computed tokens; return the others."""
         self._leave_behind(self._held[request])
         self._version += 1
         return self.numbers(request, 0, -(-num_tokens // self.block_size))
@@ -257,7 +260,7 @@ class ManagedKv(WithoutKvExtras):
         return sum(not block.is_null for table in self.tables(request) for block in table)
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Number of blocks that would become free if these resident requests were freed."""
+        """Return the number of blocks that would become free if these resident requests were freed."""
         tables = (table for request in requests for table in self.tables(request))
         held = Counter(block.block_id for table in tables for block in table if not block.is_null)
         return sum(count == self._pool.blocks[block].ref_cnt for block, count in held.items())
@@ -273,7 +276,7 @@ class ManagedKv(WithoutKvExtras):
     # Prefix cache
 
     def _found(self, request: KvRequest) -> tuple[Any, int, int]:
-        """Look up a waiting request's prefix hit: blocks by table, tokens, and tokens of a shared prefix beyond these."""
+        """Look up a waiting request's prefix hit: blocks by table, number of tokens, boundary of a shared prefix."""
         held = self._held[request]
         now = self._version, request.num_known_tokens
         if held.found is None or held.found_at != now:
@@ -291,7 +294,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of tokens that would be a prefix hit on admission now; at least one token is left to compute."""
+        """Return the number of tokens that would be a prefix hit on admission now; at least one is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -319,7 +322,7 @@ class ManagedKv(WithoutKvExtras):
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove the blocks of a request that ends, beyond its first `num_tokens` tokens, from the prefix cache as void."""
+        """Remove the void blocks of an ending request, beyond its first `num_tokens` tokens, from the prefix cache."""
         first = num_tokens // self.block_size
         entered = [block for table in self.tables(request) for block in table[first:] if block.block_hash is not None]
         self._withdraw(request, first, entered)
@@ -361,21 +364,21 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If these take several steps, windows free blocks of earlier steps before later ones need them.
+        If the tokens take several steps, windows free blocks of earlier steps before later steps need them.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
         return self._needed(held, num_tokens, capped=num_tokens - done > self._sizes.max_step_tokens)
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Return the largest number of free blocks needed at any time if several steps computed these tokens."""
+        """Return the largest number of free blocks needed at any time if the tokens are computed in several steps."""
         return self._needed(self._held[request], num_tokens, capped=True)
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Announce that a connector will load this many tokens after the cached ones.
 
-        Windows need no blocks for loaded tokens before them. If all tokens are loaded, the last one is recomputed, and
-        the windows begin there.
+        Loaded tokens before the windows need no blocks. If all tokens are loaded, the last one is recomputed, and the
+        windows extend back from it.
         """
         is_all = num_tokens > 0 and self.cached_tokens(request) + num_tokens == request.num_known_tokens
         self._held[request].num_loaded = num_tokens - is_all
@@ -423,7 +426,7 @@ class ManagedKv(WithoutKvExtras):
             self._coordinator.remove_skipped_blocks(held.request_id, num_done, held.num_prompt_tokens)
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
-        """Allocate blocks so that a resident request holds `num_tokens` leading tokens; return False if they are lacking.
+        """Allocate blocks for the first `num_tokens` tokens of a resident request; return False if they are lacking.
 
         Blocks before its windows are freed in either case.
         """

@@ -1,16 +1,16 @@
-"""The mechanism behind a vLLM scheduler: a driver in turns, whose steps vLLM executes.
+"""The mechanism behind a vLLM scheduler: a driver that advances in turns, and whose steps vLLM executes.
 
 vLLM requests a step, executes it, and returns the tokens. A turn consists of all events at one tick between two steps:
 the last step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that receives the
 same events at the same ticks makes the same decisions.
 
 With asynchronous scheduling, vLLM requests a step before it returns the tokens of the last one. Their number is known
-(each request that caught up samples one), so the turn ends the last step with tokens of unknown identity. Their ids
-become known a turn later; if they stop a request, it ends with the step in flight at that time. With drafts, the number
-of tokens is unknown too: accepted drafts are counted (`Mechanism.accept`) while the next step, which reserves room for
-all of them, is in flight.
+(each request without tokens left to compute samples one), so the turn ends the last step with tokens of unknown
+identity. Their ids become known a turn later; if they stop a request, it ends with the step in flight at that time.
+With drafts, the number of tokens is unknown too: accepted drafts are counted (`Mechanism.accept`) while the next step,
+which reserves room for all of them, is in flight.
 
-This is the only module of the scheduler that uses the runtime.
+The other modules of the scheduler, except `noted_connector`, use the runtime only through this one.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Executor:
     proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
 
     def age(self, known: AbstractSet[Request] = frozenset()) -> None:
-        """Keep the newest proposals with their places, except those for `known`, which get output now."""
+        """Move the newest proposals to `proposals`, except those for requests in `known`, which get output now."""
         newest, self.newest = self.newest, {}
         for request in newest.keys() - known if known else newest:
             self.proposals[request] = request.num_output_tokens, newest[request]
@@ -196,7 +196,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects requests that lost their KV blocks, by preemption (even for a step that ran nothing) or a cache reset."""
+    """Collects requests that lost their KV blocks, by preemption (even in a step that ran nothing) or cache reset."""
 
     wants_step_ends = False
 
@@ -231,7 +231,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
         """Called at every end, after the submission's own callback."""
         self._refusal: VajraError | None = None
-        """Error of a failed change of policies, whose remaining layers are skipped."""
+        """Error of a failed change of policies, after which the remaining layers are skipped."""
         self._arriving: list[Submission] = []
         self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
@@ -240,7 +240,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._ahead: StepPlan | None = None
         """The last step if it has ended before its accepted drafts are known; None otherwise."""
         self._leaving: set[Request] = set()
-        """Requests that hold KV blocks until they end with the open turn."""
+        """Requests that hold KV blocks until they end, with the open turn or with the step in flight."""
         self._connected: ConnectedKv | None = None
         self.watch(())
 
@@ -285,7 +285,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV blocks that these requests hold (0 to 1)."""
+        """Fraction of the KV blocks that requests hold (0 to 1), except those that are about to end."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -393,7 +393,7 @@ class Mechanism(Backend[_VllmReplica]):
     def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
         """Count accepted drafts as output of a step whose tokens are known now.
 
-        The step is in flight, or was ended ahead. Does nothing if it was cancelled.
+        The step is in flight, or was ended before its drafts were known. Does nothing if the step was cancelled.
         """
         one = self._one
         if plan is one.plan:
@@ -440,7 +440,7 @@ class Mechanism(Backend[_VllmReplica]):
         return found
 
     def land(self, report: KvReport | None = None) -> None:
-        """End the step in flight, all of whose tokens are known, at the tick of this turn; `step` then forms the next one.
+        """End the step in flight, whose tokens are all known, at the tick of this turn; `step` forms the next one.
 
         `report` is the report of a connector's workers with the step, or without one.
         """
@@ -493,7 +493,7 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # Those in the step get output, except by a load that failed.
+            # Requests in the step get output, unless a load has failed.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

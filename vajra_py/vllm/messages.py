@@ -46,21 +46,21 @@ class Messages:
         """The decodes that the arrays below describe; its identity changes when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._counts: dict[str, int] = {}
-        """Tokens of each in a step, by its id."""
+        """Number of tokens of each decode in a step, by request id."""
         self._computed: Ints = np.empty(0, dtype=np.int64)
         self._output: Ints = np.empty(0, dtype=np.int64)
         self._at_step = -1
         """Step of the decode pool that the arrays describe."""
         self._last = -1
-        """The last step that contained all of these decodes; -1 if there was none since the arrays were built."""
+        """Index of the last step that contained all of these decodes; -1 without one since the arrays were built."""
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
         """Requests of the last step if it had drafts.
 
-        The attributes below describe them, and so do `_decodes` and `_counts` unless this is empty.
+        `_room` and `_outputs_ahead` describe these requests, and so do `_decodes` and `_counts` unless this is empty.
         """
         self._room: list[int] = []
-        """Tokens by request for which the workers have blocks, without a drafter's lookahead."""
+        """Number of tokens of each request for which the workers have blocks, without a drafter's lookahead."""
         self._outputs_ahead: list[int] = []
         """Number of output tokens minus number of computed tokens, by request."""
         drafts = replica.parts.options.drafts
@@ -210,7 +210,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Record when the decodes of the last step with drafts ran, and make these requests the ones for bulk handling."""
+        """Record when the decodes of the last step with drafts ran, and select `requests` for bulk handling."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 
@@ -247,7 +247,7 @@ class Messages:
         return any(one.ran_in != self._step - 1 for one in self._decodes)
 
     def _settle(self) -> None:
-        """Store the last step of each of the decodes in its record."""
+        """Store in each decode's record the index of the last step that contained it."""
         if self._last >= 0:
             for record in self._decodes:
                 record.ran_in = max(record.ran_in, self._last)

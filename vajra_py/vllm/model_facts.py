@@ -9,7 +9,7 @@ from vajra_py.vllm.support import holds_states
 
 
 def model_facts_of(vllm_config: Any) -> dict[str, Any]:
-    """Return the facts of the model in a vLLM's configuration, by field name of `vajra_py.engine.compute.ModelFacts`."""
+    """Return the facts of a vLLM's model, by field name of `vajra_py.engine.compute.ModelFacts`."""
     model = vllm_config.model_config
     return {
         "model_type": model.hf_text_config.model_type,
@@ -30,5 +30,5 @@ def layer_specs_of(kv_cache_config: Any) -> list[Any]:
 
 
 def kv_bytes_per_token_of(layer_specs: Iterable[Any], block_size: int) -> int:
-    """Return the number of bytes of K and V of one token in all layers of one device; layers that keep states have none."""
+    """Return the bytes of K and V per token, in all layers of one device; layers that keep states have none."""
     return int(sum(spec.page_size_bytes for spec in layer_specs if not holds_states(spec))) // block_size

@@ -17,7 +17,7 @@ class VllmOptions(RunnerOptions):
     """Options of a runner on vLLM's workers, in addition to those of every runner.
 
     Attributes:
-        max_batch_size: largest number of requests in a step.
+        max_batch_size: maximum number of requests in a step.
         memory_fraction: fraction of a device's memory for weights and KV blocks.
         shards: number of devices for tensor parallelism, each driven by a process of vLLM.
         engine_args: further arguments of vLLM's engine.

@@ -53,7 +53,7 @@ def check_early() -> None:
 
 
 def _check_requests_early() -> None:
-    """Make vLLM's front end reject malformed objectives of a client like other wrong parameters (HTTP status 400)."""
+    """Make vLLM's front end reject a client's malformed `vllm_xargs` like other wrong parameters (HTTP status 400)."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -115,7 +115,7 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler before the workers, whose end vLLM does not always wait for."""
+    """Make the scheduling process end the scheduler before the workers, as vLLM may not wait for their end."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

@@ -89,7 +89,7 @@ class Record:
         return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
-        """Return whether this token, the last one of the output, ends the request; if so, store the reason in it."""
+        """Return whether this last token of the output ends the request; if so, store the reason in `request`."""
         request = self.request
         if token in self.stops:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -108,7 +108,7 @@ class Record:
         return bool(check_stop(self.request, max_model_len))
 
     def take(self, tokens: list[int], max_model_len: int) -> tuple[list[int], bool]:
-        """Append tokens to the output up to one that ends the request; return the appended ones, and whether it ended."""
+        """Append tokens to the output up to one that ends the request; return them, and True if the request ended."""
         for count, token in enumerate(tokens, 1):
             self.output.append(token)
             if self.finishes(token, max_model_len):
@@ -123,11 +123,11 @@ class Record:
 
 
 class Arrivals:
-    """Arrival times of requests: those stated by front ends, raised to keep the order at the engine, and not after now.
+    """Arrival times of requests: those stated by front ends, made to increase in the order at the engine.
 
-    Several front ends, a prompt that takes long to tokenize, or a clock that is set back put requests out of order,
-    while first come, first served follows the order at the engine, in vLLM too. With `as_stated`, the stated times are
-    used unchanged, as by vLLM with priorities.
+    Stated times can be out of order (several front ends, slow tokenization of a prompt, a clock that is set back), but
+    first come, first served follows the order at the engine, as in vLLM. With `as_stated`, the stated times are used
+    unchanged, as by vLLM with priorities.
     """
 
     def __init__(self, clock: Callable[[], int], *, as_stated: bool) -> None:
@@ -195,9 +195,9 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
-    """Return the facts that the client states about its request; `limit` is its largest output length in tokens.
+    """Return the facts that the client states about its request; `limit` is its maximum output length in tokens.
 
-    Raises `ConfigError` for a malformed objective.
+    Raises `ConfigError` for a malformed fact.
     """
     params = request.sampling_params
     given = stated_in({} if params is None else params.extra_args or {})

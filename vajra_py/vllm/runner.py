@@ -44,7 +44,7 @@ class Workers(Protocol):
     is_cpu: bool
 
     def num_blocks_in(self, memory_fraction: float) -> int:
-        """Return the number of KV blocks that there is room for."""
+        """Return the number of KV blocks that fit into this fraction of device memory."""
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate KV memory for this number of blocks."""
@@ -62,7 +62,7 @@ class _Row:
 
     Attributes:
         keeps: True if it is the same request at the workers from its first chunk to its end.
-        tokens: its token ids as far as they are known here; with `keeps` all of them until it is sent.
+        tokens: its token ids as far as they are known here; with `keeps`, all of them up to its first chunk.
         blocks: its block table.
         name: its name at the workers; empty if they do not have it.
         num_sent: number of leading entries of its block table that were sent.
@@ -286,7 +286,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         logit_bias=dict(params.logit_bias) or None,
     )
-    if params.bad_words_token_ids:  # strings in vLLM's own fields, which it has turned into these by the time
+    if params.bad_words_token_ids:  # vLLM's own field takes strings, which would have been converted by now
         sampling._bad_words_token_ids = [list(word) for word in params.bad_words_token_ids]
     return sampling
 

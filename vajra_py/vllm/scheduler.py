@@ -172,7 +172,7 @@ class Scheduler(WithoutExtras):
         return time.monotonic_ns() - self._zero_ns
 
     def _num_in_flight(self, request_id: str) -> int:
-        """Return the number of a request's tokens in steps in flight, without drafts, which count only once accepted."""
+        """Return the number of a request's tokens in steps in flight, without drafts."""
         return sum(num_tokens_of(request_id, one) for one in self._in_flight)
 
     # Requests
@@ -328,7 +328,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.forget_cache()
 
     def _settle(self) -> None:
-        """Apply pending inputs although no step can follow, so that they take effect at their times."""
+        """Apply pending inputs at once if no step can be formed, so that they take effect at their times."""
         if self._in_flight:
             return
         if self._pause is PauseState.UNPAUSED:
@@ -370,8 +370,8 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """Return False while a connector loads or sends blocks, or a step writes them, since a fallback may reassign
-        all blocks.
+        """True unless a connector loads or sends blocks, or a step writes them, since a fallback may reassign all
+        blocks.
         """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
@@ -482,7 +482,7 @@ class Scheduler(WithoutExtras):
         return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
-        """Resubmit requests that ended in the mechanism with a void token, or end them if the connector's rules say so."""
+        """Resubmit requests that ended in the mechanism with a void token, or end them by the connector's rules."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
             # The workers have dropped it, and it can be sent to them as a new request only if it has no output yet.
@@ -626,7 +626,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def _num_running(self) -> int:
-        """Number of requests that hold KV blocks and keep them."""
+        """Number of requests that hold KV blocks; 0 if all KV is about to be dropped."""
         return 0 if self._forgets else self.mechanism.num_running
 
     @property
@@ -635,7 +635,7 @@ class Scheduler(WithoutExtras):
         return self._num_running + (0 if self._connected is None else self._connected.num_holding)
 
     def get_kv_cache_usage(self) -> float:
-        """Return the fraction of KV blocks that requests hold (0 to 1)."""
+        """Return the fraction of KV blocks that requests hold (0 to 1); 0 if all KV is about to be dropped."""
         return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:

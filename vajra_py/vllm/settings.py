@@ -71,8 +71,8 @@ class Sizes:
 
     Attributes:
         num_blocks: number of KV blocks, without vLLM's unused null block.
-        max_input_tokens: capacity of its buffers in tokens, if it differs from `max_step_tokens`.
-        max_loras: largest number of LoRA adapters in a step; 0 if adapters are disabled.
+        max_input_tokens: capacity of the workers' buffers in tokens, if it differs from `max_step_tokens`.
+        max_loras: maximum number of LoRA adapters in a step; 0 if adapters are disabled.
         drafts: sizes of drafts (speculative decoding).
     """
 
@@ -198,7 +198,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the system for vLLM's own algorithm, with these options that differ from vLLM's defaults."""
+    """Return the system for vLLM's own algorithm; `options` holds those that differ from vLLM's defaults."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,

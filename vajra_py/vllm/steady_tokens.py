@@ -35,7 +35,7 @@ class _Batch:
 
     Attributes:
         stops: token ids that end any of them.
-        num_left: lower bound on the tokens that each can still take before one of them must be checked individually.
+        num_left: lower bound on the number of tokens that each can still take before one must be checked individually.
     """
 
     records: list[Record]
@@ -55,7 +55,7 @@ class SteadyTokens:
     """Bulk processing of tokens, as long as steps compute the same requests."""
 
     def __init__(self, records: Mapping[str, Record]) -> None:
-        """Create it; `records` holds the unfinished requests by name, and is updated by the caller."""
+        """Start without a batch; `records` holds the unfinished requests by name, and is updated by the caller."""
         self._records = records
         self._names: list[str] = []
         self._is_new = True
@@ -108,7 +108,7 @@ class SteadyTokens:
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:
-        """Return the requests of these names, or None if the last step had others or one must be checked individually."""
+        """Return the requests of these names; None if the last step had others or one must be checked individually."""
         return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:

@@ -147,9 +147,9 @@ class StepMessage:
         num_computed: Sequence[int],
         num_outputs: Sequence[int],
     ) -> None:
-        """Add tokens of requests that were all part of the step before; `num_tokens`: how many, by name.
+        """Add tokens of requests that were all part of the step before.
 
-        `blocks` are new blocks by index into `num_tokens`.
+        `num_tokens` are numbers of tokens by request name, `blocks` new blocks by index into `num_tokens`.
         """
         added: list[tuple[list[int], ...] | None] = [None] * len(num_tokens)
         for place, table in blocks.items():
@@ -163,7 +163,7 @@ class StepMessage:
         self._num_tokens += sum(num_tokens.values())
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Set the drafts to verify, the last scheduled tokens of each request; -1 stands for a place without a draft."""
+        """Set the drafts to verify, the last scheduled tokens of each request; -1 is a place without a draft."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ def check_version(version: str) -> tuple[int, int]:
 def check_options(config: Any, *, has_core: bool = True) -> None:
     """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled.
 
-    `has_core` is false if only vLLM's workers are used, so that options of its engine core do not matter.
+    `has_core` is False if vLLM's workers are used without its engine core; more options are refused then.
     """
     problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
     if not has_core:
@@ -90,7 +90,7 @@ def _is_full_attention(spec: Any) -> bool:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
-"""KV cache spec of layers that keep one state per request, whatever its length: Mamba, linear attention, short convolutions."""
+"""KV cache spec of layers with one state per request: Mamba, linear attention, short convolutions."""
 _MANAGED = (*_FULL, "SlidingWindowSpec", _STATE)
 """Kinds of KV cache specs for which vLLM's KV manager works here as under its own scheduler."""
 

@@ -1,4 +1,4 @@
-"""Do the policies keep the contract, and do they do what they promise?"""
+"""Tests of the contract and of the policies' decisions."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ class AgingShortestConfig(PolicyConfig):
 class AgingShortestPolicy:
     """Shortest remaining prompt first, with ageing.
 
-    key = remaining prompt tokens - forgiven_tokens * waited / promised TTFT, a straight line in time whose slope differs from request to
-    request: a request with a tighter TTFT target ages faster. Declaring the line lets the queue keep the exact order without sorting
-    all requests again at each step.
+    key = remaining prompt tokens - forgiven_tokens * waited / TTFT SLO. This is a line in time, and its slope differs
+    between requests: a request with a tighter TTFT SLO ages faster. Since the line is declared, the queue keeps the
+    exact order without sorting all requests again at each step.
     """
 
     key_motion = KeyMotion.TIME_LINEAR
@@ -38,7 +38,7 @@ class AgingShortestPolicy:
         return intercept + slope * now
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """(intercept, slope) of the key; changes only when the prompt makes progress."""
+        """Return (intercept, slope) of the key, which change only when the prompt makes progress."""
         aging_rate = self._config.forgiven_tokens / (request.ttft_slo_s or self._config.default_ttft_slo_s)
         return request.num_remaining_prompt_tokens + aging_rate * request.arrived_at, -aging_rate
 

@@ -33,20 +33,20 @@ class CappedChunkConfig(PolicyConfig):
 
 
 class CappedChunkPolicy:
-    """Decodes first, then prompts by urgency up to a number of tokens that is small while anything decodes.
+    """Schedules decodes first, then prompts by urgency, up to a number of tokens that is smaller in steps with decodes.
 
-    A small cap keeps the gaps between a running request's tokens short; without decodes there is nothing to protect, and large chunks are
-    quicker. The shared `fill` loop does the rest, so that this policy is one rule.
+    A small cap keeps the times between tokens short. Without decodes, larger chunks compute prompts faster. The shared
+    `fill` loop does the rest, so that this policy consists of one rule.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
-    """After a step of all decodes, further steps are identical while no request waits; a simulation applies them at once."""
+    """After a step of all decodes, steps are identical while no request waits; a simulation applies them at once."""
 
     def __init__(self, config: CappedChunkConfig) -> None:
         self._config = config
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Form a step."""
+        """Form a step with the shared `fill` loop."""
         fill(replica, batch, self._next_chunk)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:

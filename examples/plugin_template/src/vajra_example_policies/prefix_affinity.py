@@ -32,13 +32,19 @@ class PrefixAffinityConfig(PolicyConfig):
 
 
 class PrefixAffinityPolicy:
-    """The replica with the longest cached prefix, if that is long and its memory has room; else the one that uses least of its memory."""
+    """Assigns a request to the replica with the longest cached prefix, or to the one that uses the least of its memory.
+
+    The cache decides if the prefix is long enough, and if the replica has free memory.
+    """
 
     def __init__(self, config: PrefixAffinityConfig) -> None:
         self._config = config
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Bind the request on arrival; ties go to fewer pending tokens, then to the lower id. None while no replica is up."""
+        """Return the replica for an arriving request; None while no replica is up.
+
+        Ties go to the replica with fewer pending tokens, then to the lower id.
+        """
         up = [replica for replica in replicas if replica.is_up]
         if not up:
             return None
