@@ -195,7 +195,7 @@ class Answer:
         return {"index": stream.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _echo_choice(self, stream: OutputStream, sent: _Sent) -> dict[str, Any]:
-        """Return the prompt, as the first chunk of an output that begins with it."""
+        """Return the choice with the prompt, for the first chunk of an output that begins with the prompt."""
         choice = self._text_choice(stream.index, self._echo(stream))
         choice["logprobs"] = self._prompt_logprobs(stream, sent)
         return choice
@@ -221,16 +221,16 @@ class Answer:
         return self._ended(choice, stream, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a chunk that contains only text."""
+        """Return a choice of a chunk that contains only text."""
         if self._is_chat:
             delta = {"content": text} if text else {}
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _piece(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
-        """Return an output's next chunk.
+        """Return the choice for an output's next chunk.
 
-        None if nothing can be sent yet (half a character, or a possible stop string).
+        Return None if nothing can be sent yet (half a character, or a possible stop string).
         """
         text = stream.text[sent.num_characters :]
         is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids

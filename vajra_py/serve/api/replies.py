@@ -80,7 +80,7 @@ class Generation:
                 raise error
 
     def finish(self) -> None:
-        """Abort unfinished outputs, since their client has disconnected."""
+        """Release the request, and abort outputs that have not ended, for example after the client disconnected."""
         self.session.abort(self.answer.response.outputs)
         self.release()
 
@@ -116,7 +116,7 @@ class _Nothing(Response):
     """Response for a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send nothing, since the connection is closed."""
+        """Give the access log the status 499; nothing is transmitted, since the connection is closed."""
         await send({"type": "http.response.start", "status": 499, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -159,7 +159,10 @@ class _Writer:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write all events so far and each later one as it arrives; the future is done when the last one was sent."""
+        """Write all events so far, and each later one as it arrives.
+
+        Return a future that is done when the last event was sent, or that has the error that ended the stream.
+        """
         self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
@@ -208,7 +211,7 @@ class _Writer:
             self._ended.set_exception(error)
 
     def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
-        """Return new events of these outputs, and True if they are the last."""
+        """Return the new events of these outputs, and True if they are the last of the stream."""
         answer = self._generation.answer
         events = answer.events(changed)
         ends = [stream.end for stream in changed if stream.end is not None]

@@ -1,4 +1,4 @@
-"""Tokenize prompts off the event loop, in fair turns, and refuse prompts that cannot fit before they are fully tokenized."""
+"""Tokenize prompts off the event loop, in fair turns, and refuse prompts that cannot fit as early as possible."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SHORT_TEXT = 2_000
 _PIECE = 16_384
 """Number of characters tokenized per turn."""
 _SLACK = 16
-"""Extra tokens a piece may have compared with its share of the whole text: special tokens, and words divided by the
-cut."""
+"""Maximum number of tokens that a piece has beyond its share of the whole text's tokens: special tokens, and words
+divided by the cut."""
 
 
 class Tokenizing:

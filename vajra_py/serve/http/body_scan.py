@@ -23,9 +23,9 @@ class JsonLimits:
     """Limits on a body's structure.
 
     Attributes:
-        max_values: number of values: numbers, strings, arrays, objects and so on.
-        max_containers: number of arrays and objects.
-        max_depth: nesting depth of arrays and objects.
+        max_values: maximum number of values: numbers, strings, arrays, objects and so on.
+        max_containers: maximum number of arrays and objects.
+        max_depth: maximum nesting depth of arrays and objects.
     """
 
     max_values: int
