@@ -54,7 +54,10 @@ class SelfCheck:
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
     def difference(self, forward: Forward, layers: list[LayerFacts], device: torch.device) -> str | None:
-        """Return how `forward` differs from the reference, or None. `layers` are this rank's, with narrow windows."""
+        """Return a description of how `forward` differs from the reference; None if it agrees within the tolerance.
+
+        `layers` are this rank's layers, with narrow windows.
+        """
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device, self._routing)
