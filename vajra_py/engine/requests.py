@@ -123,7 +123,7 @@ def new_submission(
     replicaset: str,
     where: str,
 ) -> Submission:
-    """Return the submission of a checked prompt, after checking its parameters for the replicaset that takes it.
+    """Return the submission of a checked prompt, after checking the sampling parameters for its replicaset.
 
     A request with `prompt_logprobs` shares no blocks, since cached tokens have no logits. Raises `ConfigError`.
     """
@@ -137,7 +137,7 @@ def new_submission(
 
 
 class RequestMaker:
-    """Creates submissions from a program's prompts, and reports their errors before anything is computed."""
+    """Creates submissions from the prompts of a Python caller; errors are raised before anything is computed."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class RequestMaker:
     def make(
         self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
     ) -> Submission:
-        """Create one submission; `stated` are its facts other than its lengths. Raises `ConfigError`."""
+        """Create one submission; `stated` holds the request's facts other than its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
         check_sampling(params, "sampling", engine.vocab_size)
         if params.bad_words:

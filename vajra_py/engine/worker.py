@@ -5,7 +5,7 @@ Invariants:
       pipeline stages it gets the next step when it has delivered `LeftFirstStage`.
     - Copies of KV may be submitted at any time; a worker handles them in order, but runs a `KvMove` concurrently with
       later work.
-    - After a `Finished` with an error the worker is not used again; a process that dies delivers one at any time.
+    - After a `Finished` with an error the worker is not used again; if a process dies, one is delivered at any time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """Message that a worker has copied KV into its blocks, unless the KV `is_lost` with its source (also reported lost)."""
+    """Message that a worker has copied KV into its blocks, or that the KV `is_lost` with its source, a lost worker."""
 
     replica: ReplicaKey
     number: int

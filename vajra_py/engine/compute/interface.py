@@ -112,7 +112,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """Replacement of entries of a slot's block table, in one KV-parallel group, by `block_ids` from index `start` on."""
+    """Replacement of entries of a slot's block table in one KV-parallel group: `block_ids`, from index `start` on."""
 
     slot: int
     start: int

@@ -126,7 +126,7 @@ class _Adapted:
 
 
 class AdapterSlots:
-    """The adapters of one worker: their weights, the contents of the slots, and the rows of a step that use each slot."""
+    """The adapters of one worker: their weights, the contents of the slots, and the rows of a step by slot."""
 
     def __init__(self, options: RunnerOptions) -> None:
         """Read the adapters' folders. Raises `ConfigError`."""
