@@ -104,7 +104,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Reason why no request can be served any more (every replica was lost and given up); None while some can.
+        """Reason why no request can be served any more (every replica was lost and given up); None if there is none.
 
         The state is final.
         """

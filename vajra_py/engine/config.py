@@ -30,7 +30,7 @@ MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
 
 MAX_GRAPH_ROWS = 256
-"""Largest batch of decodes that is captured as a graph; launch overhead is small compared with larger batches."""
+"""Largest batch of decodes that is captured as a graph; in larger ones, computation exceeds launch overhead by far."""
 
 MAX_STEP_TOKENS = 8192
 """Tokens per step for which memory is reserved if the settings give no limit."""

@@ -381,7 +381,7 @@ class EngineExecutor:
         step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
-        """Return the prompt tokens to score with the logits of positions `start` to `end` - 1; empty if there are none."""
+        """Return the prompt tokens to score with the logits of positions `start` to `end` - 1; empty if none."""
         submission = self._submissions[request]
         buffer = submission.output
         if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(

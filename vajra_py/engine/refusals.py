@@ -27,7 +27,7 @@ def replicas_by_place(name: str, replicasets: Mapping[str, ReplicasetConfig]) ->
 
 
 def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return a problem for each scaler, since all workers of these backends run from the start."""
+    """Return a problem for each replicaset with a scaler, since all workers of these backends run from the start."""
     problems = []
     for name, one in replicasets.items():
         scaler = one.scheduling.scaling

@@ -33,7 +33,7 @@ class RequestMetrics:
         admitted_at: time when the request was first admitted to a step.
         first_token_at: time of the first token.
         ended_at: time of the end.
-        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
         num_preemptions: number of preemptions.
     """
 
@@ -70,8 +70,8 @@ class RequestOutput:
         request_id: the engine's id of the request.
         prompt_token_ids: tokens of the prompt.
         token_ids: generated tokens, including the one that ended the request.
-        text: generated text, without special tokens and the stop string that ended the request; empty without a
-            tokenizer.
+        text: generated text, without special tokens, and without the stop string that ended the request unless
+            `include_stop_str_in_output` is set; empty without a tokenizer.
         finish_reason: "stop", "length", "aborted", "rejected", "failed" or "expired".
         detail: reason, if the request was aborted, rejected or expired, or if it failed.
         stopped_by: stop string or token that ended the request; None if it ended otherwise.

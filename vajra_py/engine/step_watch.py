@@ -36,8 +36,8 @@ _FACTOR = 10.0
 """Limit of a step, as a multiple of the longest step seen."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
-"""Seconds that any step may take: machines stall now and then, and a device's libraries compile kernels on first
-use."""
+"""Minimum time limit of a step on a GPU, in seconds: machines stall now and then, and libraries compile kernels on
+first use."""
 _NUM_FIRST = 8
 """Number of first steps of a worker that are not counted: they load libraries and fill caches."""
 _FIRST_S = 600.0

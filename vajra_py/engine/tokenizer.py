@@ -251,7 +251,7 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Append new tokens; return the tokens from `_prefix` to the last emitted one, and from `_prefix` to the end."""
+        """Append new tokens; return the tokens from `_prefix` up to the last emitted one, and all from `_prefix` on."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 

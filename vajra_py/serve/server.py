@@ -165,7 +165,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _until_engine_ends(self) -> None:
-        """End the server if the engine fails, so that a process supervisor can restart it."""
+        """Drain and end the server if the engine fails, so that a process supervisor can restart it."""
         await self._service.session.ended()
         if self._service.session.state is SessionState.FAILED:
             self.begin_drain()

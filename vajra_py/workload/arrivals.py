@@ -153,7 +153,7 @@ class FixedInterval(_Process):
 
 
 class AtOnce(_Process):
-    """All requests at time 0, to time a batch of work."""
+    """All requests at time 0, to measure how long a batch of work takes."""
 
     type: Literal["at_once"] = "at_once"
 

@@ -24,7 +24,7 @@ def build_workload(
     """Build the workload that `config` describes.
 
     Args:
-        config: section `workload:`.
+        config: settings of the section `workload:`.
         rng_for: returns the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`,
             `system_prompts`, `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`,
             `priorities`, `tenants`, `slo_classes`. In a merged workload, the part's `name` (or its `type`, numbered as

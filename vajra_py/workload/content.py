@@ -1,6 +1,6 @@
 """Prompt contents stored without repeating shared prefixes.
 
-Prompts are leaves of a forest: a node adds one segment to the segments of its parent. Invariants: a parent's index is
+Prompts are nodes of a forest: a node adds one segment to the segments of its parent. Invariants: a parent's index is
 below those of its children; nodes never change, so workloads cut or merged from one another may share a store.
 """
 
@@ -100,7 +100,7 @@ class ContentStore:
 
     @property
     def has_outputs(self) -> bool:
-        """True if some prompt contains the output of another request."""
+        """True if prompts may contain outputs of other requests."""
         return any(
             space.kind == "output" or any(isinstance(entry, tuple) and entry[0] == "out" for entry in space.table)
             for space in self.spaces

@@ -128,7 +128,7 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
     `rate` in requests per second (by default the trace's own) is the mean over seeds: time is stretched by the same
     factor for every seed, and a single draw varies about the mean as the trace does. A profile of sessions yields whole
     sessions except for the last one, which may be cut. Its sessions start at `rate` divided by their mean number of
-    turns; gaps and think times are not stretched. Streams: `arrivals`, `arrival_rates`, `lengths`, and if the profile
+    turns; times within sessions are not stretched. Streams: `arrivals`, `arrival_rates`, `lengths`, and if the profile
     uses them `classes`, `tenants`, `turns`, `think_times`, `system_prompts`, `resets`.
 
     Raises:

@@ -141,7 +141,7 @@ class RequestSpec(StatedFacts):
 
 
 def follows_of(parents: Sequence[str]) -> str | tuple[str, ...] | None:
-    """Return ids of parents in the form of `RequestSpec.follows`: a single one as a plain id, none as None."""
+    """Return ids of parents in the form of `RequestSpec.follows`: one id as text, several as a tuple, else None."""
     if len(parents) > 1:
         return tuple(parents)
     return parents[0] if parents else None

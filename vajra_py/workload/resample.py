@@ -5,8 +5,8 @@ blocks of it (D. N. Politis and J. P. Romano, "A circular block-resampling proce
 that every request is equally likely. Thinning keeps each request, or each whole session, with a fixed probability.
 
 A *unit* is a set of requests that are kept together: those of one session or linked by `follows`, or a single request.
-If requests of different units share content, thinning and bootstrap would change the rate of prefix hits, so they
-reject such traces.
+If prompts share content, the bootstrap rejects the trace, and so does thinning unless every request belongs to a
+session: the sample would have another rate of prefix hits than the trace.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot; earlier steps use the slot's old content, later ones its new content.
+    """Message to copy an adapter into a slot; earlier steps use the slot's old content, later steps its new content.
 
     Attributes:
         number: sequence number of the load among those of its replica.
@@ -247,8 +247,8 @@ class StepOutput:
         token_ids: sampled token of each entry of `slots`.
         duration_s: seconds from the step's start on the device until its sampled tokens are on the host.
         logprobs: log-probabilities of the sampled token by slot, for requests with `logprobs`.
-        prompt_logprobs: by slot, log-probabilities of the `followers` of its chunk, possibly preceded by those of
-            earlier chunks.
+        prompt_logprobs: by slot, log-probabilities of the `followers` of the slot's chunk, possibly preceded by those
+            of earlier chunks.
         faults: by slot, the reason why a row could not be computed or sampled. Its token id and KV are invalid; other
             rows are not affected.
     """

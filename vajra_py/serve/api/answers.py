@@ -37,7 +37,7 @@ def event(value: Any) -> bytes:
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
-    """Return the client's error for the end of an output; None if the output is complete."""
+    """Return the error for the client that the end of an output means; None if the output is complete."""
     if end.reason in _FINISHED:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):
@@ -66,7 +66,7 @@ DEGRADED_HEADER = "x-vajra-degraded"
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
     """Return the header with the reduced limits under which a request was admitted; empty if nothing was reduced.
 
-    If several outputs have different limits, each is preceded by its index.
+    If the limits of several outputs differ, each limit is preceded by the index of its output.
     """
     found = [one.degraded for one in streams]
     if not any(found):

@@ -104,7 +104,7 @@ def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> 
 
 
 def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
-    """Return True if a small body has enough brackets to be nested too deeply, so that its structure must be checked."""
+    """Return True if a small body has enough brackets to be nested too deeply, so that it must be checked."""
     return body.count(b"[") + body.count(b"{") > limits.max_depth
 
 
@@ -130,7 +130,7 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 
 
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
-    """Return the scheduling headers of a request, with the tenant of its API key; None: the key belongs to no tenant.
+    """Return the scheduling headers of a request, with `tenant`, the tenant of its API key (None: it has none), added.
 
     The tenant of the key overrides the body's `user`. Raises `ApiError` if a header names another tenant.
     """
@@ -150,7 +150,7 @@ def documented_body(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def documented(body: type[BaseModel]) -> dict[str, Any]:
-    """Return `documented_body` with the headers for scheduling."""
+    """Return the request body of an OpenAPI operation, as `documented_body` does, and the scheduling headers."""
     schemas = SchedulingHeaders.model_json_schema()["properties"]
     parameters = []
     for name, field in _FIELDS.items():

@@ -148,7 +148,8 @@ class _Stream(Response):
 class _Writer:
     """Writes a stream's events directly in the callback that announces changed outputs.
 
-    While a client does not read what was sent, changes accumulate in its outputs, and are sent as one chunk afterwards.
+    While a client does not read what was sent, further tokens of each output accumulate; they are sent as one chunk
+    afterwards.
     """
 
     def __init__(self, generation: Generation, send: Send) -> None:

@@ -5,7 +5,7 @@ Invariants:
     - Fields of other servers' APIs that this server does not support are refused by name, unless their value requests
       nothing (`vajra_py.serve.http.unsupported`); unknown fields are stored separately (`unknown_fields`) and have no
       effect.
-    - A list with errors gives one error, however long the list is.
+    - A list gives at most one error, however many of its entries are invalid.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """
 
@@ -182,7 +182,7 @@ else:
 
 
 class GenerationBody(_StatingBody):
-    """Fields common to both endpoints: sampling, scheduling, and fields that are accepted without effect."""
+    """Fields common to both endpoints: sampling parameters, scheduling facts, and metadata."""
 
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Metadata of the request, which policies see."

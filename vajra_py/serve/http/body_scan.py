@@ -13,7 +13,7 @@ import numpy as np
 from vajra_py.serve.http.errors import ApiError
 
 _PIECE = 2**17
-"""Bytes scanned before other threads get a turn; about half a millisecond."""
+"""Number of bytes scanned before other threads get a turn; this takes about half a millisecond."""
 _QUOTE, _COMMA = b'",'
 _OPENING, _CLOSING = b"[{", b"]}"
 

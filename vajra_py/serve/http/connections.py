@@ -49,7 +49,7 @@ class Connections:
         self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
         """Largest number of connections of one address; below the total, so that no address can take all."""
         self.per_client: Counter[str] = Counter()
-        """Accepted sockets by address, including those in a TLS handshake."""
+        """Number of accepted sockets by address, including those in a TLS handshake."""
         self.num_open = 0
         """Number of open connections of all addresses."""
         self.alive: set[Connection] = set()
@@ -129,7 +129,7 @@ def most_connections(wanted: int) -> int:
 
 
 class Phase(Enum):
-    """Phase of a connection: the data that it expects from its client."""
+    """Phase of a connection: the data that the server expects from the client."""
 
     HEAD = "the head of a request"
     BODY = "the body of a request"

@@ -97,7 +97,7 @@ def of_config_error(error: ConfigError) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return pydantic's errors as one 400 with the parameter of the first problem and the text of all.
+    """Return one error with status 400 for pydantic's errors, with the first problem's parameter and all texts.
 
     A value that fits none of several forms is one problem; the expectations of the forms are joined by "or".
     """

@@ -115,7 +115,7 @@ NO_EFFECT: Final = frozenset(
         "spaces_between_special_tokens",  # no effect with fast tokenizers
     )
 )
-"""Fields that OpenAI documents and that have no meaning here; they are accepted without a log line."""
+"""Fields of OpenAI's or vLLM's API that have no effect here; they are accepted without a log line."""
 _MAX_LOGGED = 256
 _PATHS: Final[Mapping[str, str]] = {
     "/v1/responses": "the Responses API",
@@ -179,7 +179,7 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return True if a field's value requests something; 0 does, unless it is neutral."""
+    """Return True if a field's value requests something; 0 does, unless it is listed in `_NEUTRAL`."""
     if value is None or (value is False and name not in _ON_BY_DEFAULT):
         return False
     if isinstance(value, str | list | dict) and not value:

@@ -31,7 +31,7 @@ class End:
 
     Attributes:
         reason: reason of the end.
-        detail: description of the reason, if there is more detail.
+        detail: further description of the reason; may be empty.
         stopped_by: stop string or token that ended the request; None if it ended otherwise.
         metrics: times of the request's events; None if the engine never reported them.
         retry_after_s: seconds after which the client may retry, stated by the admission policy; None: not stated.
@@ -149,9 +149,9 @@ class LoopBridge:
     """Channel for notes from the engine's thread to the event loop's, with one wake-up for all notes since the last.
 
     After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
-    that, several tokens of a stream are written together, so that writing takes at most about a fifth of the
-    interpreter's time from the engine, however fast the model and however many the streams; if steps are longer, no
-    note is delayed.
+    this pause, several tokens of a stream are written together, so that writing takes at most about a fifth of the
+    interpreter's time from the engine, for any speed of the model and any number of streams. If steps are longer than
+    the pause, no note is delayed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -143,7 +143,7 @@ class EngineSession:
             raise self.error
 
     async def ended(self) -> None:
-        """Wait until the engine's thread has ended, for any reason."""
+        """Wait until the session has ended, for any reason."""
         await self._until(lambda: self.state in (SessionState.CLOSED, SessionState.FAILED))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -258,7 +258,7 @@ class EngineSession:
     def end_if_out_of_service(self) -> None:
         """End with an error if policies took every replicaset out of service.
 
-        For servers where policies cannot be swapped.
+        Called by servers whose policies cannot be swapped.
         """
         if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
             return

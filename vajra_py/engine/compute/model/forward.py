@@ -1,7 +1,7 @@
 """Forward pass: the logits of a step's rows.
 
 Invariants:
-    - One flattened row of T tokens with explicit positions; no padding, no Cache object.
+    - A step is one flattened row of T tokens with explicit positions, without padding or a Cache object.
     - Logits are computed for the requested rows only.
 """
 

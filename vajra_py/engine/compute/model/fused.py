@@ -8,7 +8,8 @@ members of a rotated pair are adjacent; scores do not change, since Q and K are 
 weights of norms are folded into the following products.
 
 Invariants:
-    - It is used only after a check against transformers' own forward pass with the same weights.
+    - With the self-check (the default), it is used only after a comparison with transformers' own forward pass on the
+      same weights.
     - Building it moves the layers' weights out of transformers' model, so that memory holds them once.
     - In the last layer only the requested rows are computed after attention.
 """

@@ -29,7 +29,7 @@ class Product:
 
     @classmethod
     def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """Return the product over a copy of `weight` [outputs, inputs], packed for oneDNN if `can_pack` allows it."""
+        """Return the product with `weight` [outputs, inputs] contiguous, and packed for oneDNN if `can_pack` allows."""
         product = cls(weight.contiguous(), bias)
         if can_pack(weight):
             product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)

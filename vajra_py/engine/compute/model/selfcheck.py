@@ -31,7 +31,7 @@ _WINDOW = 6
 _LENGTHS = (11, 19, 5)
 _BLOCK = 4
 _STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
-"""Tokens of each sequence that each step computes; they add up to `_LENGTHS`."""
+"""Number of tokens of each sequence that each step computes; the steps add up to `_LENGTHS`."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest allowed difference, in standard deviations of the logits."""
 _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
