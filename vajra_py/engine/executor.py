@@ -366,7 +366,7 @@ class EngineExecutor:
     def _add_drafts(
         self, entry: PlannedChunk, drafts: PlannedDrafts, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add a decode with its drafts, as a chunk that names all of its tokens."""
+        """Add a decode with its drafts, as a chunk with the ids of all these tokens."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)

@@ -126,7 +126,7 @@ class KvCopier:
             self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
-        """Return True if the next copy exists and can start: no copy to the host still reads blocks it overwrites."""
+        """Return True if there is a next copy and no copy to the host still reads blocks that it overwrites."""
         if not lane.moves:
             return False
         return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))

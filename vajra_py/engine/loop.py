@@ -232,7 +232,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_tiers(self) -> bool:
-        """True if a copy between memory tiers is in flight and requests, which may wait for it, are left."""
+        """True if a copy between memory tiers is in flight for which unfinished requests may wait."""
         return len(self._tier_copies) > 0 and self.controller.num_alive > 0
 
     @property
@@ -491,8 +491,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure. Each request in flight becomes a suspect, each time for
-        # twice as many tokens.
+        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; with each
+        # further failure, it stays one for twice as many tokens.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:

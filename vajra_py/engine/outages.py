@@ -1,4 +1,4 @@
-"""Track outages: replicasets whose replicas that are up cannot serve requests to their end, so that requests wait.
+"""Track outages: times in which a replicaset's replicas that are up cannot serve requests to their end.
 
 Without pools, no replica is up in an outage; with pools, replicas may be up, but only for prefill or only for decoding.
 """

@@ -179,7 +179,7 @@ def _send(pipe: Connection, answer: Any) -> None:
 class ProcessWorker:
     """The processes of one replica.
 
-    They load concurrently: create all workers first, then call `wait_loaded` for each.
+    Several workers load concurrently: create all of them first, then call `wait_loaded` of each.
     """
 
     def __init__(

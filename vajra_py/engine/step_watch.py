@@ -216,7 +216,7 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # In a thread: the loop may not read the message, as it may be waiting for this worker to accept a step.
+                # The loop may not read the message, since it may be waiting for this worker to accept a step.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:

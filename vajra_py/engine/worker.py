@@ -74,7 +74,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """Message that a worker has copied KV into its blocks, or that the KV `is_lost` with its source, a lost worker."""
+    """Message that a worker has copied KV into its blocks, or, if `is_lost`, that the KV was lost with its source."""
 
     replica: ReplicaKey
     number: int
@@ -156,7 +156,7 @@ def set_passive_omp_wait() -> None:
 
     Spinning threads slow other work on the same cores many times over.
 
-    Only affects libraries that are loaded later, so it must be called before a tensor library is.
+    Only affects libraries that are loaded later, so it must be called before a tensor library is loaded.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -241,7 +241,8 @@ def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
 def _salt(tenant: str, cache_salt: str) -> str:
     """Return the salt of block hashes for a tenant's requests with this `cache_salt`.
 
-    It is longer than any tenant's name, so it never equals a salt that is a name; it does not reveal `cache_salt`.
+    It is longer than any tenant's name, so that it never equals a default salt, which is a tenant's name or empty. It
+    does not reveal `cache_salt`.
     """
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 

@@ -130,7 +130,7 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 
 
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
-    """Return the scheduling headers of a request, with `tenant`, the tenant of its API key (None: it has none), added.
+    """Return the scheduling headers with the tenant of the request's API key filled in (None: the key has no tenant).
 
     The tenant of the key overrides the body's `user`. Raises `ApiError` if a header names another tenant.
     """

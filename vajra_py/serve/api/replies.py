@@ -1,8 +1,8 @@
 """Send responses to clients, and abort generation when a client disconnects.
 
 Invariants:
-    - Whatever ends a generation (answer complete, client disconnected, server failure), all its outputs stop being
-      computed.
+    - However a generation ends (answer complete, client disconnected, server failure), the computation of all its
+      outputs stops.
     - A started stream ends with `[DONE]`, even after an error; a failure before the first token has an HTTP error
       status.
 """
@@ -116,7 +116,7 @@ class _Nothing(Response):
     """Response for a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give the access log the status 499; nothing is transmitted, since the connection is closed."""
+        """Send status 499, for the access log only; nothing is transmitted, since the connection is closed."""
         await send({"type": "http.response.start", "status": 499, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 

@@ -29,7 +29,7 @@ _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 """Maximum number of bytes parsed between two checks of the limits, in a head and in a body."""
 _MOST_QUEUED = 8
-"""Number of pipelined requests behind the current one from which on no more data of a connection is parsed."""
+"""Number of pipelined requests behind the current one at which parsing of a connection's data pauses."""
 _MOST_AHEAD = 2**17
 """Maximum number of unparsed bytes while a request is answered; above it, the server stops reading the connection."""
 _CHUNK_BYTES = 24
@@ -139,7 +139,7 @@ class Phase(Enum):
 
 
 class _UntilClosed(int):
-    """Content length, never used up, of a body that ends with its connection; uvicorn counts the length down to 0."""
+    """Content length of a body that ends with its connection; it stays the same when uvicorn subtracts sent bytes."""
 
     def __lt__(self, other: object) -> bool:
         return False

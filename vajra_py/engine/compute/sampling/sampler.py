@@ -244,7 +244,7 @@ def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
 def truncate(scores: torch.Tensor, parameters: Doubles) -> torch.Tensor:
     """Return scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
 
-    Sorts at most once, and only up to the largest top-k if every row that needs sorting sets top-k.
+    Scores are sorted at most once, and only up to the largest top-k if every row that needs sorting sets top-k.
     """
     vocab_size = scores.shape[1]
     top_k = parameters[:, Column.TOP_K].astype(np.int64)
