@@ -272,7 +272,7 @@ def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
-    """Concatenate one optional column of all parts, with default values for parts without it; None if no part has it."""
+    """Concatenate one optional column of all parts, with defaults for parts without it; None if no part has it."""
     return _concatenated([getattr(part, name) for part in parts], parts, default)
 
 
