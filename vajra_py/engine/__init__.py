@@ -1,6 +1,6 @@
 """Run the scheduling mechanism on a real model.
 
-The names below load what they need when they are first used; importing this package loads no tensor library.
+Each name of this package is loaded when it is first used; importing the package loads no tensor library.
 """
 
 from __future__ import annotations

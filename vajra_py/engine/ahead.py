@@ -2,14 +2,13 @@
 
 If a policy declares that it repeats decodes, the worker gets, together with a step, the decodes that will probably
 follow, and submits them to the device before it waits for the step's tokens. The policy then decides as usual. Started
-rows that it selects are used; rows of requests that ended or were preempted are dropped, and the rest of the step
-(chunks of new
-requests) is computed after them. So decisions, records and tokens do not depend on look-ahead.
+rows that it selects are used; rows of requests that ended or were preempted are dropped. The rest of the step (chunks
+of new requests) is computed after the rows that are used. So decisions, records and tokens do not depend on look-ahead.
 
 Invariants:
     - This module does not change the mechanism, nor the executor's record of its worker's state.
     - A started row writes KV at positions that its request has not reached, or into a spare block, so a dropped row
-    leaves nothing that is ever read.
+      leaves nothing that is ever read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan
 
 MOST_SPARE_BLOCKS = 64
-"""Largest number of rows of one step that may be started ahead although they need a new block."""
+"""Maximum number of rows of one step that may be started ahead although they need a new KV block."""
 
 
 def spare_blocks(max_requests: int) -> int:
@@ -42,7 +41,7 @@ class LookAhead:
         self.num_used = 0
         """Number of steps that used rows started ahead."""
         self.num_wasted = 0
-        """Number of started steps of which no row was used."""
+        """Number of steps for which rows were started ahead, but none was used."""
         self.num_dropped_rows = 0
         """Number of started rows that were not used."""
 
@@ -66,7 +65,7 @@ class LookAhead:
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """Yield (request, tokens computed) for rows that will decode after this step, as far as that can be predicted."""
+        """Yield (request, number of tokens computed) for each row that is expected to decode after this step."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)

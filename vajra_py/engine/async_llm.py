@@ -38,7 +38,7 @@ class StreamPart:
         text: new text; may be empty while a character or a stop string is incomplete.
         token_ids: new tokens.
         logprobs: log-probabilities of the new tokens; empty unless the request has `logprobs`.
-        output: the request's whole output with its last part; None before.
+        output: the request's whole output, in its last part; None in earlier parts.
     """
 
     text: str
@@ -104,7 +104,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Reason why no request can be served any more, since every replica was lost and given up; else None.
+        """Reason why no request can be served any more (every replica was lost and given up); None if there is none.
 
         The state is final.
         """
@@ -114,7 +114,7 @@ class AsyncLLM(EngineClient):
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, facts: StatedFacts | None = None
     ) -> AsyncIterator[StreamPart]:
-        """Yield the request's new output step by step; the last part has the whole output.
+        """Yield the request's new output step by step; the last part also has the whole output.
 
         `facts` are read by policies and select an adapter: `StatedFacts(adapter="french")`. Raises `ConfigError` if the
         request cannot be served, `VajraError` if the engine ends. Leaving the iteration early (`break`, cancellation)

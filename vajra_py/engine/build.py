@@ -46,7 +46,7 @@ from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
-"""Sizes of each pool of a replicaset that its settings leave open."""
+"""Sizes (number of KV blocks, longest sequence, KV bytes per token) by pool of a replicaset, from the loaded model."""
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -91,8 +91,8 @@ class WorkerMaker:
 
     Attributes:
         services: services of the engine.
-        options: by replica, the options of its worker's runner.
-        ordinals: by replica, the index of the first device that it uses.
+        options: options of the runner of each replica's worker.
+        ordinals: index of the first device of each replica.
         in_process: True if workers compute in this process.
     """
 
@@ -170,7 +170,7 @@ class Engine:
     def check(config: SystemConfig, services: EngineServices, lacking: Sequence[Problem] = ()) -> None:
         """Build replicas and policies without a model, as a check.
 
-        `lacking`: problems found earlier. Raises `ConfigError` for these and for errors in the settings.
+        `lacking` holds problems found earlier. Raises `ConfigError` for these and for errors in the settings.
         """
         settings: ModelBackendConfig = config.backend.settings
         replicasets = config.effective_replicasets
@@ -211,11 +211,11 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        """Largest number of token ids that are valid in every model."""
+        """Number of token ids that are valid in every model: the smallest vocabulary size."""
         return min(facts.vocab_size for facts in self.models.values())
 
     def model_of(self, request: RequestFacts) -> ModelFacts:
-        """Return the model of the replicaset that takes this request. Raises `ConfigError` if none does."""
+        """Return the model facts of the replicaset that takes this request. Raises `ConfigError` if none does."""
         return self.models[self.controller.select(request)]
 
     def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
@@ -286,7 +286,7 @@ class Engine:
         worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
-        """Return the prompt limits of the replicaset with the shortest ones."""
+        """Return the prompt limits of the replicaset whose longest request is the shortest."""
         return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
 
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
@@ -296,7 +296,7 @@ class Engine:
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """Return sizes and names by replicaset, as needed by replays and readers of the results."""
+        """Return the models' names and sizes by replicaset, for replays and for readers of the results."""
         return {
             name: {
                 "model_type": facts.model_type,
@@ -313,7 +313,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the number of KV blocks of each replica, by pool if the replicaset has named pools."""
+        """Return a replica's number of KV blocks; with named pools, that number and the longest sequence by pool."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -490,7 +490,7 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
 def _profiled_blocks(
     pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
 ) -> int:
-    """Return the number of blocks for which every replica of a pool has room.
+    """Return the number of KV blocks that fit on every replica of a pool.
 
     Replicas on one device share its memory.
     """

@@ -5,7 +5,7 @@ separate thread.
 
 Invariants:
     - A request that `submit` accepted always ends, even if the engine fails: by its `on_progress` or its
-    `on_engine_end`.
+      `on_engine_end`.
     - Once the engine has ended, `submit` raises.
 """
 
@@ -161,9 +161,9 @@ class EngineClient:
         return outcome
 
     def run(self) -> BaseException | None:
-        """Run the loop in this thread until it ends.
+        """Run the loop in this thread until it ends; return the error that ended it, or None.
 
-        End the requests that are left, and return the error that ended it.
+        The caller must then call `end`, which ends the remaining requests.
         """
         assert self.loop is not None
         error: BaseException | None = None
@@ -174,7 +174,7 @@ class EngineClient:
         return error
 
     def end(self, error: BaseException | None) -> None:
-        """Stop accepting requests and end all that are left, since the loop has ended."""
+        """Stop accepting requests and end all remaining ones, after the loop has ended with `error` (None: closed)."""
         self._error = error
         self.refuse()
         if self.loop is not None:
@@ -182,7 +182,7 @@ class EngineClient:
         self.end_open(error)
 
     def end_open(self, error: BaseException | None) -> None:
-        """End every request that is left, if the loop cannot do so."""
+        """End every remaining request by its `on_engine_end`, without the loop."""
         for submission in list(self._open):
             if submission.on_engine_end is not None:
                 submission.on_engine_end(error)

@@ -1,8 +1,8 @@
 """Wall clock of an engine run, and waiting for the next event.
 
-Time is read once per turn, so that decisions depend on recorded ticks only. Ticks are whole nanoseconds, in units of
-picoseconds as in the whole package, so a time in seconds that was written to a file reads back as the same tick for
-weeks.
+Time is read once per turn of the loop, so that decisions depend on recorded ticks only. A tick is a picosecond, as in
+the whole package, but the clock returns multiples of a nanosecond: in the first weeks of a run, a time that was written
+to a file in seconds reads back as the same tick.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EngineClock(Protocol):
         """Return the current tick: a multiple of a nanosecond, never smaller than an earlier result."""
 
     def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
-        """Return the next message; None if none comes by tick `until` (`NEVER`: wait without limit)."""
+        """Return the next message; None if no message arrives by tick `until` (`NEVER`: wait without limit)."""
 
 
 class WallClock:

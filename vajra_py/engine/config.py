@@ -1,6 +1,6 @@
 """Settings of backends that compute with a model, and of `backend: {engine: …}`: model, device, processes.
 
-Importing this loads no tensor library.
+Importing this module loads no tensor library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
 
 MAX_GRAPH_ROWS = 256
-"""Largest batch of decodes that is captured as a graph: for larger ones, launch overhead is small beside computing."""
+"""Largest batch of decodes that is captured as a graph; in larger ones, computation exceeds launch overhead by far."""
 
 MAX_STEP_TOKENS = 8192
 """Tokens per step for which memory is reserved if the settings give no limit."""
@@ -114,7 +114,7 @@ class PlacementConfig(Section):
 
 
 class ReplicasetEngineConfig(Section):
-    """Settings of one replicaset that differ from the engine's section: another model, another device. Null: the same."""
+    """Settings of one replicaset that differ from the engine's section, such as another model; null: the same."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
     random_weights: Switch | None = Field(None, description="Use random weights instead of reading them.")
@@ -245,7 +245,7 @@ class ModelBackendConfig(Section):
 
     @property
     def begins_ahead(self) -> bool | None:
-        """True if steps begin before the previous step's tokens are available; None: where that pays."""
+        """True if steps begin before the previous step's tokens are available; None: on a GPU only."""
         return False
 
     def of(self, replicaset: str) -> Self:
@@ -261,7 +261,10 @@ class ModelBackendConfig(Section):
         raise NotImplementedError
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return what this machine lacks: a supported model, an installed package. Loads nothing."""
+        """Return a problem for each requirement that this machine lacks, such as model files or a package.
+
+        Loads no model.
+        """
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:

@@ -23,9 +23,9 @@ class NgramRules:
 
 
 def may_have_drafts(sampling: SamplingParams) -> bool:
-    """Return True if several tokens of a request can be verified at once.
+    """Return True if several tokens of a request can be verified in one step.
 
-    That is so if its sampling does not depend on its output, except through the logits.
+    That is so if its sampling depends on its output through the logits only.
     """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)
     return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens
@@ -61,7 +61,7 @@ class NgramIndex:
     def drafts(self) -> list[int]:
         """Return the tokens that followed the first occurrence of the longest n-gram at the end.
 
-        Empty if there is none.
+        Return an empty list if no n-gram at the end occurred earlier.
         """
         known, rules = self._tokens, self._rules
         for length in range(min(rules.max_tokens, len(known)), rules.min_tokens - 1, -1):

@@ -119,9 +119,9 @@ class EngineExecutor:
         return self._submissions[request].num_output_tokens
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`: number of drafts that the lookup finds.
+        """See `Executor`; return the number of drafts that the lookup finds.
 
-        0 for requests whose tokens cannot be verified together.
+        Return 0 for requests of which several tokens cannot be verified in one step.
         """
         submission = self._submissions[request]
         if self._ngrams is None or not may_have_drafts(submission.output.sampling):
@@ -160,7 +160,7 @@ class EngineExecutor:
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Make the worker forget a request that continues on another replica."""
+        """Make the worker forget a request, for example because it continues on another replica."""
         self._drop_row(request)
         self._withheld.pop(request, None)
 
@@ -226,9 +226,9 @@ class EngineExecutor:
     def lookahead_decodes(
         self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
     ) -> LookaheadDecodes | None:
-        """Return one more decode per (request, tokens computed by then); None if the step cannot be started ahead.
+        """Return one more decode per (request, number of tokens computed by then); None if they cannot start ahead.
 
-        Requests with penalties, bad words or log-probabilities prevent it, since dropped rows could not be undone. At
+        Requests with penalties, bad words or log-probabilities prevent that, since dropped rows could not be undone. At
         most `num_spare` rows may need a new block.
         """
         decodes, growing = [], []
@@ -246,7 +246,7 @@ class EngineExecutor:
     def step_result(self, output: StepOutput, withheld: Collection[Request] = ()) -> StepResult:
         """Return the mechanism's result for a worker's output, and update the requests' output buffers.
 
-        `withheld`: requests whose token does not count as output; see `withheld_token`.
+        `withheld`: requests whose token does not count as output yet; see `withheld_token`.
         """
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
@@ -294,7 +294,7 @@ class EngineExecutor:
     def _given(self, request: Request, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
         """Accept a verified row, and return its tokens.
 
-        These are the sampled ones, up to the first that differs from its draft or ends the request.
+        These are the sampled tokens, up to the first one that differs from its draft or ends the request.
 
         A draft is accepted only if it equals the token sampled in its place, so the output is the same as without
         drafts.
@@ -366,7 +366,7 @@ class EngineExecutor:
     def _add_drafts(
         self, entry: PlannedChunk, drafts: PlannedDrafts, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add a decode with its drafts, as a chunk that names all of its tokens."""
+        """Add a decode with its drafts, as a chunk with the ids of all these tokens."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
@@ -381,10 +381,7 @@ class EngineExecutor:
         step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
-        """Return the prompt tokens to score from a chunk of positions `start` ..
-
-        `end` - 1; empty if the request wants none.
-        """
+        """Return the prompt tokens to score with the logits of positions `start` to `end` - 1; empty if none."""
         submission = self._submissions[request]
         buffer = submission.output
         if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(
@@ -396,7 +393,7 @@ class EngineExecutor:
         return followers
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
-        """Return the known tokens of a request at positions `start` .. `end` - 1."""
+        """Return the known tokens of a request at positions `start` to `end` - 1."""
         submission = self._submissions[request]
         prompt, num_prompt = submission.prompt_token_ids, request.num_prompt_tokens
         if end <= num_prompt:
@@ -428,7 +425,7 @@ class EngineExecutor:
         return row
 
     def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
-        """Resend a request's sampling state if a group samples from now on that has not seen its tokens."""
+        """Resend a request's sampling state if another group, which has not seen its tokens, samples from now on."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
             changes.new.append(self._new_row(request, row.slot))
@@ -442,7 +439,10 @@ class EngineExecutor:
         return NewRow(slot, sampling, submission.seed, prompt, first_outputs, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
-        """Free slots if they would run out: those of the longest-known requests that are not among `requests`."""
+        """Free slots of requests not among `requests` if slots would run out.
+
+        Requests without KV memory lose their slots first, then the requests that have been known longest.
+        """
         num_lacking = len(requests) - sum(map(self._rows.__contains__, requests)) - len(self._free)
         if num_lacking <= 0:
             return

@@ -4,9 +4,9 @@ A worker starts each copy after it has processed all earlier messages. Copies of
 other.
 
 Invariants:
-    - A copy reads KV that earlier steps have written; on a GPU it waits there for these steps.
+    - A copy reads KV that earlier steps have written; on a GPU, the copy waits on the device for these steps.
     - A step that writes a newly taken device block first waits until no copy reads or writes that block; a copy to the
-    device waits in the same way for copies to the host. Steps wait for no other copies.
+      device waits in the same way for copies to the host. Steps wait for no other copies.
     - After a failed copy, no further copy starts and every later step fails.
 """
 
@@ -57,7 +57,7 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # First submit the rows started ahead: if dropped later, they still write a block, which this copy may load.
+        # First submit the rows to start ahead: even if dropped later, they write a block that this copy may overwrite.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
@@ -126,7 +126,7 @@ class KvCopier:
             self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
-        """Return True if the next copy can start: no copy to the host still reads blocks that it overwrites."""
+        """Return True if there is a next copy and no copy to the host still reads blocks that it overwrites."""
         if not lane.moves:
             return False
         return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))

@@ -148,7 +148,7 @@ class SharedBuffer:
 def _anonymous_file() -> int:
     """Return the descriptor of an unnamed file, which cannot outlive its processes.
 
-    In memory if the system supports that.
+    The file is in memory if the system supports that.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("vajra-kv", os.MFD_CLOEXEC)

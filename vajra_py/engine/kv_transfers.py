@@ -36,7 +36,7 @@ class KvTransfers:
         return len(self._under_way)
 
     def begin(self, transfer: Transfer[EngineReplica]) -> None:
-        """Start to copy the blocks that the target lacks; a transfer without any ends in the next turn."""
+        """Start to copy the blocks that the target lacks; a transfer of no blocks ends in the loop's next turn."""
         source, target = transfer.source, transfer.target
         source_blocks, target_blocks = _blocks(transfer, source), _blocks(transfer, target)
         key = _key(transfer)
@@ -49,8 +49,8 @@ class KvTransfers:
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
         """Forget a transfer: the buffer from its source is dropped.
 
-        If the target's worker was already sent the copy, it copies before any later step, which may then overwrite the
-        blocks.
+        If the copy was already sent to the target's worker, the worker makes it before any later step; such a step may
+        then overwrite the blocks.
         """
         self._under_way.pop(_key(transfer), None)  # absent if it ended in this turn
 
@@ -63,7 +63,7 @@ class KvTransfers:
             target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
-        """Return the driver's input for KV that has arrived; None if the transfer was cancelled."""
+        """Return the driver's input for KV that has arrived; None if the transfer was cancelled or its KV was lost."""
         key = news.replica[0], news.number
         if news.is_lost or key not in self._under_way:
             return None
@@ -76,7 +76,7 @@ def _key(transfer: Transfer[EngineReplica]) -> tuple[str, int]:
 
 
 def _blocks(transfer: Transfer[EngineReplica], end: EngineReplica) -> list[int]:
-    """Return the blocks of one end that hold, or will hold, the KV that the target lacks."""
+    """Return the blocks of `end` (the source or the target) for the KV that the target lacks."""
     memory = end.replica.memory
     size = memory.block_size
     return list(memory.block_table(transfer.request)[transfer.start // size : -(-transfer.end // size)])

@@ -37,7 +37,7 @@ DEFAULT_SCHEDULING: Mapping[str, Any] = {
     "replica_scheduler": "fixed_chunk",
 }
 DEFAULT_REPLICASET = "default"
-"""Name of a replicaset that is the only one."""
+"""Name of the replicaset if there is only one."""
 CPU_MEMORY_FRACTION = 0.25
 """Fraction of a host's free memory for KV blocks; the rest is left for other uses."""
 
@@ -121,8 +121,8 @@ class LLM(EngineClient):
 
         With `n` above 1, the n outputs of each prompt follow one another.
 
-        `params` and `facts` (such as `StatedFacts(adapter="french")`) are one for all prompts, or one for each. With
-        `n` above 1, the outputs of a prompt have consecutive seeds.
+        `params` and `facts` (such as `StatedFacts(adapter="french")`) are one value for all prompts, or one for each
+        prompt. With `n` above 1, the outputs of a prompt have consecutive seeds if `params` states a seed.
 
         Raises `ConfigError` for any error in any prompt or its parameters before the first prompt is computed, and
         `PolicyError` if a policy breaks the contract, after which the LLM is closed. If a request fails for another

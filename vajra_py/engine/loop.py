@@ -112,8 +112,8 @@ class EngineLoop(Backend[EngineReplica]):
         self._transfers = KvTransfers(self.inbox.put)
         self._tier_copies = TierCopies()
         self._suspects: dict[Request, int] = {}
-        """Requests computed together with others when a replica was lost, and the number of tokens each has yet to give
-        alone."""
+        """Requests of steps in flight when a replica was lost, and the number of tokens that each must still get from
+        parts of its own."""
         self._num_suspected: dict[Request, int] = {}
         self._progressed: dict[Request, None] = {}
         """Requests that got a token in this turn."""
@@ -217,7 +217,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Return True if the loop has to wait for a restarting replica.
+        """True if the loop has to wait for a restarting replica.
 
         That is so if requests will arrive, if unfinished requests may need the replica, or if all replicas are lost.
         """
@@ -226,13 +226,13 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _is_loading(self) -> bool:
-        """Return True if an adapter is being loaded."""
+        """True if an adapter is being loaded."""
         adapters = (one.replica.adapters for one in self._replicas.values())
         return any(one is not None and one.is_loading() for one in adapters)
 
     @property
     def _awaits_tiers(self) -> bool:
-        """Return True if a copy between memory tiers is in flight that a request may wait for."""
+        """True if a copy between memory tiers is in flight for which unfinished requests may wait."""
         return len(self._tier_copies) > 0 and self.controller.num_alive > 0
 
     @property
@@ -249,7 +249,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _sort(self, message: Message) -> None:
         """Turn a message into an event of the next turn.
 
-        Messages of workers are queued, since a turn handles only one.
+        Most messages of workers are queued, since a turn handles only one.
         """
         if isinstance(message, KvExported):
             self._transfers.exported(message)
@@ -356,7 +356,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _left_first_stage(self, one: EngineReplica) -> None:
         if one.num_stale:
             return
-        step = one.under_way[-1]  # the earlier step has left this stage already
+        step = one.under_way[-1]  # earlier steps have left the first stage already
         step.num_entering -= 1
         if not step.num_entering:
             plan, replica = step.plan, one.replica
@@ -491,8 +491,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure; if there were several, each is a suspect, for longer
-        # each time.
+        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; with each
+        # further failure, it stays one for twice as many tokens.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:
@@ -557,7 +557,10 @@ class EngineLoop(Backend[EngineReplica]):
 
 
 def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
-    """Return the requests whose token in this step is not output: they leave, and their target replica samples it again."""
+    """Return the requests whose token in this step is not output.
+
+    They leave the replica, and their target replica samples the token again.
+    """
     if not replica.hands_off or replica.gives_first_token:
         return ()
     return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk)}

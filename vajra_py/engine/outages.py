@@ -1,6 +1,6 @@
-"""Outages: replicasets whose up replicas cannot serve requests to their end, and how long the requests wait.
+"""Track outages: times in which a replicaset's replicas that are up cannot serve requests to their end.
 
-Without pools, this means no replica is up; with pools, also that only prefill replicas or only decode replicas are up.
+Without pools, no replica is up in an outage; with pools, replicas may be up, but only for prefill or only for decoding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Outages:
             self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))
 
     def restored(self, replica: ReplicaKey) -> None:
-        """End the outage of a replica's replicaset if the restored replica completes it."""
+        """End the outage of a replica's replicaset if it can serve requests again, now that the replica is restored."""
         self.restarting.discard(replica)
         name = replica[0]
         if self._controller.replicasets[name].can_serve_with(self._up(name)):
@@ -53,11 +53,11 @@ class Outages:
         self._ends.pop(replicaset, None)
 
     def over(self, now: int) -> list[str]:
-        """Return the replicasets whose requests have reached the time limit of waiting."""
+        """Return the replicasets whose requests have waited up to the time limit."""
         return [name for name, tick in self._ends.items() if tick <= now]
 
     def next_due(self) -> int:
-        """Return the next tick at which requests reach the time limit of waiting; `NEVER` if none wait."""
+        """Return the next tick at which waiting requests reach the time limit; `NEVER` if none wait."""
         return min(self._ends.values(), default=NEVER)
 
     def _up(self, replicaset: str) -> list[int]:

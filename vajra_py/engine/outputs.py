@@ -1,4 +1,4 @@
-"""Output of a request so far, and whether the request ends with it.
+"""Collect the output of a request and detect its end.
 
 One object per request collects tokens, log-probabilities and, if there is a tokenizer, text. It detects the ends that
 the controller cannot predict: the model's end-of-sequence token, a stop token, a stop string.
@@ -35,7 +35,7 @@ class OutputBuffer:
         logprobs: log-probabilities of each token, for requests with `logprobs`.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, for requests with
             `prompt_logprobs`.
-        stopped_by: stop string or token that ended the request; None so far or if it ended otherwise.
+        stopped_by: stop string or token that ended the request; None if it has not ended or ended otherwise.
         is_faulty: True if the request failed on its own.
 
     """
@@ -61,9 +61,9 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """Return the text that the client may see, complete once the request has ended.
+        """Text that the client may see; it is complete once the request has ended.
 
-        It excludes the stop string that ended the request, unless the request includes it by its parameters.
+        It excludes the stop string that ended the request, unless `include_stop_str_in_output` is set.
         """
         if self.stream is not None:
             unread = self.unread()
@@ -128,7 +128,7 @@ OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None
 
 @dataclass(eq=False, slots=True)
 class Submission:
-    """One request on its way through the engine.
+    """One request as submitted to the engine.
 
     Attributes:
         facts: facts that the client stated.
@@ -137,9 +137,9 @@ class Submission:
         output: buffer of the output.
         content: segments that identify the prompt in the prefix cache; None: the tokens identify it.
         shares: True if the prompt's blocks may be shared with other requests.
-        salt: requests share prefixes only if they have the same salt; None: as set in the settings.
+        salt: requests share prefixes only if they have the same salt; None: the settings determine the salt.
         num_output_tokens: number of tokens after which the request ends, if that is known beforehand.
-        sent_at: tick when the client sent the request; None: when it is submitted.
+        sent_at: tick when the client sent the request; None: the tick when the loop submits it.
         on_progress: called after each step that gave the request a token, and at its end.
         follows_steps: True to call `on_progress` after each step, with the text decoded; False: at the end only.
         on_engine_end: called instead of `on_progress` if the engine ends first, with its error, or None if it was
@@ -176,7 +176,7 @@ class Submission:
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
         """Return the hashes of the prompt's blocks for the prefix cache.
 
-        With `tenant_salt`, they match within its tenant only.
+        With `tenant_salt`, the hashes of different tenants differ, unless the submission has its own `salt`.
         """
         salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         salt = adapter_salt(salt, self.facts.adapter)

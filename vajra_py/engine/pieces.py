@@ -27,8 +27,8 @@ _SENTENCE_PIECE = [
 def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:
     """Return a function from a token id to its bytes: None for special tokens and for ids without a token.
 
-    `tokenizer` is one of transformers. `keeps_special`: special tokens are returned as text, as the vocabulary writes
-    them.
+    `tokenizer` is a tokenizer of transformers. With `keeps_special`, the bytes of a special token are its name in the
+    vocabulary.
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
@@ -60,10 +60,10 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 
 
 def stripped_blanks(tokenizer: Any) -> int | None:
-    """Return how many leading blanks decoding strips, if text otherwise equals its tokens' joined bytes.
+    """Return the number of leading blanks that decoding strips; None if text differs in other ways from joined bytes.
 
-    Returns None for tokenizers that decode in another way. Byte-level and SentencePiece vocabularies are recognised by
-    their decoder; for invalid bytes it may produce more replacement characters than joining does.
+    Byte-level and SentencePiece vocabularies, whose text equals their tokens' joined bytes, are recognised by their
+    decoder. For invalid bytes, the decoder may produce more replacement characters than decoding joined bytes does.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")

@@ -75,7 +75,7 @@ def serve_steps(
         pass
     finally:
         rank.close()
-    # A normal exit takes seconds once a tensor library is loaded; nothing that is left needs one.
+    # A normal exit takes seconds once a tensor library is loaded, and nothing that remains needs one.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -116,7 +116,7 @@ class _Rank:
                 self._fail(error)
 
     def close(self) -> None:
-        """Release everything; a copy that does not end is left to the end of the process."""
+        """Release everything; a copy that does not end in time continues until the process ends."""
         with suppress(ExecutorError):
             self._copier.close(_CLOSE_S)
         self._runner.close()
@@ -150,7 +150,7 @@ class _Rank:
         self._answer(load)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Answer that KV blocks were copied between this rank's device and host memory, or why the copy failed."""
+        """Answer that KV blocks were copied between this rank's device and host memory, or with the copy's error."""
         with suppress(OSError):  # the controller has closed the pipe, which ends this process
             if error is None:
                 self._answer(RankMove(move.number))
@@ -179,7 +179,7 @@ def _send(pipe: Connection, answer: Any) -> None:
 class ProcessWorker:
     """The processes of one replica.
 
-    They load concurrently: create all workers first, then call `wait_loaded` for each.
+    Several workers load concurrently: create all of them first, then call `wait_loaded` of each.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class ProcessWorker:
         load: LoadRunner = load_runner,
         context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
-        """Start the processes; `context` determines how, by spawning unless given."""
+        """Start the processes with the start method of `context`; None: spawn."""
         self._replica = replica
         self._rendezvous: str | None = None
         self._facts: ModelFacts | None = None
@@ -231,7 +231,7 @@ class ProcessWorker:
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`: the smallest number of all ranks; on a CPU, the ranks share its memory."""
+        """See `Worker`; return the smallest number over all ranks. On a CPU, the ranks share its memory."""
         sharing = len(self._pipes) if self.facts.device == "cpu" else 1
         return int(min(self._call("profile_num_blocks", memory_fraction / sharing)))
 
@@ -330,7 +330,7 @@ class ProcessWorker:
                     answer = self._pipes[rank].recv()
                 except (EOFError, OSError):
                     answer = ExecutorError(self._died(rank))
-                if isinstance(answer, BaseException):  # other ranks may wait for this one for ever
+                if isinstance(answer, BaseException):  # other ranks may wait forever for this one
                     raise answer
                 answers[rank] = answer
         return [answers[rank] for rank in range(len(self._pipes))]

@@ -26,7 +26,7 @@ class Prompt:
     Attributes:
         token_ids: tokens of the prompt.
         content: segments that identify the prompt in the prefix cache; None: the tokens identify it.
-        shares: True if other requests may have the same tokens.
+        shares: True if the prompt may share KV blocks with other requests.
     """
 
     token_ids: Sequence[int]

@@ -24,8 +24,9 @@ from vajra_py.engine.worker import (
 class RankAnswers:
     """Answers of a replica's ranks; each rank answers in the order of the steps.
 
-    Tensor-parallel ranks sample the same tokens, so only the first one's answers are used; of pipeline stages, those of
-    the last; of KV-parallel groups, each group's answers for the requests that it samples.
+    Of tensor-parallel ranks, which sample the same tokens, only the first one's answers are used; of pipeline stages,
+    only the last one's answers. The answers of all KV-parallel groups are joined: each group answers for the requests
+    that it samples.
     """
 
     def __init__(self, replica: ReplicaKey, options: RunnerOptions) -> None:
@@ -37,9 +38,9 @@ class RankAnswers:
         self._num_answers = [0] * options.num_ranks
         self._num_left = 0
         self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
-        """Parts of incomplete copies, by (number, whether it is an export) and rank."""
+        """Parts of incomplete copies, by (number of the copy, True for an export) and rank."""
         self._moved: Counter[int] = Counter()
-        """Ranks that have finished their part of each incomplete `KvMove`."""
+        """Number of ranks that have finished their part of each incomplete `KvMove`, by number of the copy."""
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
         """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""

@@ -1,4 +1,4 @@
-"""Find settings in an experiment that backends which compute with a model do not support."""
+"""Find settings of an experiment that are not supported by backends that compute with a model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from vajra_py.plugins import SCALER
 
 
 def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """Return the place of a replicaset's replica sizes in an experiment's file."""
+    """Return the path of a replicaset's section `replica` in an experiment's file."""
     return f"{section_of(replicaset, replicasets)}replica"
 
 
 def section_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """Return the prefix of the places of a replicaset's settings in an experiment's file."""
+    """Return the prefix of the paths of a replicaset's settings in an experiment's file."""
     return "" if len(replicasets) == 1 else f"replicasets.{replicaset}."
 
 
 def replicas_by_place(name: str, replicasets: Mapping[str, ReplicasetConfig]) -> dict[str, ReplicaConfig]:
-    """Return the replica sizes of a replicaset by their places in the file: its own, and those of its pools."""
+    """Return the sections `replica` of a replicaset and of its pools, by their paths in an experiment's file."""
     one = replicasets[name]
     pools = {f"{section_of(name, replicasets)}pools.{pool}.replica": one.pools[pool].replica for pool in one.pools}
     return {where_of(name, replicasets): one.replica, **pools}
 
 
 def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return a problem for each scaler, since all workers of these backends run from the start."""
+    """Return a problem for each replicaset with a scaler, since all workers of these backends run from the start."""
     problems = []
     for name, one in replicasets.items():
         scaler = one.scheduling.scaling
@@ -54,7 +54,7 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
 def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
     """Return problems with settings of a replica that no backend with a model supports.
 
-    `has_adapters`: the backend's workers compute adapters.
+    `has_adapters`: True if the backend's workers compute adapters.
     """
     problems = []
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":

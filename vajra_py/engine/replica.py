@@ -59,10 +59,10 @@ class StepUnderWay:
 
     Attributes:
         plan: the policy's decision.
-        parts: parts that have not come back. The worker gets them one after the other, or with pipeline stages all at
-            once.
+        parts: parts whose outputs have not arrived. The worker gets the parts one after the other, or, with pipeline
+            stages, all at once.
         num_entering: number of parts that have not left the first pipeline stage.
-        outputs: outputs of the parts that came back.
+        outputs: outputs of the parts that have arrived.
     """
 
     plan: StepPlan
@@ -78,14 +78,14 @@ class EngineReplica(BackendReplica):
     Attributes:
         executor: translation between plans and messages of the worker.
         worker: computes the replica's steps.
-        ahead: starts decodes before they are decided; None: no look-ahead.
-        watch: limits the time that the worker takes for a step; None: no limit.
+        ahead: look-ahead, which starts decodes before the policy decides on them; None: no look-ahead.
+        watch: time limit for the worker's steps; None: no limit.
         under_way: steps in flight, in order: one, or up to the number of pipeline stages.
         is_lost: True if the worker is lost and not replaced yet.
         num_stale: number of outstanding answers to cancelled steps.
         compute_s: total time of its steps on the device, in seconds.
         busy_ticks: total time from forming steps to processing their results, in ticks.
-        exports: copies that wait until the worker has got all parts of the steps in flight, which may write their KV.
+        exports: copies that wait until all parts of the steps in flight, which may write the KV to copy, are submitted.
     """
 
     executor: EngineExecutor
@@ -128,7 +128,7 @@ class EngineReplica(BackendReplica):
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Copy KV between the worker's device and its host memory, after earlier messages and concurrent with later ones."""
+        """Copy KV between the worker's device and host memory, after earlier messages, concurrently with later ones."""
         if self.watch is not None:
             self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
         self.worker.copy_kv(copy)

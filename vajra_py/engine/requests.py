@@ -33,7 +33,7 @@ class RequestMetrics:
         admitted_at: time when the request was first admitted to a step.
         first_token_at: time of the first token.
         ended_at: time of the end.
-        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
         num_preemptions: number of preemptions.
     """
 
@@ -70,8 +70,8 @@ class RequestOutput:
         request_id: the engine's id of the request.
         prompt_token_ids: tokens of the prompt.
         token_ids: generated tokens, including the one that ended the request.
-        text: generated text, without special tokens and the stop string that ended the request; empty without a
-            tokenizer.
+        text: generated text, without special tokens, and without the stop string that ended the request unless
+            `include_stop_str_in_output` is set; empty without a tokenizer.
         finish_reason: "stop", "length", "aborted", "rejected", "failed" or "expired".
         detail: reason, if the request was aborted, rejected or expired, or if it failed.
         stopped_by: stop string or token that ended the request; None if it ended otherwise.
@@ -123,7 +123,7 @@ def new_submission(
     replicaset: str,
     where: str,
 ) -> Submission:
-    """Return the submission of a checked prompt, after checking its parameters for the replicaset that takes it.
+    """Return the submission of a checked prompt, after checking the sampling parameters for its replicaset.
 
     A request with `prompt_logprobs` shares no blocks, since cached tokens have no logits. Raises `ConfigError`.
     """
@@ -137,7 +137,7 @@ def new_submission(
 
 
 class RequestMaker:
-    """Creates submissions from a program's prompts, and reports their errors before anything is computed."""
+    """Creates submissions from the prompts of a Python caller; errors are raised before anything is computed."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class RequestMaker:
     def make(
         self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
     ) -> Submission:
-        """Create one submission; `stated` are its facts other than its lengths. Raises `ConfigError`."""
+        """Create one submission; `stated` holds the request's facts other than its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
         check_sampling(params, "sampling", engine.vocab_size)
         if params.bad_words:

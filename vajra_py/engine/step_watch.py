@@ -36,14 +36,14 @@ _FACTOR = 10.0
 """Limit of a step, as a multiple of the longest step seen."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
-"""Seconds that any step may take: machines stall now and then, and a device's libraries compile kernels on first
-use."""
+"""Minimum time limit of a step on a GPU, in seconds: machines stall now and then, and libraries compile kernels on
+first use."""
 _NUM_FIRST = 8
 """Number of first steps of a worker that are not counted: they load libraries and fill caches."""
 _FIRST_S = 600.0
 """Time limit of a worker's first steps, in seconds."""
 _FIRST_AGAIN_S = 60.0
-"""Time limit of first steps if other workers of the replica have computed before, in seconds."""
+"""Time limit of a worker's first steps if earlier workers of the replica have computed steps, in seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
 """Time limit for reloading a worker: factor over the time that the first workers took, and minimum in seconds."""
 _PAUSE_S = 0.25
@@ -73,8 +73,8 @@ class StepTimes:
     def allowed_s(self, num_tokens: int, num_before: int) -> float:
         """Return the limit in seconds of a step of `num_tokens` tokens, after `num_before` steps of its worker.
 
-        For steps with more tokens than any so far the limit grows in proportion, and up to ten minutes with the square
-        of the ratio, since attention does.
+        For a step with more tokens than all earlier ones, the limit grows in proportion to the number of tokens, or, up
+        to ten minutes, with its square, as the time of attention does.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -91,14 +91,14 @@ class _Lane:
     """Steps or copies that a worker executes one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
-    """Tokens of each step in flight; 0 for a copy. For a copy beside steps, the tokens of the steps that it waits
-    for."""
+    """Number of tokens of each step in flight; 0 for a copy. For a copy beside steps, the number of tokens of the steps
+    that it waits for."""
     numbers: deque[int] = field(default_factory=deque)
     """Numbers of the copies, for a lane of copies beside steps."""
     began_at: float = 0.0
     """Start of the first step or copy, on the monotonic clock."""
     age_s: float = 0.0
-    """Seconds since then that this process ran; time while it was suspended does not count."""
+    """Seconds since `began_at` in which this process ran; time in which it was suspended does not count."""
 
     def add(self, num_tokens: int) -> None:
         """Record a step or copy that is about to be submitted to the worker."""
@@ -123,7 +123,7 @@ class _Timer:
     """Steps, and copies ordered with them."""
     down: _Lane = field(default_factory=_Lane)
     up: _Lane = field(default_factory=_Lane)
-    """Copies beside steps to the device; `down`: to the host."""
+    """Copies to the device beside steps; `down` holds copies to the host."""
     num_done: int = 0
     is_over: bool = False
 
@@ -216,7 +216,7 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # In a thread: the loop may not read the message, as it may be waiting for this worker to accept a step.
+                # The loop may not read the message, since it may be waiting for this worker to accept a step.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:

@@ -98,10 +98,10 @@ class StopSearch:
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
         """Add text.
 
-        Return the text that cannot belong to a stop string, and the stop string that ends the text, or None.
+        Return the new text that cannot belong to a stop string, and the stop string that ends the text, or None.
 
-        With `may_stop`, the text ends before the stop string that begins first, and of several that begin there the
-        shortest. A stop string completed earlier counts while its text is held back.
+        With `may_stop`, the text ends before the stop string that begins first; if several begin there, the shortest
+        one counts. A stop string that was completed before `may_stop` counts if its text is still held back.
         """
         automaton, node = self._automaton, self._node
         if not node and automaton.beginnings.isdisjoint(text):

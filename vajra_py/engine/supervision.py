@@ -46,7 +46,7 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """Handle the loss of `worker` in step `num_steps` of the replica (the first is 1; 0: before the first).
 
-        Returns True if a replacement is started; its outcome is reported once.
+        Return True if a replacement is started; the outcome of the restart is reported once.
         """
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Supervisor:
         self._notify(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
-        """Return a worker that is ready; None if it is no longer needed."""
+        """Return a worker that is ready for steps; None if the supervisor was closed meanwhile."""
         worker = self._begin(replica)
         with self._gate:
             self._loading[replica] = worker

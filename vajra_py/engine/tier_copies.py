@@ -1,12 +1,11 @@
 """Copies between the device and the host tier of an engine's replicas, and the messages to their workers.
 
 A tier lies behind the host blocks for swapping, in the same memory. Workers copy concurrently with their steps, and a
-step
-that overwrites blocks of a copy in flight waits for it (`kv_copier`):
-    - A copy to the host is submitted before the step that overwrites its blocks.
+step that overwrites blocks of a copy in flight waits for the copy (`kv_copier`):
+    - A copy to the host is submitted before the step that overwrites the copy's blocks.
     - A copy to the device is submitted together with the step of its turn, after that step's swapping, which may still
-      read its blocks. No step uses its blocks before the copy has ended. If the copy is cancelled, a step that reuses
-      the blocks is submitted later.
+      read the copy's blocks. No step uses these blocks before the copy has ended. If the copy is cancelled, a step that
+      reuses the blocks is submitted later.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class TierCopies:
             copy.replica.move_kv(_move(copy, ()))
 
     def cancel(self, copy: TierCopy[EngineReplica]) -> None:
-        """Forget a copy. If its worker was already sent it, later steps that use its blocks wait for it."""
+        """Forget a copy. If it was already sent to its worker, later steps that use its blocks wait for it."""
         self._under_way.pop(_key(copy), None)  # absent if it ended in this turn
 
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
@@ -53,7 +52,7 @@ class TierCopies:
 
         Return False if there are none.
 
-        `swaps`: blocks that this step is to move first; the worker moves them with the first copy instead.
+        `swaps`: blocks that this step is to move first; if there are copies, the worker moves them with the first copy.
         """
         if not self._to_load:
             return False
@@ -83,7 +82,7 @@ def num_host_blocks(replica: Replica) -> int:
 
 
 def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
-    """Return a problem for each tier in a replicaset whose requests move with their KV, which takes blocks between steps."""
+    """Return a problem if a replicaset with tiers moves requests with their KV, which takes blocks between steps."""
     if replicaset.tiers is None:
         return []
     message = (

@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinySize:
-    """Dimensions of a small model: layers, hidden size, inner size of the MLP, query and KV heads, and width of a head."""
+    """Dimensions of a small model: layers, hidden size, inner size of the MLP, query and KV heads, and head width."""
 
     num_layers: int
     hidden_size: int

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
     @property
     def stripped_blanks(self) -> int | None:
-        """Number of leading blanks that decoding strips; None if it changes the text otherwise.
+        """Number of leading blanks that decoding strips; None if decoding changes the text in other ways.
 
         Apart from the blanks, the text must equal its tokens' joined bytes as UTF-8.
         """
@@ -138,8 +138,8 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
     Raises `ConfigError` without a tokenizer.
 
-    As in vLLM, each word is forbidden at the beginning of a text, and also after a blank if its tokens with the blank
-    have the same number but a different first token.
+    As in vLLM, each word is forbidden as tokenized at the beginning of a text, and also as tokenized after a blank if
+    that gives the same number of tokens, but a different first token.
     """
     if not params.bad_words:
         return params
@@ -228,8 +228,8 @@ class PieceStream:
 class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    Only the last few tokens are decoded again together with new ones, starting at the last complete text (`_prefix`),
-    since the first token of a text may be decoded differently as well.
+    Only the last few tokens are decoded again together with new ones. They begin with the tokens of the last emitted
+    text (at `_prefix`), since the first token of a decoded sequence may be decoded differently as well.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")
@@ -251,7 +251,7 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Return the tokens to decode when new ones arrive: those up to the last complete text, and all."""
+        """Append new tokens; return the tokens from `_prefix` up to the last emitted one, and all from `_prefix` on."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 
@@ -269,7 +269,7 @@ class WindowStream:
 
 
 def push_all(pushes: Sequence[tuple[TextStream, Sequence[int]]]) -> list[str]:
-    """Return the result of `push` for each (stream, tokens), with one decoding call per tokenizer for all of its streams."""
+    """Return the result of `push` for each (stream, tokens), with one decoding call per tokenizer."""
     windows: dict[Tokenizer, list[tuple[int, WindowStream, Sequence[int]]]] = {}
     texts = [""] * len(pushes)
     for place, (stream, token_ids) in enumerate(pushes):

@@ -5,7 +5,7 @@ Invariants:
       pipeline stages it gets the next step when it has delivered `LeftFirstStage`.
     - Copies of KV may be submitted at any time; a worker handles them in order, but runs a `KvMove` concurrently with
       later work.
-    - After a `Finished` with an error the worker is not used again; a process that dies delivers one at any time.
+    - After a `Finished` with an error the worker is not used again; if a process dies, one is delivered at any time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """Message that a worker has copied KV into its blocks, unless the KV `is_lost` with its source (also reported lost)."""
+    """Message that a worker has copied KV into its blocks, or, if `is_lost`, that the KV was lost with its source."""
 
     replica: ReplicaKey
     number: int
@@ -156,7 +156,7 @@ def set_passive_omp_wait() -> None:
 
     Spinning threads slow other work on the same cores many times over.
 
-    Only affects libraries that are loaded later, so it must be called before a tensor library is.
+    Only affects libraries that are loaded later, so it must be called before a tensor library is loaded.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

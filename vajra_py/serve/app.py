@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # needs the extra `serve`
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _TURNS = 8
-"""Number of event-loop turns after which earlier events on connections have been handled."""
+"""Number of event-loop iterations in which pending events of connections, such as disconnections, are handled."""
 
 
 class Service:
@@ -177,7 +177,7 @@ class Service:
         return refused + self.num_broken_streams
 
     def totals(self) -> dict[str, float] | None:
-        """Values that the dashboard's history records; None while the engine is being loaded."""
+        """Return the values that the dashboard's history records; None while the engine is being loaded."""
         if self.stats is None or self.controller is None:
             return None
         return {**totals(self.controller, self.stats), "errors": self.num_errors, "replicas_up": self.num_replicas_up}
@@ -258,18 +258,18 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": text}})
     async def metrics(request: Request) -> Response:
-        """Numbers for Prometheus; those of tenants only with a key, where there are keys."""
+        """Return the metrics for Prometheus; on a server with keys, tenants' metrics are included only with a key."""
         text = service.exposition.text(names_clients=request.scope.get(HAS_KEY, False))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/dashboard", response_class=HTMLResponse, responses=answers.errors(401))
     async def dashboard() -> HTMLResponse:
-        """A page that shows the server at work."""
+        """Return the dashboard, a page that shows the server's live state."""
         return HTMLResponse(page, headers=rules)
 
     @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
     async def dashboard_data(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> JSONResponse:
-        """Data of the page: the present, and the last hour's samples after `since`, in seconds since 1970."""
+        """Return the dashboard's data: live state, and the last hour's samples after `since` (seconds since 1970)."""
         shown: dict[str, Any] = server_health(service.session)
         if service.stats is not None and service.controller is not None:
             shown.update(live(service.controller, service.stats, service.catalogue))
@@ -312,21 +312,21 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelAnswer, responses=answers.errors(401, 404))
     async def model(name: str) -> JSONResponse:
-        """One of the models."""
+        """Return one of the models."""
         if name not in service.names:
             raise unknown_model(name, service.names)
         return JSONResponse(describe(name))
 
     @app.get("/health", response_model=answers.HealthAnswer, responses=answers.errors(503))
     async def healthy() -> JSONResponse:
-        """Liveness of the server: alive while it loads, not after the engine has failed."""
+        """Report liveness: 200 while the server loads or serves, 503 after the engine has ended."""
         if session.has_ended:
             raise ApiError(503, session.why_unavailable(), code="unavailable")
         return JSONResponse(health())
 
     @app.get("/ready", response_model=answers.HealthAnswer, responses=answers.errors(401, 503))
     async def ready() -> JSONResponse:
-        """Readiness for requests: the model is loaded, a replica is up, no shutdown has begun."""
+        """Report readiness for requests: 200 if the model is loaded, a replica is up and no shutdown has begun."""
         if not session.is_ready:
             raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
         return JSONResponse(health())

@@ -1,8 +1,8 @@
 """Life cycle of the server process.
 
-On SIGTERM or SIGINT the server stops accepting requests (503). Running requests may finish within the grace time, the
-rest is answered 503, then the process ends. A second signal ends the wait. Even if a worker, driver, policy or log
-hangs, a thread ends the process `END_S` after the grace time.
+On SIGTERM or SIGINT the server stops accepting requests (503). Running requests may finish within the grace time;
+requests that do not are answered 503, and the process ends. A second signal ends the grace time. Even if a worker,
+driver, policy or log hangs, a thread ends the process `END_S` after the grace time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""Seconds at the very end for connections to transmit written data; more if grace time is left."""
+"""Minimum seconds at the very end for connections to transmit written data; more if grace time is left."""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
 """Seconds for the rest of a shutdown after the grace time or a second signal, before the process is ended forcibly."""
@@ -120,10 +120,10 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Handle signals while the server runs, and ignore them afterwards.
 
-        So the exit code reflects how the server ended.
+        The exit code thus reflects how the server ended.
 
-        uvicorn restores the earlier handlers and raises the received signals again; a signal between that and the end
-        of the process would end it instead.
+        uvicorn's own method restores the earlier handlers and raises the received signals again, so a signal could end
+        the process first.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -144,7 +144,7 @@ class DrainingServer(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn, but connections are accepted by `Listener`; also start the task that watches the session."""
+        """Start as uvicorn does, but accept connections with `Listener`; also start a task that watches the session."""
         await super().startup([])
         config, state = self.config, self.server_state
         make = partial(self.connections.make, config, state, self.lifespan.state)
@@ -155,9 +155,9 @@ class DrainingServer(uvicorn.Server):
             self.on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that exceed a time limit, and end if no request can be served any more.
+        """Close connections that exceed a time limit, and end the session if every replicaset is out of service.
 
-        Called ten times a second.
+        Called ten times a second. A session whose policies can be swapped does not end.
         """
         self.connections.end_late(asyncio.get_running_loop().time())
         if not self._service.options.admin:
@@ -165,7 +165,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _until_engine_ends(self) -> None:
-        """End the server if the engine fails, so that a process supervisor can restart it."""
+        """Drain and end the server if the engine fails, so that a process supervisor can restart it."""
         await self._service.session.ended()
         if self._service.session.state is SessionState.FAILED:
             self.begin_drain()
@@ -192,7 +192,7 @@ class Guard(threading.Thread):
     """Ends the process from a separate thread that never waits for anything that may hang."""
 
     def __init__(self, is_writing: Callable[[], bool]) -> None:
-        """`is_writing` returns True while a recording is being completed, which gets `RECORD_S` more."""
+        """`is_writing` returns True while a recording is being completed; the deadline is then `RECORD_S` later."""
         super().__init__(name="vajra-guard", daemon=True)
         self._is_writing = is_writing
         self._deadline = float("inf")
@@ -301,7 +301,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _unlink(path: Path, made: os.stat_result | None) -> None:
-    """Remove a Unix socket's file, unless another server has created its own there."""
+    """Remove a Unix socket's file, unless another server has replaced it with its own."""
     with suppress(OSError):
         found = path.stat()
         if made is not None and (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):

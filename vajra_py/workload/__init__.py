@@ -1,7 +1,7 @@
 """Workloads: requests with arrival times, lengths and content.
 
 Read a trace, draw a synthetic workload, or take a built-in profile; stretch, cut, merge and label it; pass it to a
-simulation or a benchmark. Import from here: the submodules are private.
+simulation or a benchmark. Import names from this package: its submodules are private.
 """
 
 from __future__ import annotations

@@ -71,11 +71,11 @@ class StringColumn(Struct, frozen=True):
         return cls(tuple(known), np.concatenate(codes), numbers)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.codes)
 
     def __getitem__(self, row: int) -> str:
-        """The string of a row."""
+        """Return the string of a row."""
         label = self.labels[int(self.codes[row])]
         if self.numbers is None:
             return label

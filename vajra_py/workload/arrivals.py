@@ -1,9 +1,8 @@
 """Arrival processes of synthetic workloads.
 
-Each process is stationary at its rate (requests per second) from time 0 on, draws only from the random streams passed
-to it, and yields the same first arrivals for any number of requests. Renewal processes draw gaps; modulated ones
-(on/off, piecewise, Cox) draw a Poisson process of rate 1 in operational time and map it through the inverse of the
-integrated rate.
+Each process draws only from the random streams passed to it, and yields the same first arrivals for any number of
+requests. Rates are in requests per second. Renewal processes draw gaps; modulated processes (on/off, piecewise, Cox)
+draw a Poisson process of rate 1 in operational time and map it through the inverse of the integrated rate.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Process(BaseModel):
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
         """Yield arrays of arrival times in seconds, ascending throughout.
 
-        `rng` draws the arrivals, and `modulation` the changes of the rate.
+        Arrivals are drawn from `rng`, and changes of the rate from `modulation`.
         """
 
 
@@ -71,7 +70,7 @@ class Poisson(_Renewal):
     rate: Positive = Field(description="Mean rate in requests per second.")
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
-        """Inter-arrival times in seconds."""
+        """Return `size` inter-arrival times in seconds."""
         return rng.exponential(1.0 / self.rate, size)
 
 
@@ -83,7 +82,7 @@ class Gamma(_Renewal):
     cv: Positive = Field(description="Coefficient of variation of the gaps (standard deviation / mean); 1 is Poisson.")
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
-        """Inter-arrival times in seconds."""
+        """Return `size` inter-arrival times in seconds."""
         shape = 1.0 / (self.cv * self.cv)
         return rng.gamma(shape, 1.0 / (shape * self.rate), size)
 
@@ -96,7 +95,7 @@ class Weibull(_Renewal):
     shape: Positive = Field(description="Shape of the distribution of the gaps; 1 is Poisson.")
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
-        """Inter-arrival times in seconds."""
+        """Return `size` inter-arrival times in seconds."""
         gaps: F64 = rng.weibull(self.shape, size) / (self.rate * math.gamma(1.0 + 1.0 / self.shape))
         return gaps
 
@@ -126,7 +125,7 @@ class QuantileGaps(_Renewal):
         return self
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
-        """Inter-arrival times in seconds."""
+        """Return `size` inter-arrival times in seconds."""
         logs = np.log(self.gaps_s)
         return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
 
@@ -154,7 +153,7 @@ class FixedInterval(_Process):
 
 
 class AtOnce(_Process):
-    """All requests at time 0, to time a batch of work."""
+    """All requests at time 0, to measure how long a batch of work takes."""
 
     type: Literal["at_once"] = "at_once"
 
@@ -214,7 +213,7 @@ class OnOff(_Modulated):
     )
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """Yield on and off times in turn; the first state is drawn by the states' shares of time."""
+        """Yield on and off times in turn; the probability of each first state is its share of the time."""
         cycle_s = self.mean_on_s + self.mean_off_s
         on_rate = self.rate * cycle_s / (self.mean_on_s + self.off_rate_fraction * self.mean_off_s)
         states = ((self.mean_on_s, on_rate), (self.mean_off_s, on_rate * self.off_rate_fraction))
@@ -270,7 +269,7 @@ class PiecewiseConstant(_Modulated):
 
 
 class CoxGamma(_Modulated):
-    """Poisson arrivals whose rate is drawn for each window from a gamma distribution, which resembles Azure's traces."""
+    """Poisson arrivals, similar to Azure's traces, whose rate is drawn for each window from a gamma distribution."""
 
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
@@ -298,13 +297,13 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> F64:
-    """Return arrival times in seconds: the first `num_requests`, those before `duration_s`, or the fewer of both.
+    """Return arrival times in seconds: the first `num_requests`, those before `duration_s`, or the fewer of the two.
 
-    Without both, all arrivals of piecewise rates that end.
+    Without either limit, return all arrivals of piecewise rates that end.
 
     Raises:
-        WorkloadError: both are missing for a process without an end, the rates end before `num_requests` arrivals, or
-            no request arrives.
+        WorkloadError: both limits are missing for a process without an end, the rates end before `num_requests`
+            arrivals, or no request arrives.
     """
     ends = isinstance(process, PiecewiseConstant) and not process.repeat
     if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):

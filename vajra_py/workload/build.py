@@ -24,13 +24,13 @@ def build_workload(
     """Build the workload that `config` describes.
 
     Args:
-        config: section `workload:`.
+        config: settings of the section `workload:`.
         rng_for: returns the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`,
             `system_prompts`, `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`,
             `priorities`, `tenants`, `slo_classes`. In a merged workload, the part's `name` (or its `type`, numbered as
             `azure#2`) and a slash precede the name. `source["streams"]` of the result lists the streams used.
         base_dir: folder for relative paths.
-        source: result of its method `source`, so that files are not read again.
+        source: result of `config.source` if it is known, so that files are not read again; None to call it.
 
     Raises:
         WorkloadError: a file is broken (with its line), or the source cannot provide what the configuration requires.
@@ -115,7 +115,8 @@ def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Worklo
 def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
     """Return the workload stretched to `config.rate`.
 
-    If `expected`, the mean rate over seeds before, is known, the result has this rate on average; otherwise exactly.
+    If `expected`, the mean rate over all seeds before stretching, is known, the results of all seeds have `config.rate`
+    on average; otherwise the result has exactly this rate.
     """
     assert config.rate is not None  # checked by the caller
     if config.starts_sessions_at_rate and workload.columns.session_id is not None:

@@ -1,7 +1,7 @@
-"""Parse cells of traces into numbers, a million at a time.
+"""Parse the cells of trace files, many cells at a time.
 
-A parser converts the cells of one column to an array, or raises ValueError if it rejects any of them; the caller finds
-that cell by parsing cells one by one.
+A parser converts the cells of one column to an array, or raises ValueError if it rejects any of them; the caller then
+finds the rejected cell by parsing the cells one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DATETIME = re.compile(
 
 
 def _checked(cells: Sequence[str]) -> Sequence[str]:
-    """Return the cells. Raises ValueError if one has other characters than those of ASCII decimal numbers.
+    """Return the cells. Raises ValueError if a cell has characters that do not occur in ASCII decimal numbers.
 
     This rejects `1_000`, `nan`, `inf` and digits of other scripts, which Python's conversions accept.
     """
@@ -115,7 +115,7 @@ def maybe_whole_numbers(nothing: int) -> Parser:
 
 
 def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
-    """Return the cells unchanged, as an object array."""
+    """Return the cells without surrounding blanks, as an object array."""
     return objects([cell.strip() for cell in cells])
 
 

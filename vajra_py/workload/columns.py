@@ -37,7 +37,7 @@ _make_request = maker(
 class Columns(Struct, frozen=True):
     """Columns of a workload.
 
-    None is stored as -1 in `max_tokens` and `follows` (a row number), and as NaN in floats.
+    None is stored as -1 in `max_tokens` and in `follows` (which holds row numbers), and as NaN in columns of floats.
     """
 
     arrived_at: F64
@@ -57,7 +57,7 @@ class Columns(Struct, frozen=True):
     metadata: ObjectArray | None = None
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """Return the number of requests."""
         return len(self.arrived_at)
 
     def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
@@ -94,7 +94,7 @@ class Columns(Struct, frozen=True):
     def take(self, rows: I64) -> Columns:
         """Return the given rows, in that order.
 
-        A parent that is not among them is replaced by its nearest ancestors that are.
+        A parent that is not among these rows is replaced by its nearest ancestors that are.
         """
         changed: dict[str, Any] = {}
         for column, value in structs.asdict(self).items():
@@ -237,9 +237,9 @@ def _kept_ancestors(follows: I64, rows: I64) -> I64:
 
 
 def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64) -> list[tuple[int, ...]]:
-    """Return for each of `rows` the new rows of its parents, where dropped ones are replaced by nearest kept ancestors.
+    """Return for each of `rows` the new rows of its parents; nearest kept ancestors replace parents that are dropped.
 
-    Each row occurs once.
+    No row occurs twice among the parents of a request.
     """
     new_row = int64s(size, -1)
     new_row[rows] = np.arange(len(rows))
@@ -263,7 +263,7 @@ def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64)
 
 
 def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the columns `follows` and `joins` for requests with these rows of parents."""
+    """Return the columns `follows` and `joins`, given the rows of each request's parents."""
     more = [tuple(rows[1:]) for rows in parents]
     return {
         "follows": np.array([rows[0] if rows else -1 for rows in parents], dtype=np.int64) if any(parents) else None,
@@ -272,7 +272,7 @@ def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
-    """Concatenate one optional column of all parts, with its default for parts that lack it; None if all lack it."""
+    """Concatenate one optional column of all parts, with defaults for parts without it; None if no part has it."""
     return _concatenated([getattr(part, name) for part in parts], parts, default)
 
 

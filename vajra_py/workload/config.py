@@ -55,7 +55,7 @@ class MergeConfig(WorkloadOptions):
         return parts[0].merge(*parts[1:], share_content=self.share_content)
 
     def mean_rate(self) -> float | None:
-        """Return the rate of all parts together; None if that of one is unknown."""
+        """Return the rate of all parts together; None if the rate of any part is unknown."""
         parts = [_stretch(one) for one in self.workloads]
         known = [one for one in parts if one is not None]
         if len(known) < len(parts):
@@ -90,7 +90,7 @@ class _Stretch(NamedTuple):
 
 
 def _stretch(config: WorkloadOptions) -> _Stretch | None:
-    """Return mean requests and seconds of one part of a merged workload; None if they are unknown."""
+    """Return the mean size and duration of one part of a merged workload; None if they are unknown."""
     rate = config.mean_rate()
     if rate is None or config.skip or any(getattr(config, name) is not None for name in _CUTS):
         return None

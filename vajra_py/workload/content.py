@@ -1,6 +1,6 @@
 """Prompt contents stored without repeating shared prefixes.
 
-Prompts are leaves of a forest: a node adds one segment to the segments of its parent. Invariants: a parent's index is
+Prompts are nodes of a forest: a node adds one segment to the segments of its parent. Invariants: a parent's index is
 below those of its children; nodes never change, so workloads cut or merged from one another may share a store.
 """
 
@@ -46,7 +46,7 @@ class SegmentSpace(Struct, frozen=True):
         return (self.label, number) if self.label else number
 
     def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
-        """Return the space for requests whose ids get `prefix`; with `share`, ids of other content stay unchanged."""
+        """Return the space for requests whose ids get `prefix`; with `share`, only the ids of outputs change."""
         if self.kind == "output":
             return SegmentSpace("output", prefix + self.label)
         if self.kind == "explicit":
@@ -100,7 +100,7 @@ class ContentStore:
 
     @property
     def has_outputs(self) -> bool:
-        """True if some prompt contains the output of another request."""
+        """True if prompts may contain outputs of other requests."""
         return any(
             space.kind == "output" or any(isinstance(entry, tuple) and entry[0] == "out" for entry in space.table)
             for space in self.spaces
@@ -123,7 +123,7 @@ class ContentColumn(Struct, frozen=True):
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:
-        """Return the column for requests whose ids get `prefix`; with `share`, ids of other content stay unchanged."""
+        """Return the column for requests whose ids get `prefix`; with `share`, only the ids of outputs change."""
         store = self.store
         spaces = tuple(space.renamed(prefix, share=share) for space in store.spaces)
         return ContentColumn(ContentStore(spaces, store.parent, store.space, store.number, store.tokens), self.nodes)
@@ -164,7 +164,7 @@ class ContentBuilder:
         self._known: dict[tuple[int, int, int, int], int] = {}
 
     def add(self, parent: int, space: int, number: int, num_tokens: int) -> int:
-        """Return the node of a segment after `parent` (NO_NODE at the start of a prompt); adds it if it is new."""
+        """Return the node of a segment after `parent` (NO_NODE at the start of a prompt); add the node if it is new."""
         key = (parent, space, number, num_tokens)
         node = self._known.get(key)
         if node is None:
@@ -185,7 +185,7 @@ class ContentBuilder:
 
 
 def content_from_prompts(prompts: Sequence[PromptContent | None]) -> ContentColumn | None:
-    """Return the column of contents given one by one; None if all are None."""
+    """Return the column of the prompts' contents; None if all contents are None."""
     if all(prompt is None for prompt in prompts):
         return None
     builder = ContentBuilder(())

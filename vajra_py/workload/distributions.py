@@ -1,8 +1,8 @@
 """Distributions of lengths, gaps and think times, and joint draws of two of them.
 
 A distribution is defined by its inverse: it maps standard normal numbers z to the values at the same quantiles. So a
-Gaussian copula (correlated z) can join any two, and a further draw never changes earlier ones. The unit of values
-depends on the use: tokens for lengths, seconds for times.
+Gaussian copula (correlated z) can join any two distributions, and further draws never change earlier ones. The unit of
+values depends on the use: tokens for lengths, seconds for times.
 """
 
 from __future__ import annotations
@@ -84,19 +84,19 @@ class Uniform(_Model):
         return self
 
     def quantiles(self, z: F64) -> F64:
-        """Values at the quantiles of z."""
+        """Return the values at the quantiles of z."""
         return self.min + (self.max - self.min) * normal_cdf(z)
 
 
 class Lognormal(_Clipped):
-    """exp(N(mu, sigma)), clipped: the median is exp(mu), the mean exp(mu + sigma^2 / 2)."""
+    """exp(N(mu, sigma)), clipped; before clipping, the median is exp(mu) and the mean exp(mu + sigma^2 / 2)."""
 
     type: Literal["lognormal"] = "lognormal"
     mu: Finite = Field(description="Mean of the natural logarithm of the value.")
     sigma: NonNegative = Field(description="Standard deviation of the natural logarithm of the value.")
 
     def quantiles(self, z: F64) -> F64:
-        """Values at the quantiles of z."""
+        """Return the values at the quantiles of z."""
         return self._clip(np.exp(np.minimum(self.mu + self.sigma * z, math.log(LARGEST))))
 
 
@@ -144,7 +144,7 @@ class Geometric(_Model):
     max: int | None = Field(None, ge=1, description="Largest value; larger ones are lowered to it. None: no bound.")
 
     def quantiles(self, z: F64) -> F64:
-        """Values at the quantiles of z."""
+        """Return the values at the quantiles of z."""
         if self.p == 1:
             return np.ones(len(z))
         survival = np.maximum(normal_cdf(-z), 1e-300)
@@ -155,7 +155,7 @@ class Geometric(_Model):
 class QuantileTable(_Model):
     """Values at given probabilities, interpolated in between.
 
-    The logarithm of the value, or with `linear` the value itself, is linear in the probability.
+    Between entries, the logarithm of the value, or with `linear` the value itself, is linear in the probability.
     """
 
     type: Literal["quantiles"] = "quantiles"
@@ -179,7 +179,7 @@ class QuantileTable(_Model):
         return self
 
     def quantiles(self, z: F64) -> F64:
-        """Values at the quantiles of z."""
+        """Return the values at the quantiles of z."""
         uniform = normal_cdf(z)
         if self.interpolation == "linear":
             return np.interp(uniform, self.probabilities, self.values)

@@ -20,7 +20,7 @@ __all__ = ["Draws"]
 class Draws:
     """Fingerprints of workloads by configuration and seed.
 
-    A file that several configurations or seeds read with the same options is read once.
+    A file that consecutive configurations or seeds read with the same options is read once.
     """
 
     def __init__(self, base_dir: Path) -> None:
@@ -29,7 +29,7 @@ class Draws:
         self._source: Workload | None = None
 
     def fingerprints(self, config: WorkloadOptions, seeds: Sequence[RngFor]) -> list[str]:
-        """Return the fingerprint of the workload for each seed, which is given by its random streams.
+        """Return the fingerprint of the workload for each seed; `seeds` holds the random streams of each.
 
         Raises `WorkloadError` like `build_workload`.
         """

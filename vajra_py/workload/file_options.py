@@ -44,8 +44,10 @@ class ThinConfig(WorkloadSection):
 
 
 class FileOptions(WorkloadOptions):
-    """Options of workloads that are read from a file. A relative path starts at the folder `base_folder` of pydantic's validation context, by
-    default at the current folder.
+    """Options of workloads that are read from a file.
+
+    A relative path starts at the folder `base_folder` of pydantic's validation context, by default at the current
+    folder.
     """
 
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")

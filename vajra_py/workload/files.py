@@ -87,9 +87,9 @@ def iter_lines(file: Path) -> Iterator[str]:
 
 
 def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
-    """Return the line and value of the first byte that is not UTF-8.
+    """Return the line number and value of the first byte that is not UTF-8.
 
-    The position reached while reading lines does not tell, because text is decoded in larger pieces.
+    The number of lines read so far does not give the line, because text is decoded in larger pieces.
     """
     with _open_bytes(file) as raw:
         for number, line in enumerate(raw, start=1):
@@ -101,7 +101,7 @@ def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
 
 
 def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and JSON object of each line of a file; blank lines are skipped.
+    """Yield the line number and JSON object of each line of a file; blank lines are skipped.
 
     Raises:
         WorkloadError: as for `iter_lines`, and if a line is not a JSON object or the file contains none.
@@ -134,7 +134,7 @@ It is called with single cells to find a rejected one.
 
 
 class Column(Struct, frozen=True):
-    """Column to read from a table and store under `key`: its parser and allowed values (a sentence without full stop)."""
+    """Column `name` to read from a table and store under `key`, with its parser and the text of the allowed values."""
 
     key: str
     name: str
@@ -159,12 +159,12 @@ class Table:
         return self.columns[key]
 
     def error(self, row: int, message: str, allowed: str) -> WorkloadError:
-        """Return an error about this row (from 0) that gives the line."""
+        """Return an error about this row (from 0) that states the line number."""
         return WorkloadError(self.file, line_of_row(self.file, row), message, allowed)
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (last) line number and cells of each non-blank row of a CSV file, header included."""
+    """Yield the number of the last line, and the cells, of each non-blank row of a CSV file, header included."""
     reader = csv.reader(iter_lines(file))
     while True:
         try:
@@ -242,7 +242,7 @@ def _parse_block(file: Path, block: Sequence[tuple[int, list[str]]], place: int,
 
 
 def iter_csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield line number and cells by column name of each row of a CSV file with a header; cells are stripped of blanks.
+    """Yield the line number and the stripped cells, by column name, of each row of a CSV file with a header.
 
     Raises:
         WorkloadError: as for `iter_lines`, and if a row has too few or too many cells, or the file has no rows.

@@ -21,8 +21,8 @@ _SIZE = 16
 def fingerprint(columns: Columns) -> str:
     """Return a hexadecimal digest of all facts of these requests.
 
-    It is for workloads that were drawn or read in the same way: equal prompts that are composed of different segments
-    have different digests.
+    Digests are comparable only for workloads that were drawn or read in the same way: equal prompts that are composed
+    of different segments have different digests.
     """
     digest = hashlib.blake2b(digest_size=_SIZE)
     for name, value in _named(columns):

@@ -17,7 +17,7 @@ class Followers:
         self._num_parents_left: dict[str, int] = {}  # requests with several parents
 
     def add(self, spec: RequestSpec) -> bool:
-        """Hold a request until its parents have ended; returns False for one without parents, which is not held."""
+        """Hold a request until its parents have ended; return False if it has no parents, and so is not held."""
         parents = spec.parents
         for parent in parents:
             self._children.setdefault(parent, []).append(spec)

@@ -190,7 +190,10 @@ class WorkloadOptions(WorkloadSection):
 
 
 def check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:
-    """Raise ValueError if arrivals that never end have no other end: neither `number`, the option `name`, nor `duration_s`."""
+    """Raise ValueError if endless arrivals have no bound: neither `number` (of option `name`) nor `duration_s`.
+
+    Arrivals at once always need `number`.
+    """
     if isinstance(arrivals, AtOnce):
         if number is None:
             raise ValueError(f"at_once arrivals have no end. Allowed: {name}")

@@ -107,7 +107,7 @@ def profile_info(name: str) -> ProfileInfo:
 
 
 def own_rate(name: str) -> float | None:
-    """Return a profile's mean rate in requests per second; None for sessions or without arrivals.
+    """Return a profile's mean rate in requests per second; None for a profile of sessions or without arrivals.
 
     Raises like `profile_info`.
     """
@@ -128,7 +128,7 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
     `rate` in requests per second (by default the trace's own) is the mean over seeds: time is stretched by the same
     factor for every seed, and a single draw varies about the mean as the trace does. A profile of sessions yields whole
     sessions except for the last one, which may be cut. Its sessions start at `rate` divided by their mean number of
-    turns; gaps and think times are not stretched. Streams: `arrivals`, `arrival_rates`, `lengths`, and if the profile
+    turns; times within sessions are not stretched. Streams: `arrivals`, `arrival_rates`, `lengths`, and if the profile
     uses them `classes`, `tenants`, `turns`, `think_times`, `system_prompts`, `resets`.
 
     Raises:
@@ -165,9 +165,11 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
 def _session_requests(
     sessions: Sessions, arrivals: tuple[ArrivalProcess, float | None], rng_for: RngFor, n: int
 ) -> Workload:
-    """Return the first `n` requests, session by session; the number of sessions is doubled until they have `n` requests.
+    """Return the first `n` requests, session by session.
 
-    If `arrivals` has a rate of requests, sessions start at this rate divided by the mean number of turns of these sessions.
+    The number of sessions is doubled until they have `n` requests. `arrivals` holds an arrival process of sessions and
+    a rate of requests, or None. With a rate, sessions arrive as a Poisson process instead, at this rate divided by the
+    mean number of turns.
     """
     process, rate = arrivals
     streams = _Replayed(rng_for)

@@ -1,4 +1,4 @@
-"""Draw programs: graphs of calls that run in sequence or in parallel, with tool calls in between.
+"""Draw programs: graphs of LLM calls that run in sequence or in parallel, with tool calls in between.
 
 A graph is drawn for each program; a call is sent some time after the last of its parents has ended. Its prompt consists
 of the prompt of its first parent, the answers of its parents, and new text (such as the output of a tool), so that the
@@ -122,7 +122,7 @@ class ProgramCalls(BaseModel):
 class CallGraph:
     """Calls of several programs, program after program.
 
-    Each list has one entry per call; parents are indices into it.
+    Each list has one entry per call; `parents` holds indices into the lists.
     """
 
     programs: list[int]
@@ -150,13 +150,14 @@ def programs_workload(
     num_programs: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Draw programs that start by an arrival process (its rate in programs per second).
+    """Draw programs that start according to an arrival process, whose rate is in programs per second.
 
     Programs start until `num_programs` have started or `duration_s` seconds have passed. Streams: `arrivals`,
     `arrival_rates`, `shapes`, `graphs`, `lengths`, `think_times`, `system_prompts`.
 
     Raises:
-        WorkloadError: neither bound is given for an endless process, or no first call fits `max_context_tokens`.
+        WorkloadError: neither bound is given for an endless process, or `max_context_tokens` leaves no room for new
+            text after a system prompt.
     """
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_programs, duration_s=duration_s
@@ -186,9 +187,9 @@ def programs_workload(
 
 
 def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, I64]:
-    """Return the nominal arrival time of each call in seconds, and its rank among all.
+    """Return the nominal arrival time of each call in seconds, and its rank among all calls.
 
-    Nominally answers take no time: a call arrives at its program's start plus the longest path of delays to it.
+    Nominally, answers take no time: a call arrives at its program's start plus the longest path of delays to the call.
     """
     arrived_at: list[float] = []
     begins = starts.tolist()
@@ -207,7 +208,7 @@ def stated_of(graph: CallGraph, programs: StringColumn) -> dict[str, FactColumn]
 
 
 def _declared(declares: Sequence[Declared], graph: CallGraph, delay_s: F64) -> dict[str, FactColumn]:
-    """Return the columns of the facts in `declares`: a program's size, its end, and the delay until the next call."""
+    """Return the columns of the facts in `declares`, and empty `parent_calls` if parents are not declared."""
     size = len(graph.programs)
     children: list[list[int]] = [[] for _ in range(size)]
     for row, parents in enumerate(graph.parents):

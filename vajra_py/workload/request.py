@@ -106,17 +106,18 @@ class RequestSpec(StatedFacts):
 
     Attributes:
         request_id: Unique in its workload.
-        arrived_at: Seconds from the workload's start. For a request that `follows` others, only a nominal time (it
-            orders and cuts the workload): the request arrives `think_time_s` after the last of them ends.
+        arrived_at: Seconds from the workload's start. For a request with parents (`follows`), this is only a nominal
+            time, by which the workload is ordered and cut: the request arrives `think_time_s` after its last parent
+            ends.
         num_prompt_tokens: Tokens of the prompt, at least 1.
-        num_output_tokens: True output length in tokens unless a limit stops it earlier, at least 1. Never shown to a
-            policy.
+        num_output_tokens: True output length in tokens, at least 1, unless a limit ends the output earlier. Never shown
+            to a policy.
         max_tokens: Largest number of output tokens that the client accepts; None: up to the model's length.
         content: Content of the prompt for prefix caching; None: the prompt shares nothing.
         prompt_token_ids: Token ids of the prompt if they are known, `num_prompt_tokens` in number.
         follows: Id of the parent (closed-loop sessions), or ids of several parents (a join in a graph of calls): the
             request arrives only after all of them have ended. None: it arrives at `arrived_at`.
-        think_time_s: Seconds between the end of the last parent and its own arrival.
+        think_time_s: Seconds between the end of the last parent and the arrival of this request.
         metadata: Facts of the source that are kept but never interpreted.
     """
 
@@ -133,14 +134,14 @@ class RequestSpec(StatedFacts):
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Ids of the requests that it follows; empty if it arrives at `arrived_at`."""
+        """Ids of the requests that this request follows; empty if it arrives at `arrived_at`."""
         if self.follows is None:
             return ()
         return (self.follows,) if isinstance(self.follows, str) else self.follows
 
 
 def follows_of(parents: Sequence[str]) -> str | tuple[str, ...] | None:
-    """Return ids of parents in the form of `RequestSpec.follows`: a single one as a plain id, none as None."""
+    """Return ids of parents in the form of `RequestSpec.follows`: one id as text, several as a tuple, else None."""
     if len(parents) > 1:
         return tuple(parents)
     return parents[0] if parents else None

@@ -1,12 +1,12 @@
 """Draw replications of a trace with the seed: by random windows, block bootstrap or thinning.
 
-A window is an unchanged interval of the trace. The block bootstrap concatenates random blocks of the trace, whose ends
-are joined (D. N. Politis and J. P. Romano, "A circular block-resampling procedure for stationary data", 1992), so that
-every request is equally likely. Thinning keeps each request, or each session as a whole, with a fixed probability.
+A window is an unchanged interval of the trace. The block bootstrap treats the trace as a circle and concatenates random
+blocks of it (D. N. Politis and J. P. Romano, "A circular block-resampling procedure for stationary data", 1992), so
+that every request is equally likely. Thinning keeps each request, or each whole session, with a fixed probability.
 
 A *unit* is a set of requests that are kept together: those of one session or linked by `follows`, or a single request.
-If requests of different units share content, thinning and bootstrap would change the rate of prefix hits, so they
-reject such traces.
+If prompts share content, the bootstrap rejects the trace, and so does thinning unless every request belongs to a
+session: the sample would have another rate of prefix hits than the trace.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def block_bootstrap(
     Exactly one size of blocks is given: `block_s` in seconds, or `block_requests` in units. With `block_s`, the sample
     has the duration of the workload, and its number of requests varies. With `block_requests`, it has the same number
     of units, each at its recorded gap after the previous one, and its duration varies. A unit belongs entirely to the
-    block that contains its first request. `first` ends the sample after that many requests. Ids are renumbered; those
-    of sessions include the number of the draw.
+    block that contains its first request. `first` ends the sample after that many requests if each unit is a single
+    request; else it has no effect. Ids are renumbered; ids of sessions and programs include the number of the draw.
 
     Raises:
         WorkloadError: the trace is no longer than a block, or its prompts share content, so that blocks drawn twice
@@ -251,9 +251,7 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """Return the time span of the arrivals plus one mean gap, seconds; the rate is the number of arrivals divided by
-    it.
-    """
+    """Return the time span of the arrivals plus one mean gap, in seconds: their number divided by their rate."""
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 

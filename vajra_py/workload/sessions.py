@@ -116,7 +116,7 @@ def sessions_workload(
     num_sessions: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Draw sessions that start by an arrival process (its rate in sessions per second).
+    """Draw sessions that start according to an arrival process, whose rate is in sessions per second.
 
     Sessions start until `num_sessions` have started or `duration_s` seconds have passed. Streams: `arrivals`,
     `arrival_rates`, `turns`, `lengths`, `think_times`, `system_prompts`, `resets`.
@@ -149,7 +149,7 @@ def sessions_workload(
 def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions: int) -> tuple[I64, I64]:
     """Return the index of each session's (or program's) system prompt, and the length of each system prompt in tokens.
 
-    Without `prompts`, all use a single one of 0 tokens.
+    If `prompts` is None, all sessions use a single system prompt of 0 tokens.
     """
     if prompts is None:
         return np.zeros(num_sessions, dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -161,7 +161,7 @@ def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions:
 
 
 def _turns(sessions: Sessions, rng_for: RngFor, system: I64) -> tuple[_Turns, I64]:
-    """Draw the turns of the sessions; return them and the lengths of their prompts in tokens.
+    """Draw the turns of the sessions; return the turns and the lengths of their prompts in tokens.
 
     `system` holds the length of each session's system prompt in tokens.
     """

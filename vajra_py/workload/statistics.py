@@ -76,7 +76,7 @@ class WorkloadStatistics(Struct, frozen=True):
 def mean_rate(arrived_at: F64) -> float:
     """Return requests per second as 1 / mean inter-arrival time.
 
-    0 if it is undefined: for fewer than two requests, or practically simultaneous arrivals.
+    Return 0 if the rate is undefined: for fewer than two requests, or practically simultaneous arrivals.
     """
     duration_s = float(arrived_at[-1] - arrived_at[0]) if len(arrived_at) else 0.0
     rate = (len(arrived_at) - 1) / duration_s if duration_s > 0 else 0.0
@@ -107,7 +107,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """Return for each node the first node that represents the same sequence of tokens; and all segment ids."""
+    """Return the first node with the same sequence of tokens, and the segment id, of each node."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
@@ -138,7 +138,7 @@ class _Seen:
         return self.canon[node] if node != NO_NODE else NO_NODE
 
     def add(self, leaf: int, num_prompt_tokens: int) -> int:
-        """Record a prompt; returns how many of its leading tokens were seen before."""
+        """Record a prompt; return the number of its leading tokens that were seen before."""
         unseen: list[int] = []
         node = leaf
         while node != NO_NODE and (self.canon[node] not in self.whole or self.depth[node] > num_prompt_tokens):

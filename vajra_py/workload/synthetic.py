@@ -50,7 +50,7 @@ class Lengths(BaseModel):
 
 
 class ClosedLoop(BaseModel):
-    """Closed loop: each user sends a request, waits for its end, thinks, and sends the next. Load adapts to the system."""
+    """Closed loop: each user sends a request, waits for its end, thinks, and sends the next request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 

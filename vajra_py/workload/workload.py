@@ -35,8 +35,8 @@ class SloClass:
     """A service class and the facts that its requests state.
 
     `share` is a weight relative to the other classes'. `facts` holds facts of `StatedFacts` by name; requests keep
-    their own value of a fact that is None or absent. But if another class has a duration (such as an SLO) that this one
-    lacks, the requests of this class lose theirs.
+    their own value of a fact that is None or absent. But if another class has a duration (such as an SLO) that this
+    class lacks, the requests of this class lose their own value of that duration.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Workload(Sequence[RequestSpec]):
         return cls(columns_from_requests(listed), name, {"kind": "requests"})
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """Return the number of requests."""
         return len(self.columns)
 
     def __iter__(self) -> Iterator[RequestSpec]:
-        """The requests in order of arrival."""
+        """Return an iterator over the requests in order of arrival."""
         return self.columns.rows(0, len(self))
 
     @overload
@@ -99,7 +99,7 @@ class Workload(Sequence[RequestSpec]):
         return self.columns.row(row)
 
     def __repr__(self) -> str:
-        """Name and size."""
+        """Return a text with the name and the size."""
         return f"<Workload {self.name!r}: {len(self)} requests>"
 
     @property
@@ -108,7 +108,7 @@ class Workload(Sequence[RequestSpec]):
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
     def leaders(self) -> Workload:
-        """Return the requests without parents."""
+        """Return a workload of the requests without parents."""
         if self.columns.follows is None:
             return self
         rows = np.nonzero(self.columns.follows < 0)[0].astype(np.int64)
@@ -129,9 +129,9 @@ class Workload(Sequence[RequestSpec]):
         return workload_statistics(self.columns)
 
     def shared_prefix_tokens(self) -> I64 | None:
-        """Return the tokens of each request that would be prefix hits in an unlimited cache with blocks of one token.
+        """Return each request's number of prompt tokens that would hit an unlimited prefix cache with one-token blocks.
 
-        None if no content is known.
+        Return None if no content is known.
         """
         return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
@@ -144,7 +144,7 @@ class Workload(Sequence[RequestSpec]):
         return Workload(columns, self.name, {**self.source, "operations": operations})
 
     def scale_time(self, factor: float) -> Workload:
-        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
+        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). SLOs and deadlines stay."""
         return self._derived(
             self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
         )
@@ -234,20 +234,20 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
-        """Draw a priority for each session, or for each request without one, by relative shares."""
+        """Draw a priority, by relative shares, for each session and for each request without a session."""
         codes = self._drawn(list(shares.values()), rng, "priorities")
         values = np.array(list(shares), dtype=np.int64)
         facts = {str(priority): share for priority, share in shares.items()}
         return self._derived(self.columns.stating({"priority": values[codes]}), op="with_priorities", shares=facts)
 
     def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
-        """Draw a tenant for each session, or for each request without one, by relative shares."""
+        """Draw a tenant, by relative shares, for each session and for each request without a session."""
         codes = self._drawn(list(shares.values()), rng, "tenants")
         column = StringColumn(tuple(shares), codes.astype(np.int32))
         return self._derived(self.columns.stating({"tenant": column}), op="with_tenants", shares=dict(shares))
 
     def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
-        """Draw an SLO class with its objectives for each session, or each request without one, by relative shares."""
+        """Draw an SLO class, by relative shares, for each session and for each request without a session."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
         changes: dict[str, FactColumn] = {
             "slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))
@@ -376,7 +376,7 @@ def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[
     """Check that requests form a workload: in order of arrival, unique, with valid values, each after its parents.
 
     Raises:
-        WorkloadError: for the first invalid request, with its line, or without `lines` with its id.
+        WorkloadError: for the first invalid request; the error gives its line, or its id if `lines` is None.
     """
     seen: dict[str, float] = {}
     before = 0.0

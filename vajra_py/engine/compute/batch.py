@@ -43,9 +43,9 @@ class HostBatch:
         table: block tables, int32 [sequences, blocks of the longest].
         sampled: indices of the sequences to sample from, in the step's order (decodes, then chunks); with drafts, in
             the order of their rows.
-        num_drafts: by sequence index, number of its last tokens that are drafts; tokens are sampled from these rows
-            too.
-        followers: by sequence index, the tokens to score with the logits of its first tokens.
+        num_drafts: by sequence index, number of drafts at the end of the sequence's tokens; tokens are sampled from
+            these rows too.
+        followers: by sequence index, the tokens to score with the logits of the sequence's first tokens in this step.
         num_newest: number of sequences whose newest tokens are held by this rank: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
         max_kv_len: KV length of the longest sequence, summed over its parts.
@@ -82,7 +82,7 @@ class HostBatch:
 
     @property
     def draft_offsets(self) -> Ints | None:
-        """Number of drafts of its sequence that precede each sampled row; None without drafts."""
+        """For each sampled row, the number of preceding drafts of the same sequence; None without drafts."""
         return np.repeat(self._rows_each, self._rows_each) - 1 - self._rows_behind if self.num_drafts else None
 
     @property
@@ -92,7 +92,7 @@ class HostBatch:
 
     @property
     def _rows_behind(self) -> Ints:
-        """Return, for each sampled row, the number of later sampled rows of its sequence."""
+        """For each sampled row, the number of later sampled rows of the same sequence."""
         return np.concatenate([np.arange(count - 1, -1, -1) for count in self._rows_each.tolist()])
 
     @property
@@ -178,7 +178,7 @@ class BatchState:
         self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
-        """Return the step's batch on the host, and advance the progress of its requests as if it were already computed."""
+        """Return the step's batch on the host; advance its requests' progress as if it were computed already."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
@@ -233,7 +233,7 @@ class BatchState:
         )
 
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Return the sort key of a chunk: newest tokens on this rank first, then single tokens before longer chunks."""
+        """Return a chunk's sort key: requests whose newest tokens this rank holds first, then chunks of one token."""
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
 

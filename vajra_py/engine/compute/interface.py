@@ -1,15 +1,16 @@
 """Messages between the controller, which decides, and a worker, which computes.
 
-The worker keeps state (block tables, sampling parameters, last sampled token and progress of each slot),
-so a step carries changes only: a request in steady decode costs one small integer.
+The worker keeps state (block tables, sampling parameters, last sampled token and progress of each slot), so a step
+carries changes only: a request in steady decode costs one small integer.
 
 Invariants:
     - All messages are plain data without tensors: they can be pickled to another process and recorded.
-    - A `slot` is a small integer that names a request inside the worker, in [0, `RunnerOptions.max_requests`), from the step
-      that lists it in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the same step.
+    - A `slot` is a small integer that names a request inside the worker, in [0, `RunnerOptions.max_requests`), from the
+      step that lists it in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the
+      same step.
     - Within a step the worker acts in this order: `freed`, `new`, `tables`, `copies` (in list order), compute, sample.
-    - A sampled token depends on the request alone (its tokens, its parameters, its seed), not on what else was in the batch,
-      up to the last bits of the logits.
+    - A sampled token depends on the request alone (its tokens, its parameters, its seed), not on other requests in the
+      batch, except that these may change the last bits of the logits.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token t
 class SamplingParams:
     """Sampling and stop parameters of a request. Values are validated at the API, not here.
 
-    The order is vLLM's: allowed tokens, bad words, biases; then transformers': penalties, temperature, top-k, top-p, min-p.
+    They are applied in vLLM's order (allowed tokens, bad words, biases), then in transformers' (penalties, temperature,
+    top-k, top-p, min-p).
 
     Attributes:
-        max_tokens: largest number of output tokens. Enforced by the controller.
+        max_tokens: maximum number of output tokens. Enforced by the controller.
         temperature: logits are divided by it; 0 takes the largest logit (greedy).
         top_k: sample from the k largest logits only; None: from all.
         top_p: sample from the smallest set of most likely tokens whose probabilities add up to this; in (0, 1].
@@ -56,7 +58,8 @@ class SamplingParams:
         logit_bias: (token, value added to its logit), each token once.
         bad_words: strings that the output must not contain. `vajra_py.engine.tokenizer.with_bad_words` converts them to
             `bad_words_token_ids` before the request is submitted.
-        bad_words_token_ids: token sequences that the output must not contain; the prompt's end is not part of it.
+        bad_words_token_ids: token sequences that the output must not contain; a sequence that begins in the prompt is
+            allowed.
         include_stop_str_in_output: True if the request's text includes the stop string, or the text of the stop token,
             that ended it. Enforced by the controller.
     """
@@ -109,7 +112,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """A change of a slot's block table in one KV-parallel group: `block_ids` replace its entries from index `start` on."""
+    """Replacement of entries of a slot's block table in one KV-parallel group: `block_ids`, from index `start` on."""
 
     slot: int
     start: int
@@ -124,15 +127,17 @@ class Chunk:
     Attributes:
         slot: slot of the request.
         token_ids: the tokens, at least one.
-        num_computed: position of the first token: number of tokens of the request that are in KV memory already.
+        num_computed: position of the first token, which is the number of the request's tokens in KV memory already.
         samples: True if a token is sampled from the last token's logits, since the chunk reaches the last known token.
         followers: tokens to score, for requests with `prompt_logprobs`: the k-th gets its log-probability from the
             logits of the chunk's k-th token.
         groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
             tokens of the request each; the last one holds the tokens after those, including this chunk's.
-        num_drafts: number of the last tokens that are drafts. A token is sampled from the logits of each draft and of
-            the token before the first. For requests whose sampling depends neither on their output nor on penalties.
-        num_outputs: output tokens so far, if its last step may have rejected drafts; None: as many as were sampled.
+        num_drafts: number of drafts at the end of `token_ids`. A token is sampled from the logits of each draft and of
+            the token before the first draft. Only for requests whose sampling depends neither on their output nor on
+            penalties.
+        num_outputs: number of output tokens so far, if drafts may have been rejected in the request's last step; None:
+            the number of sampled tokens.
     """
 
     slot: int
@@ -172,7 +177,7 @@ class StepInput:
 
 
 class LoadAdapter(NamedTuple):
-    """Copy of an adapter into a slot; earlier steps use the slot's old content, later ones its new content.
+    """Message to copy an adapter into a slot; earlier steps use the slot's old content, later steps its new content.
 
     Attributes:
         number: sequence number of the load among those of its replica.
@@ -192,8 +197,8 @@ class LookaheadDecodes:
     Attributes:
         decodes: slots of the requests, whose sampling must not depend on their outputs (`needs_outputs`) and which have
             no log-probabilities.
-        growing: slots whose next token starts a new KV block. It is written to a spare block until the step with this
-            row supplies the block id; at most `RunnerOptions.spare_blocks`.
+        growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. KV of this token is
+            in a spare block until the step with this row supplies the id of the request's own block.
     """
 
     decodes: Sequence[int]
@@ -242,8 +247,8 @@ class StepOutput:
         token_ids: sampled token of each entry of `slots`.
         duration_s: seconds from the step's start on the device until its sampled tokens are on the host.
         logprobs: log-probabilities of the sampled token by slot, for requests with `logprobs`.
-        prompt_logprobs: by slot, log-probabilities of the `followers` of its chunk, possibly preceded by those of
-            earlier chunks.
+        prompt_logprobs: by slot, log-probabilities of the `followers` of the slot's chunk, possibly preceded by those
+            of earlier chunks.
         faults: by slot, the reason why a row could not be computed or sampled. Its token id and KV are invalid; other
             rows are not affected.
     """
@@ -386,10 +391,7 @@ class PendingStep(Protocol):
     """A submitted step; on a CPU it is complete on submission."""
 
     def result(self) -> StepOutput:
-        """Wait for the step and return its output. Called once, in the order of submission."""
-
-
-"""Wait for the step and return its output. Must be called once, in the order of submission."""
+        """Wait for the step and return its output. Must be called once, in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,10 +454,10 @@ class LookaheadRunner(ModelRunner, Protocol):
         """
 
     def begin_ahead(self) -> None:
-        """Compute the decodes to start ahead that are not submitted yet.
+        """Submit the last `work.ahead` if `run_ahead` has not.
 
-        For a caller that is idle after delivering the output. Without this call they are computed with the step that
-        lists them in `begun`. Raises like `submit`.
+        For a caller that is idle after delivering the output. Without this call, the decodes are computed with the step
+        that lists them in `begun`. Raises like `submit`.
         """
 
 
@@ -467,12 +469,12 @@ class KvRunner(ModelRunner, Protocol):
         """Bytes of one KV block on this rank, over all layers."""
 
     def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy KV blocks into a buffer of `kv_block_bytes` each, after all submitted steps. Raises `ExecutorError`."""
+        """Copy KV blocks of `kv_block_bytes` each into a buffer, after all submitted steps. Raises `ExecutorError`."""
 
     def import_kv(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
     ) -> None:
-        """Copy a buffer that another runner's `export_kv` filled into KV blocks, before all later steps.
+        """Copy into KV blocks a buffer that another runner's `export_kv` has filled, before all later steps.
 
         `copies` are made first: KV blocks to move between device and host. Raises `ExecutorError`.
         """

@@ -133,7 +133,7 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
 
 
 def _refused(error: VajraError, layer: str) -> ApiError:
-    """Return the client's error, located by the field that the client sent."""
+    """Return the error for the client; it names the field as the client sent it."""
     if not isinstance(error, ConfigError):
         return bad_request(_one_line(error), "policy", "refused")
     problems = [

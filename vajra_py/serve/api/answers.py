@@ -37,7 +37,7 @@ def event(value: Any) -> bytes:
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
-    """Return the client's error for the end of an output; None if the output is complete."""
+    """Return the error for the client that the end of an output means; None if the output is complete."""
     if end.reason in _FINISHED:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):
@@ -66,7 +66,7 @@ DEGRADED_HEADER = "x-vajra-degraded"
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
     """Return the header with the reduced limits under which a request was admitted; empty if nothing was reduced.
 
-    If several outputs have different limits, each is preceded by its index.
+    If the limits of several outputs differ, each limit is preceded by the index of its output.
     """
     found = [one.degraded for one in streams]
     if not any(found):
@@ -195,7 +195,7 @@ class Answer:
         return {"index": stream.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _echo_choice(self, stream: OutputStream, sent: _Sent) -> dict[str, Any]:
-        """Return the prompt, as the first chunk of an output that begins with it."""
+        """Return the choice with the prompt, for the first chunk of an output that begins with the prompt."""
         choice = self._text_choice(stream.index, self._echo(stream))
         choice["logprobs"] = self._prompt_logprobs(stream, sent)
         return choice
@@ -221,16 +221,16 @@ class Answer:
         return self._ended(choice, stream, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a chunk that contains only text."""
+        """Return a choice of a chunk that contains only text."""
         if self._is_chat:
             delta = {"content": text} if text else {}
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _piece(self, stream: OutputStream, sent: _Sent) -> dict[str, Any] | None:
-        """Return an output's next chunk.
+        """Return the choice for an output's next chunk.
 
-        None if nothing can be sent yet (half a character, or a possible stop string).
+        Return None if nothing can be sent yet (half a character, or a possible stop string).
         """
         text = stream.text[sent.num_characters :]
         is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids

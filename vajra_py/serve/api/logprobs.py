@@ -27,7 +27,7 @@ class TextOffsets:
     _is_begun: bool = False
 
     def add(self, tokenizer: Tokenizer | None, token_id: int) -> int:
-        """Return the offset of the next token."""
+        """Add the next token and return its offset in the text, in characters."""
         piece = None if tokenizer is None else tokenizer.piece(token_id)
         if tokenizer is not None and piece is not None and not self._is_begun:
             self._is_begun = True
@@ -54,7 +54,7 @@ class LogprobWriter:
     ) -> dict[str, Any]:
         """Return log-probabilities in the format of completions, with the `num_top` likeliest tokens.
 
-        The value is null for a prompt's first token.
+        The values of a prompt's first token are null.
         """
         tops = [self._top(token_id, one, num_top) for token_id, one in zip(token_ids, logprobs, strict=True)]
         return {
@@ -105,9 +105,9 @@ class LogprobWriter:
         }
 
     def _text(self, token_id: int) -> str:
-        """Return a token as text: its bytes if they are complete characters, else in hexadecimal.
+        """Return a token as text: its decoded bytes if they are complete characters, else its bytes in hexadecimal.
 
-        Or its id if it has no bytes.
+        Return the token's id if it has no bytes, or if tokens are written by their ids (`names_ids`).
         """
         piece = None if self.tokenizer is None or self.names_ids else self.tokenizer.piece(token_id)
         if piece is None:

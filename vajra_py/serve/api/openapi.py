@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, corrected where it does not match."""
+"""Build the OpenAPI document: FastAPI's, corrected where the server behaves differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
-    """Return the document without 422 (wrong input gives 400 here), with the models' names and key requirements."""
+    """Return the document with model names and key requirements, but without status 422: invalid input gives 400."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -50,7 +50,7 @@ def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[
 
 
 def _body_schemas() -> dict[str, Any]:
-    """Return the schemas, and their parts, of the bodies that FastAPI does not read."""
+    """Return the schemas of the bodies that FastAPI does not read, and of the parts of these bodies."""
     whole = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")[
         1
     ]

@@ -64,9 +64,9 @@ class _Route:
 
     Attributes:
         facts: facts of the request for policies, without id and lengths.
-        candidates: replicasets whose conditions it meets, apart from conditions on length; all of one model if there
-            are such conditions.
-        tokenizer: tokenizer of that model; None if it has none.
+        candidates: replicasets whose conditions the request meets, conditions on prompt length aside; all run the same
+            model if one of them has conditions on prompt length.
+        tokenizer: tokenizer of the first candidate's model; None if it has none.
     """
 
     facts: RequestFacts
@@ -135,7 +135,7 @@ class Preparer:
         return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
-        """Return the largest number of tokens of a request, prompt and output, on any of its candidate replicasets."""
+        """Return the maximum number of tokens, prompt plus output, of a request on any replicaset with its model."""
         behind = self._catalogue.behind(wanted.body.model)
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
 
@@ -187,11 +187,11 @@ class Preparer:
             raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
-        """Refuse a request that would not fit even into empty queues.
+        """Refuse a request whose outputs do not fit even into an empty queue, with status 400.
 
         `Replicaset.refusal` applies the same bounds to each output, given the queue at that time, with status 429,
-        since a retry may succeed. It cannot detect that the outputs of one HTTP request never fit together; a retry
-        would fail, so the status is 400.
+        since a retry may succeed. It cannot detect that the outputs of one HTTP request never fit together; then every
+        retry would fail.
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
@@ -203,7 +203,7 @@ class Preparer:
             raise bad_request(message, "prompt", "too_many_tokens")
 
     def _checked(self, wanted: Wanted, prompt: list[int], route: _Route) -> tuple[str, RequestFacts]:
-        """Return the replicaset of a prompt's outputs, and their common facts. Raises `ApiError`."""
+        """Return the replicaset for a prompt's outputs, and the facts common to these outputs. Raises `ApiError`."""
         replicaset = self._catalogue.by_length(route.candidates, len(prompt))
         if replicaset is None:
             raise _no_replicaset()
@@ -225,7 +225,7 @@ class Preparer:
 
 
 def _run_seed(config: SystemConfig) -> int:
-    """Return the seed for outputs of requests without one: the experiment's seed if it states one, else a random number."""
+    """Return the seed for requests that state none: the experiment's seed if it states one, else a random number."""
     if "seed" in config.model_fields_set:
         return config.seed
     drawn = secrets.randbits(32)
@@ -239,9 +239,10 @@ def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
 
 
 def _salt(tenant: str, cache_salt: str) -> str:
-    """Return the salt of a tenant's blocks.
+    """Return the salt of block hashes for a tenant's requests with this `cache_salt`.
 
-    It is longer than any tenant's name, and does not reveal the client's salt.
+    It is longer than any tenant's name, so that it never equals a default salt, which is a tenant's name or empty. It
+    does not reveal `cache_salt`.
     """
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 
@@ -269,7 +270,10 @@ def _check_choices(num_choices: int, most: int) -> None:
 
 
 def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
-    """Return the largest number of output tokens, checked against the limits. Raises `ApiError`."""
+    """Return the maximum number of output tokens: the client's, if it is within the limits, else as many as fit.
+
+    Raises `ApiError` if prompt or output are too long.
+    """
     try:
         room = check_prompt(prompt, limits)
     except ConfigError as error:

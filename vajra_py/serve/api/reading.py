@@ -1,7 +1,7 @@
 """Read a generation request: its JSON body, within bounds, and its scheduling headers.
 
-FastAPI would take longer for this than for everything else about a request, so bodies are added to its OpenAPI document
-explicitly.
+FastAPI does not read the bodies, since it would take longer for that than for all other work on a request; so they are
+added to its OpenAPI document explicitly.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> 
 
 
 def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
-    """Return True if a small body has enough brackets to be nested too deeply, so that its structure must be checked."""
+    """Return True if a small body has enough brackets to be nested too deeply, so that it must be checked."""
     return body.count(b"[") + body.count(b"{") > limits.max_depth
 
 
@@ -114,7 +114,7 @@ def _is_json(media_type: str) -> bool:
 
 
 def read_headers(headers: Headers) -> SchedulingHeaders:
-    """Return the values of the scheduling headers; of a repeated header, the first. Raises `ApiError`."""
+    """Return the values of the scheduling headers; the first value of a repeated header counts. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
         field = _FIELDS.get(name.replace("_", "-"))  # some clients send `session_id` instead of `session-id`
@@ -130,7 +130,7 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 
 
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
-    """Return the headers of a request whose API key belongs to `tenant`; None: the key belongs to no tenant.
+    """Return the scheduling headers with the tenant of the request's API key filled in (None: the key has no tenant).
 
     The tenant of the key overrides the body's `user`. Raises `ApiError` if a header names another tenant.
     """
@@ -150,7 +150,7 @@ def documented_body(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def documented(body: type[BaseModel]) -> dict[str, Any]:
-    """Return `documented_body` with the headers for scheduling."""
+    """Return the request body of an OpenAPI operation, as `documented_body` does, and the scheduling headers."""
     schemas = SchedulingHeaders.model_json_schema()["properties"]
     parameters = []
     for name, field in _FIELDS.items():

@@ -1,8 +1,8 @@
 """Send responses to clients, and abort generation when a client disconnects.
 
 Invariants:
-    - Whatever ends a generation (answer complete, client disconnected, server failure), all its outputs stop being
-      computed.
+    - However a generation ends (answer complete, client disconnected, server failure), the computation of all its
+      outputs stops.
     - A started stream ends with `[DONE]`, even after an error; a failure before the first token has an HTTP error
       status.
 """
@@ -80,7 +80,7 @@ class Generation:
                 raise error
 
     def finish(self) -> None:
-        """Abort unfinished outputs, since their client has disconnected."""
+        """Release the request, and abort outputs that have not ended, for example after the client disconnected."""
         self.session.abort(self.answer.response.outputs)
         self.release()
 
@@ -116,7 +116,7 @@ class _Nothing(Response):
     """Response for a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send nothing, since the connection is closed."""
+        """Send status 499, for the access log only; nothing is transmitted, since the connection is closed."""
         await send({"type": "http.response.start", "status": 499, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -148,7 +148,8 @@ class _Stream(Response):
 class _Writer:
     """Writes a stream's events directly in the callback that announces changed outputs.
 
-    While a client does not read what was sent, changes accumulate in its outputs, and are sent as one chunk afterwards.
+    While a client does not read what was sent, further tokens of each output accumulate; they are sent as one chunk
+    afterwards.
     """
 
     def __init__(self, generation: Generation, send: Send) -> None:
@@ -159,7 +160,10 @@ class _Writer:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write all events so far and each later one as it arrives; the future is done when the last one was sent."""
+        """Write all events so far, and each later one as it arrives.
+
+        Return a future that is done when the last event was sent, or that has the error that ended the stream.
+        """
         self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
@@ -208,7 +212,7 @@ class _Writer:
             self._ended.set_exception(error)
 
     def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
-        """Return new events of these outputs, and True if they are the last."""
+        """Return the new events of these outputs, and True if they are the last of the stream."""
         answer = self._generation.answer
         events = answer.events(changed)
         ends = [stream.end for stream in changed if stream.end is not None]

@@ -5,7 +5,7 @@ Invariants:
     - Fields of other servers' APIs that this server does not support are refused by name, unless their value requests
       nothing (`vajra_py.serve.http.unsupported`); unknown fields are stored separately (`unknown_fields`) and have no
       effect.
-    - A list with errors gives one error, however long the list is.
+    - A list gives at most one error, however many of its entries are invalid.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """
 
@@ -52,7 +52,7 @@ _MAX_METADATA = 16
 
 
 def _few_entries() -> BeforeValidator:
-    """Return a validator of a mapping's size, which runs before its entries are validated to limit the errors."""
+    """Return a validator of a mapping's size; it runs before the entries' validators, to limit the number of errors."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MAX_METADATA:
@@ -182,7 +182,7 @@ else:
 
 
 class GenerationBody(_StatingBody):
-    """Fields common to both endpoints: sampling, scheduling, and fields that are accepted without effect."""
+    """Fields common to both endpoints: sampling parameters, scheduling facts, and metadata."""
 
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Metadata of the request, which policies see."
@@ -215,11 +215,11 @@ class GenerationBody(_StatingBody):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """True if special tokens are put around the prompt; by default, unless a template writes them."""
+        """True if special tokens are added to the prompt; by default not for chats, whose template writes them."""
         return self.add_special_tokens is not False
 
     def wanted_tokens(self) -> int | None:
-        """Maximum number of output tokens stated by the client; None: as many as fit."""
+        """Return the maximum number of output tokens that the client states; None: as many as fit."""
         return self.max_tokens
 
     def sampling(self, max_tokens: int, seed: int | None) -> SamplingParams:
@@ -306,7 +306,7 @@ class CompletionBody(GenerationBody):
         return max(asked, default=None)
 
     def prompts(self) -> list[str | list[int]]:
-        """All prompts of the request."""
+        """Return all prompts of the request."""
         prompt: Any = self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return list(prompt) if several else [prompt]
@@ -348,7 +348,7 @@ class ChatMessage(Body):
         return given
 
     def plain(self) -> dict[str, str]:
-        """Message in the form that chat templates take, with its parts joined by line breaks."""
+        """Return the message in the form that chat templates take, with its parts joined by line breaks."""
         given = self.content if self.content is not None else self.refusal or ""
         content = given if isinstance(given, str) else "\n".join(part.plain for part in given)
         named = {} if self.name is None else {"name": self.name}
@@ -396,7 +396,7 @@ class ChatBody(GenerationBody):
     def _logprobs_asked(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is only allowed with logprobs: true")
-        self.ends  # noqa: B018, which raises
+        self.ends  # noqa: B018 (raises if the two fields contradict each other)
         return self
 
     @property
@@ -441,7 +441,7 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
 class SchedulingHeaders(_StatingHeaders):
     """Facts that gateways state in headers; a header overrides the body's field.
 
-    Of two spellings, the first has priority.
+    If a fact has two headers, the first one has priority.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -17,19 +17,19 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(BaseModel):
-    """Sources of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = Field(description="Number of prompt tokens found in the prefix cache.")
 
 
 class UsageAnswer(BaseModel):
-    """Tokens that a request took."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +38,7 @@ class UsageAnswer(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities, a list entry for each token."""
+    """Log-probabilities; each list has one entry per token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None] = Field(
@@ -89,7 +89,7 @@ class CompletionAnswer(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token and how likely it was."""
+    """A token and its log-probability."""
 
     token: str
     logprob: float
@@ -97,13 +97,13 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """The token that was chosen, and the likeliest ones."""
+    """A generated token, with the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities, an entry for each token."""
+    """Log-probabilities, with one entry per token."""
 
     content: list[ChatLogprob]
     refusal: None

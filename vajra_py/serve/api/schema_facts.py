@@ -14,11 +14,10 @@ Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
 _MAX_NAMES = 64
 _PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
 _SIGNED_NUMBER = re.compile(rf"[+-]?{_PLAIN_NUMBER.pattern}")
-"""Return a validator for a number written as text in a header; it is stricter than Python's conversion."""
 
 
 def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
-    """A number as text, of a header, is written as everywhere; Python takes more."""
+    """Return a validator for a number written as text in a header; it is stricter than Python's conversion."""
 
     def check(given: Any) -> Any:
         if isinstance(given, str) and not pattern.fullmatch(given.strip(" ")):

@@ -32,12 +32,12 @@ class TokenizeBody(EndpointBody):
             raise ValueError("one of prompt and messages is needed")
         if self.messages is None and (self.add_generation_prompt is not None or self.continue_final_message):
             raise ValueError("add_generation_prompt and continue_final_message are only allowed with messages")
-        self.ends  # noqa: B018, which raises
+        self.ends  # noqa: B018 (raises if the two fields contradict each other)
         return self
 
     @property
     def adds_special_tokens(self) -> bool:
-        """True if special tokens are put around the text."""
+        """True if special tokens are added to the text."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""Tokenize prompts off the event loop, in fair turns, and refuse prompts that cannot fit before they are fully tokenized."""
+"""Tokenize prompts off the event loop, in fair turns, and refuse overlong prompts before they are fully tokenized."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SHORT_TEXT = 2_000
 _PIECE = 16_384
 """Number of characters tokenized per turn."""
 _SLACK = 16
-"""Extra tokens a piece may have compared with its share of the whole text: special tokens, and words divided by the
-cut."""
+"""Maximum number of tokens that a piece has beyond its share of the whole text's tokens: special tokens, and words
+divided by the cut."""
 
 
 class Tokenizing:
@@ -31,12 +31,11 @@ class Tokenizing:
     async def tokens(
         self, tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str, is_rendered: bool
     ) -> list[int]:
-        """Return the tokens of a text that must have fewer than `max_tokens`.
+        """Return the tokens of a text, with special tokens added unless the text `is_rendered`.
 
-        Raises `ApiError` as soon as it has too many.
-
-        Special tokens are put around the text unless it `is_rendered`. A text that is unusually long for `max_tokens`
-        tokens is first counted piece by piece, taking turns with the pieces of other texts.
+        The tokens of a text of more than `max_tokens` characters are first counted piece by piece, in turn with pieces
+        of other texts. Raises `ApiError` as soon as the count shows that the text has `max_tokens` tokens or more; the
+        caller must check shorter texts.
         """
         if len(text) <= SHORT_TEXT:
             return tokenizer.encode(text, is_rendered=is_rendered)

@@ -19,7 +19,7 @@ from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
 
 MOST_TOKENS = 2**17
-"""Maximum number of tokens of a text, unless a model's limit is higher."""
+"""Maximum number of tokens of a text to tokenize, unless the model's limit is higher, and of tokens to detokenize."""
 _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of served requests.
 
-Each HTTP generation request has one span, and in it, for each output, one for waiting, one for prefill and one for
-decoding. A `traceparent` header makes them part of the client's trace. Names follow the GenAI semantic conventions;
-names that these lack begin with `vajra.`. Spans contain no text written by users.
+Each HTTP generation request has one span. It contains three spans for each output: waiting, prefill and decoding. With
+a `traceparent` header, all of these spans are part of the client's trace. Names follow the GenAI semantic conventions;
+names that the conventions lack begin with `vajra.`. Spans contain no text written by users.
 
 Invariants:
     - This module is imported only if tracing is on: it needs the extra `otel`.
@@ -143,7 +143,10 @@ class RequestTrace:
 
 
 def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
-    """Return (phase, start, end) of the phases that an output has completed, in seconds on the engine's clock."""
+    """Return (phase, start, end) of each phase that an output entered, in seconds on the engine's clock.
+
+    The last phase ends with the output.
+    """
     marks = [metrics.arrived_at, metrics.admitted_at, metrics.first_token_at]
     ended = metrics.ended_at
     found = []
@@ -155,7 +158,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
-    """Return the stated facts of a request for policies."""
+    """Return the facts that a request states for policies, by span attribute."""
     given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
     return {name: value for name, value in given.items() if value not in (None, "", ()) and value is not False}
 
@@ -165,7 +168,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None) -> Tracing:
-    """Return tracing to this OTLP endpoint, or to that of the variables `OTEL_*`. Raises `ConfigError`."""
+    """Return tracing to this OTLP endpoint; None: as the variables `OTEL_*` state. Raises `ConfigError`."""
     own = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "vajra"}
     provider = TracerProvider(resource=Resource.create(own))
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

@@ -1,6 +1,6 @@
 """Request ids, access log, and HEAD requests, for all paths.
 
-This is pure ASGI middleware. It reads only the first message of an answer, so the chunks of a stream pass through.
+This is pure ASGI middleware. It reads only the first message of an answer; the chunks of a stream pass unchanged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class AccessLog:
         self._enabled = enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with an id in its answer, and log a line when it has ended."""
+        """Pass the request on, add its id to the answer's headers, and log a line when the request has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
         request_id = _request_id(scope)
-        # The protocol uses its own scope, and so sends no body in answer to HEAD.
+        # uvicorn's protocol keeps the original scope, whose method is HEAD, so it sends no body.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         inner[DIRECT_SEND] = send
         status = 0

@@ -24,9 +24,9 @@ from vajra_py.serve.http.errors import ApiError, bad_request
 from vajra_py.serve.http.options import ServeOptions
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
-"""Paths of probes; they need no key by default."""
+"""Paths of health probes; requests to these paths need no key by default."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
-"""Paths that also accept the key as a password, which browsers prompt for."""
+"""Paths that also accept the key as the password of HTTP Basic authentication, for which browsers prompt."""
 TENANT = "vajra.tenant"
 """Key in a request's scope for the tenant of its API key; absent or None: the client may name its tenant."""
 HAS_KEY = "vajra.has_key"
@@ -69,7 +69,7 @@ class _Keys:
         return hashlib.blake2b(key, key=self._secret).digest()
 
     def find(self, given: bytes) -> tuple[bool, str | None]:
-        """Return True if the key is valid, and its tenant."""
+        """Return a pair: True if the key is valid, and the key's tenant (None: it has none)."""
         digest = self._digest(given)
         return digest in self._tenants, self._tenants.get(digest)
 
@@ -111,7 +111,10 @@ class AuthMiddleware:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, counting the bytes of a body without a stated length."""
+        """Pass the request on; raise an error with status 413 once its body is longer than allowed.
+
+        The bytes are counted, since a body may have no stated length.
+        """
         num_bytes = 0
 
         async def limited() -> Message:
@@ -131,8 +134,8 @@ class AuthMiddleware:
 class HostMiddleware:
     """Middleware that checks the `Host` header, which HTTP/1.1 requires, against the names allowed for this server.
 
-    `allowed_hosts` protects against DNS rebinding: a page of another site whose name resolves to this server sends that
-    name.
+    `allowed_hosts` protects against DNS rebinding: a page of another site, whose host name was made to resolve to this
+    server, sends its own host name.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from vajra_py.serve.http.errors import ApiError
 
 _PIECE = 2**17
-"""Bytes scanned before other threads get a turn; about half a millisecond."""
+"""Number of bytes scanned before other threads get a turn; this takes about half a millisecond."""
 _QUOTE, _COMMA = b'",'
 _OPENING, _CLOSING = b"[{", b"]}"
 
@@ -23,9 +23,9 @@ class JsonLimits:
     """Limits on a body's structure.
 
     Attributes:
-        max_values: number of values: numbers, strings, arrays, objects and so on.
-        max_containers: number of arrays and objects.
-        max_depth: nesting depth of arrays and objects.
+        max_values: maximum number of values: numbers, strings, arrays, objects and so on.
+        max_containers: maximum number of arrays and objects.
+        max_depth: maximum nesting depth of arrays and objects.
     """
 
     max_values: int

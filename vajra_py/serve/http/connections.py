@@ -27,17 +27,16 @@ _OTHER_DESCRIPTORS = 256
 """Number of file descriptors reserved for other uses than connections: listeners, workers, logs, recordings."""
 _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
-"""Bytes parsed between two checks of the limits."""
+"""Maximum number of bytes parsed between two checks of the limits, in a head and in a body."""
 _MOST_QUEUED = 8
-"""Number of pipelined requests behind the current one, above which no more data of a connection is parsed."""
+"""Number of pipelined requests behind the current one at which parsing of a connection's data pauses."""
 _MOST_AHEAD = 2**17
-"""Unparsed bytes kept while a request is answered; above that the connection is not read, so its end is not
-detected."""
+"""Maximum number of unparsed bytes while a request is answered; above it, the server stops reading the connection."""
 _CHUNK_BYTES = 24
-"""Bytes that frame a chunk, without extensions: the digits of its length, and two line ends."""
+"""Maximum number of bytes that frame a chunk without extensions: the digits of its length, and two line ends."""
 _LINGER_S = 5.0
 """Seconds that a client may keep sending an unwanted body, so that it can read the answer before the connection is
-closed; also the time it may wait for an answer while unread data exceeds the limit."""
+closed; also the seconds that a request may run while reading is paused and pipelined requests wait."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -50,7 +49,7 @@ class Connections:
         self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
         """Largest number of connections of one address; below the total, so that no address can take all."""
         self.per_client: Counter[str] = Counter()
-        """Accepted sockets by address, including those in a TLS handshake."""
+        """Number of accepted sockets by address, including those in a TLS handshake."""
         self.num_open = 0
         """Number of open connections of all addresses."""
         self.alive: set[Connection] = set()
@@ -110,7 +109,10 @@ class Connections:
 
 
 def most_connections(wanted: int) -> int:
-    """Return how many connections the process has file descriptors for, after raising its limit if permitted."""
+    """Return the number of connections, up to `wanted`, for which the process has file descriptors.
+
+    Raise the process's limit first, if that is permitted.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -127,7 +129,7 @@ def most_connections(wanted: int) -> int:
 
 
 class Phase(Enum):
-    """Phase of a connection: the data that it expects from its client."""
+    """Phase of a connection: the data that the server expects from the client."""
 
     HEAD = "the head of a request"
     BODY = "the body of a request"
@@ -137,7 +139,7 @@ class Phase(Enum):
 
 
 class _UntilClosed(int):
-    """Length of a body that ends with its connection, for uvicorn, which counts down to 0."""
+    """Content length of a body that ends with its connection; it stays the same when uvicorn subtracts sent bytes."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -192,9 +194,9 @@ class Connection(HttpToolsProtocol):
     Invariants:
         - When a client disconnects, all requests of the connection end, both the current and the pipelined ones,
           whether or not the connection is being read.
-        - Data that a client sends ahead is kept only up to a bound: `_MOST_AHEAD` plus the bytes of one read. Above it,
-          a client whose answer takes long counts as disconnected, since the end of an unread connection is not
-          detected.
+        - Data that a client sends ahead is kept only up to a bound: `_MOST_AHEAD` plus the bytes of one read. Above the
+          bound, reading is paused. A client whose answer then takes longer than `_LINGER_S` counts as disconnected,
+          since the end of a connection behind unread data may go undetected.
     """
 
     def __init__(self, all_connections: Connections, host: str, refusal: str | None, *args: Any) -> None:
@@ -325,7 +327,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; the client is not timed from here on."""
+        """Handle a complete request; no time limit applies to the client until the next request."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
@@ -390,9 +392,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self, now: float) -> bool:
-        """Return True if the client has closed its end, or counts as disconnected after a time limit.
+        """Return True if the client has closed the connection, or counts as disconnected after a time limit.
 
-        The end is detected without reading from the socket.
+        A closed connection is detected without reading from the socket.
         """
         if self.pipeline and now - self._running_since > _LINGER_S:
             return True

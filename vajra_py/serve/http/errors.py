@@ -64,7 +64,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers other than those of the body."""
+        """Return the error's own headers, without those that describe the body."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -97,7 +97,7 @@ def of_config_error(error: ConfigError) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return pydantic's errors as one 400 with the parameter of the first problem and the text of all.
+    """Return one error with status 400 for pydantic's errors, with the first problem's parameter and all texts.
 
     A value that fits none of several forms is one problem; the expectations of the forms are joined by "or".
     """
@@ -108,7 +108,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             return bad_request(str(cause), param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
     named: set[str] = set()
-    """Parameters that the text of their own error names."""
+    """Parameters whose error text already contains the parameter's name."""
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")
         cause = error.get("ctx", {}).get("error")
@@ -144,7 +144,7 @@ def _no_such_path(path: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Return all errors of the application in OpenAI's format."""
+    """Install handlers that answer all errors of the application in OpenAI's format."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

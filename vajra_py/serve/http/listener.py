@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
 """Largest number of sockets accepted in one turn of the event loop."""
 _PAUSE_S = 0.5
-"""Seconds without accepting after the system ran out of resources for sockets."""
+"""Seconds for which no connection is accepted after the system ran out of resources for sockets."""
 _SHUTDOWN_S = 5.0
 """Seconds that a client may take to answer the end of a TLS connection."""
 _PASSING = (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM)
-"""Errors of a client's connection, after which the next one may be accepted at once."""
+"""Error numbers that concern one connection only; the next connection may be accepted at once."""
 
 
 class Listener:
@@ -36,7 +36,7 @@ class Listener:
         make: Callable[[str, str | None], Connection],
         context: ssl.SSLContext | None,
     ) -> None:
-        """`make` returns the protocol of a socket, given its address and the reason if it is refused."""
+        """`make` returns the protocol of a socket, given the client's address and the reason to refuse it, or None."""
         self.sockets = (bound,)
         self._bound = bound
         self._connections = connections

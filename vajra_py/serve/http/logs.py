@@ -25,7 +25,7 @@ _MOST_CHARACTERS = 4000
 
 
 def escaped(text: str) -> str:
-    """Return the text with unprintable characters escaped, so that a line stays one line and moves no cursor."""
+    """Return the text with unprintable characters escaped, so that it stays on one line and cannot move the cursor."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
@@ -70,9 +70,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class LimitsRate(logging.Filter):
-    """Filter that passes one line per second of each kind; the next line states the number of those dropped.
+    """Filter that passes at most one of uvicorn's lines per second and kind, since clients could cause any number.
 
-    For warnings of other libraries that clients can cause at any rate.
+    The next line of a kind states the number of lines that were dropped before. Errors always pass.
     """
 
     def __init__(self) -> None:

@@ -37,10 +37,10 @@ class ServeOptions:
     Attributes:
         host: address to listen on; loopback by default.
         port: port to listen on; 0 takes a free one.
-        api_key: API key, or several, required by all paths but `/health`, `/ready` and `/metrics`; None: no key is
-            required, unless there is an `api_key_file`.
+        api_key: API key, or several, of which all paths but `/health`, `/ready` and `/metrics` require one; None: no
+            key is required, unless there is an `api_key_file`.
         api_key_file: file with further keys, one per line, each with its tenant.
-        served_names: names of the model; the first one is used in answers; empty: the name of the model's directory.
+        served_names: names of the model; the first one labels metrics; empty: the name of the model's directory.
         max_body_bytes: largest request body, in bytes.
         max_body_values: maximum number of JSON values in a request body; each token id of a prompt is one.
         max_body_containers: maximum number of JSON arrays and objects in a request body; each message is one.
@@ -53,14 +53,14 @@ class ServeOptions:
             connecting.
         body_timeout_s: seconds that a client may take to send the body.
         idle_timeout_s: seconds that a connection stays open between two requests.
-        send_timeout_s: seconds without the client reading any sent data, after which its connection is closed.
+        send_timeout_s: seconds after which a connection is closed whose client reads none of the sent data.
         guard_health: True if `/health` and `/ready` need the key too.
         guard_metrics: True if `/metrics` needs the key.
         allowed_hosts: names by which clients may address the server; a leading `*.` matches all subdomains; empty: any.
         allowed_origins: origins whose pages may use the server from a browser (CORS), `*` for all; empty: none.
-        allowed_methods: methods that such pages may use.
-        allowed_headers: headers that such pages may send.
-        allow_credentials: True if such pages may send cookies and other credentials.
+        allowed_methods: methods that pages of `allowed_origins` may use.
+        allowed_headers: headers that pages of `allowed_origins` may send.
+        allow_credentials: True if pages of `allowed_origins` may send cookies and other credentials.
         forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are
             trusted, `*` for all; empty: none.
         max_choices: maximum number of outputs of one HTTP request: prompts times `n`.
@@ -71,7 +71,7 @@ class ServeOptions:
         metric_names: `vajra` (own prefix), `vllm` (vLLM's names for metrics that vLLM has too), or `both`.
         max_labels: maximum number of tenants, and of service classes, that are counted separately; further ones count
             as "other".
-        otlp_traces_endpoint: endpoint for spans, by OTLP over HTTP; None: that of the variables `OTEL_*`, or none.
+        otlp_traces_endpoint: endpoint for spans, by OTLP over HTTP; None: the variables `OTEL_*` may name one.
         admin: True to offer `/admin/policy`, which swaps policies.
         admin_api_key: API key that `/admin/policy` requires instead of `api_key`; must be set if there is an `api_key`.
         access_log: True to log a line for each request.
@@ -212,7 +212,7 @@ class ServeOptions:
         return keys
 
     def _browser_problems(self) -> list[Problem]:
-        """Return the problems of trusted proxies and of CORS settings."""
+        """Return the problems of the settings for host names, CORS and trusted proxies."""
         problems = []
         wrong = [
             one for one in self.allowed_hosts if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", one)

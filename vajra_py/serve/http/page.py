@@ -8,7 +8,7 @@ import re
 
 
 def page_rules(page: str) -> dict[str, str]:
-    """Return headers of a page: only its own scripts run and read this server; no other page may frame it."""
+    """Return headers for `page`: only its own scripts run, they access only this server, and no page may frame it."""
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
     rules = {

@@ -101,7 +101,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "detokenize": (True,),
 }
 _ON_BY_DEFAULT: Final = frozenset(("include_reasoning", "detokenize"))
-"""Switches that request a feature when they are off."""
+"""Fields in which the value false requests a feature."""
 _MESSAGE_FIELDS: Final = frozenset(("tool_calls", "tool_call_id", "function_call", "audio"))
 NO_EFFECT: Final = frozenset(
     (
@@ -115,7 +115,7 @@ NO_EFFECT: Final = frozenset(
         "spaces_between_special_tokens",  # no effect with fast tokenizers
     )
 )
-"""Fields that OpenAI documents and that have no meaning here; they are accepted without a log line."""
+"""Fields of OpenAI's or vLLM's API that have no effect here; they are accepted without a log line."""
 _MAX_LOGGED = 256
 _PATHS: Final[Mapping[str, str]] = {
     "/v1/responses": "the Responses API",
@@ -160,7 +160,10 @@ class WrongField(ValueError):
 
 
 def is_known_elsewhere(name: str) -> bool:
-    """Return True if another server has a field of this name; its value must be known to request nothing."""
+    """Return True if another server's API has a field of this name, so that it does not count as unknown.
+
+    `refuse_unsupported` checks the values of such fields.
+    """
     return name in _FIELDS or name in NO_EFFECT
 
 
@@ -176,7 +179,7 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return True if a field's value requests something; 0 does, unless it is neutral."""
+    """Return True if a field's value requests something; 0 does, unless it is listed in `_NEUTRAL`."""
     if value is None or (value is False and name not in _ON_BY_DEFAULT):
         return False
     if isinstance(value, str | list | dict) and not value:
@@ -185,14 +188,14 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def refuse_fields_of(given: Mapping[str, Any], others: Collection[str], path: str) -> None:
-    """Refuse fields that only exist in bodies of the other path. Raises `WrongField`."""
+    """Refuse the fields `others`, which only bodies of `path` have. Raises `WrongField`."""
     for name in others & given.keys():
         if given[name] not in (None, False):
             raise WrongField(name, f"is a field of {path}, and has no effect here")
 
 
 def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
-    """Refuse a message that belongs to a feature of other servers. Raises `Unsupported`."""
+    """Refuse a message that has a field of an unsupported feature. Raises `Unsupported`."""
     for name in _MESSAGE_FIELDS & given.keys():
         if given[name]:
             raise Unsupported(name, _FIELDS[name])
@@ -205,7 +208,7 @@ def refuse_content_part(kind: Any) -> None:
 
 
 def unsupported_path(path: str) -> str | None:
-    """Return the feature that a path has in another server's API, or None for an unknown path."""
+    """Return the feature that another server's API offers at this path, or None for an unknown path."""
     return next((what for known, what in _PATHS.items() if path == known or path.startswith(f"{known}/")), None)
 
 

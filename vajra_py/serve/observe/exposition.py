@@ -47,7 +47,7 @@ _VLLM_COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
     ("gpu_prefix_cache_hits", "prefix_cache_hits by its older name.", lambda one: one.num_cached_tokens),
 )
 _VLLM_REASONS = {"aborted": "abort", "failed": "error", "rejected": "error", "expired": "error"}
-"""vLLM's names for reasons of request ends that it names differently."""
+"""vLLM's names of end reasons, where they differ from this project's."""
 _OWN_HISTOGRAMS = (
     ("step_time_seconds", "From forming a step to its end, seconds.", "step"),
     ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
@@ -106,7 +106,7 @@ class Exposition(Collector):
     def text(self, *, names_clients: bool = True) -> bytes:
         """Return the current values in Prometheus' text format.
 
-        Names chosen by clients (tenants, classes) only if `names_clients`.
+        The text contains names chosen by clients (tenants, classes) only if `names_clients`.
         """
         self._names_clients = names_clients
         return generate_latest(self._registry)

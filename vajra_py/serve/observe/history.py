@@ -1,4 +1,4 @@
-"""History of a server's last hour for the dashboard: values every two seconds, and events."""
+"""History of a server's last hour for the dashboard: values every two seconds."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from vajra_py.serve.session.session import EngineSession, SessionState
 
 
 def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> dict[str, Any]:
-    """Return the dashboard's data, in a form that JSON can hold."""
+    """Return the dashboard's live data, as values that JSON can represent."""
     stats.count_output_tokens()
     return {
         "replicasets": [
@@ -28,9 +28,9 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
 
 
 def server_health(session: EngineSession) -> dict[str, Any]:
-    """Return the health line of the dashboard.
+    """Return the health line of the dashboard: `status`, `level` and `detail`.
 
-    `level` is good, degraded (some replicas or replicasets do not serve) or bad (none does).
+    `level` is bad if nothing is served or the session has ended, good if everything is served, else degraded.
     """
     state, unavailable = session.state, session.unavailable()
     replicas = 0 if session.engine is None else len(session.engine.replicas)

@@ -29,7 +29,7 @@ class MovementCounts(MovementRows):
         """Number of tokens whose KV has arrived, including copies of running requests."""
         self.transferred_bytes: Counter[Way] = Counter()
         self.not_moved: Counter[tuple[str, str, str, str]] = Counter()
-        """Number of movements that ended otherwise, by replicaset, kind, outcome and reason."""
+        """Number of movements that were not completed, by replicaset, kind, outcome and reason."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
         """Count the transfer."""

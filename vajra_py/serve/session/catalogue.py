@@ -1,4 +1,4 @@
-"""Model names that requests may use, and the replicaset behind each.
+"""Model names that requests may use, and the replicasets that serve each name.
 
 A replicaset serves the names listed in its `select.models`. A replicaset without a list serves the name of its model's
 directory (or `--served-model-name`), and any other served name that no earlier replicaset serves. If replicasets run
@@ -35,7 +35,7 @@ class ServedAdapter:
 
 
 class Catalogue:
-    """The models of one server. Raises `ConfigError` for settings with which some name could not be served."""
+    """The models of one server. The constructor raises `ConfigError` if some name could not be served as configured."""
 
     def __init__(self, config: SystemConfig, served_names: Sequence[str] = ()) -> None:
         settings: ModelBackendConfig = config.backend.settings
@@ -115,7 +115,7 @@ class Catalogue:
         return self.adapters[name].root if name in self.adapters else self._models[self.behind(name)[0]][0]
 
     def with_adapter(self, facts: RequestFacts, name: str) -> RequestFacts:
-        """Return the facts of a request with this model name; for an adapter, with the fact `adapter`.
+        """Return the facts of a request for the model `name`; if that is an adapter, the fact `adapter` is set.
 
         Raises `ValueError` if the request states another adapter, or one that is not served.
         """
@@ -129,7 +129,7 @@ class Catalogue:
         return replace(facts, adapter=name, metadata={**facts.metadata, "model": adapter.parent})
 
     def candidates(self, facts: RequestFacts) -> list[str]:
-        """Return the replicasets that may serve a request, in order of matching.
+        """Return the replicasets whose conditions a request meets, in the order in which the conditions are tried.
 
         Conditions on prompt length are ignored.
         """

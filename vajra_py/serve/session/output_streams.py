@@ -1,11 +1,11 @@
 """Deliver outputs from the engine's thread to the event loop.
 
 The engine's thread posts a note about a stream and wakes the event loop once for all notes since the last wake-up. One
-callback there updates all streams and notifies each response once; a response writes directly in that callback, so that
-no task is woken per token.
+callback in the event loop updates all streams and notifies each response once; a response writes directly in that
+callback, so that no task is woken per token.
 
 Invariants:
-    - A stream ends exactly once, with a reason; no note follows.
+    - A stream ends exactly once, with a reason; later notes have no effect.
     - A note is a snapshot: its fields (number of tokens, text) are consistent, even if the engine continues meanwhile.
 """
 
@@ -31,7 +31,7 @@ class End:
 
     Attributes:
         reason: reason of the end.
-        detail: description of the reason, if there is more detail.
+        detail: further description of the reason; may be empty.
         stopped_by: stop string or token that ended the request; None if it ended otherwise.
         metrics: times of the request's events; None if the engine never reported them.
         retry_after_s: seconds after which the client may retry, stated by the admission policy; None: not stated.
@@ -56,8 +56,8 @@ class OutputStream:
         num_tokens: number of tokens so far.
         text: text so far that may be sent to the client.
         end: end of the output; None: it continues.
-        degraded: limits with which the admission policy accepted the request instead of the requested ones; empty:
-            unchanged, or not known yet.
+        degraded: reduced limits under which the admission policy accepted the request; empty: the requested limits
+            apply, or the decision is not known yet.
     """
 
     index: int
@@ -84,7 +84,7 @@ class OutputStream:
         return self.submission.output.token_ids[start : self.num_tokens]
 
     def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
-        """Return the log-probabilities of these tokens, if the request has `logprobs`."""
+        """Return the log-probabilities of the tokens from index `start` on; empty unless the request has `logprobs`."""
         return self.submission.output.logprobs[start : self.num_tokens]
 
 
@@ -93,7 +93,7 @@ class ResponseState:
     """Outputs of one HTTP request, whose handler waits for changes.
 
     Attributes:
-        is_streaming: True if every step is reported; False if only the end of each output is.
+        is_streaming: True if every step is reported; False if only the end of each output is reported.
         outputs: outputs of the request.
         on_change: called once per delivery in which outputs have changed.
     """
@@ -110,9 +110,9 @@ class ResponseState:
         return self._num_ended == len(self.outputs)
 
     def answerable(self) -> asyncio.Future[None]:
-        """Return a future that is done when an answer can begin.
+        """Return a future that is done when the answer can begin.
 
-        That is with the first change if the response is a stream, else when every output has ended.
+        A stream can begin with the first change, any other answer when every output has ended.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -149,9 +149,9 @@ class LoopBridge:
     """Channel for notes from the engine's thread to the event loop's, with one wake-up for all notes since the last.
 
     After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
-    that, several tokens of a stream are written together, so that writing takes at most about a fifth of the
-    interpreter's time from the engine, however fast the model and however many the streams; if steps are longer, no
-    note is delayed.
+    this pause, several tokens of a stream are written together, so that writing takes at most about a fifth of the
+    interpreter's time from the engine, for any speed of the model and any number of streams. If steps are longer than
+    the pause, no note is delayed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -41,7 +41,7 @@ from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
-"""Seconds for the engine's thread to stop after it was asked to."""
+"""Seconds for the engine's thread to stop after `close` requested it."""
 _KILL_S = 0.5
 """Seconds for the engine's thread to stop after its workers were killed, since it may have been submitting a step."""
 _GIVE_BACK_S = 3.0
@@ -57,7 +57,7 @@ class SessionState(Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
-    """Finishes its requests and accepts no more."""
+    """The session finishes its requests and accepts no more."""
     CLOSED = "closed"
     FAILED = "failed"
 
@@ -143,7 +143,7 @@ class EngineSession:
             raise self.error
 
     async def ended(self) -> None:
-        """Wait until the engine's thread has ended, for any reason."""
+        """Wait until the session has ended, for any reason."""
         await self._until(lambda: self.state in (SessionState.CLOSED, SessionState.FAILED))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -190,7 +190,7 @@ class EngineSession:
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Return the replicasets that accept no requests, with the reason; empty while the engine is not loaded."""
+        """Return the reason for each replicaset that accepts no requests; empty while the engine is not loaded."""
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
@@ -235,7 +235,7 @@ class EngineSession:
             raise Unavailable(str(error)) from None
 
     def why_unavailable(self) -> str:
-        """Return the reason for clients whose request is refused."""
+        """Return the reason for which requests are refused, as text for clients."""
         if self.state is SessionState.LOADING:
             return "the model is being loaded"
         if self.state is SessionState.READY:
@@ -258,7 +258,7 @@ class EngineSession:
     def end_if_out_of_service(self) -> None:
         """End with an error if policies took every replicaset out of service.
 
-        For servers where policies cannot be swapped.
+        Called by servers whose policies cannot be swapped.
         """
         if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
             return
@@ -276,10 +276,11 @@ class EngineSession:
     async def close(self, stop_s: float = STOP_S) -> None:
         """End all remaining requests and the engine.
 
-        Return when its thread has ended or was left behind (`is_left_behind`).
+        Return when the engine's thread has ended or was left behind (`is_left_behind`).
 
-        If the thread does not stop within `stop_s`, its workers are killed; then clients are answered and the recording
-        is completed without it. Workers that are not released in time are left behind too.
+        If the thread does not stop within `stop_s`, its workers are killed. If it does not stop then either, clients
+        are answered and the recording is completed without the thread. Workers that are not released in time are left
+        behind too.
         """
         self.drain()
         if self._thread.ident is None or self.is_left_behind or self._abandon_load():
@@ -373,7 +374,7 @@ class EngineSession:
         return self._given_up
 
     def _load(self) -> bool:
-        """Load the engine and begin to serve; return False if it is no longer needed."""
+        """Load the engine and begin to serve; return False if the session was closed meanwhile."""
         parts = self._parts
         engine = self.client.load()
         with self._load_gate:

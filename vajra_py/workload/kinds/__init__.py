@@ -1,4 +1,4 @@
-"""Kinds of workload, each a module with its settings and its source; a run imports the one that its file names."""
+"""Kinds of workload, each a module with its settings and its source; a run imports only the kind that it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {
     "sessions": "SessionsConfig",
     "synthetic": "SyntheticConfig",
 }
-"""Class of each `type`, in the module of that name; `merge`, which may hold all of them, is in `vajra_py.workload.config`."""
+"""Class of each `type`, in the module of that name; the class of `merge` is in `vajra_py.workload.config`."""
 
 
 def kind_of_workload(type_name: object) -> type[WorkloadOptions] | None:

@@ -17,7 +17,7 @@ from vajra_py.workload.workload import Workload
 
 
 class LengthsConfig(TraceOptions):
-    """A CSV file of prompt and output lengths, such as those made from ShareGPT, with or without arrivals and tenants."""
+    """A CSV file of prompt and output lengths, for example from ShareGPT, with or without arrivals and tenants."""
 
     type: Literal["lengths"]
     arrivals: ArrivalProcess | None = Field(None, description="Arrival process; null: the file's column.")
@@ -48,6 +48,6 @@ class LengthsConfig(TraceOptions):
         )
 
     def mean_rate(self) -> float | None:
-        """Return the rate of the arrivals where they are drawn."""
+        """Return the rate of `arrivals`; None for the file's arrivals, arrivals at once, and piecewise rates."""
         is_drawn = self.arrivals is not None and not isinstance(self.arrivals, AtOnce | PiecewiseConstant)
         return self.arrivals.rate if is_drawn else None  # type: ignore[union-attr]

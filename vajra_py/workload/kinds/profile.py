@@ -22,7 +22,7 @@ ProfileName: TypeAlias = Literal[
 class ProfileConfig(WorkloadOptions):
     """A built-in workload fitted to a public trace.
 
-    A profile of sessions starts them at `rate` divided by the mean number of turns.
+    In a profile of sessions, sessions start at `rate` divided by the mean number of turns.
     """
 
     starts_sessions_at_rate: ClassVar[bool] = True
@@ -36,5 +36,5 @@ class ProfileConfig(WorkloadOptions):
         return profile(self.profile, rng_for, self.num_requests, self.rate)
 
     def mean_rate(self) -> float | None:
-        """Return `rate`, by default the trace's own."""
+        """Return `rate`, or by default the trace's own rate; None if neither exists."""
         return self.rate if self.rate is not None else own_rate(self.profile)

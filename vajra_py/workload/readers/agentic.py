@@ -28,7 +28,7 @@ TURN_LENGTH = 9
 class AgenticTurn(Struct, frozen=True):
     """One request of a session: its time, lengths, think time and blocks.
 
-    Times are in seconds, from the session's start; blocks are runs of (first block id, number of blocks).
+    Times are in seconds; `at_s` counts from the session's start. `runs` are pairs (first block id, number of blocks).
     """
 
     at_s: float
@@ -39,7 +39,7 @@ class AgenticTurn(Struct, frozen=True):
 
 
 class AgenticSession(Struct, frozen=True):
-    """A session; its prompts begin with `tool_tokens` tokens of tool definitions and `system_tokens` of system prompt."""
+    """A session whose prompts begin with `tool_tokens` of tool definitions and `system_tokens` of system prompt."""
 
     session_id: str
     block_tokens: int
@@ -155,12 +155,12 @@ def read_agentic(
 
     Args:
         file: file as described at `read_agentic_sessions`.
-        starts: returns the ascending start times in seconds of a number of sessions, since the trace has no clock
-            across sessions; None starts all at 0.
+        starts: function that returns ascending start times, in seconds, for a number of sessions, since the trace has
+            no clock across sessions; None starts all sessions at 0.
         num_sessions: number of sessions to take from the start of the file; None for all.
-        mode: `closed` sends a turn after the end of the previous one and a think time; `open` sends it at its recorded
-            time; `programs` is like `closed`, but each session is also a program whose calls state their parents, and
-            whose last call is marked as such.
+        mode: `closed` sends a turn a think time after the end of the previous turn; `open` sends each turn at its
+            recorded time; `programs` is like `closed`, but each session is also a program whose calls state their
+            parents, and whose last call is marked as such.
 
     Raises:
         WorkloadError: the file is not as described, or has fewer than `num_sessions` sessions.

@@ -57,9 +57,9 @@ class CsvLayout(Struct, frozen=True):
 
     `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata;
     `rebase` starts the clock at the first arrival (always done for dates with times); `drop_empty` drops and counts
-    rows with 0 prompt or output tokens, which are errors otherwise; `sort` sorts by arrival, where descending times are
-    errors otherwise; `filters` keep only rows with the given text in the given column; `blocks` names at most one
-    column of prefix block ids.
+    rows with 0 prompt or output tokens, which are errors otherwise; `sort` sorts rows by arrival, and without it
+    descending times are errors; `filters` keep only rows with the given text in the given column; `blocks` names at
+    most one column of prefix block ids.
     """
 
     columns: Mapping[str, str]
@@ -158,8 +158,9 @@ def read_lengths(
 
     Args:
         file: CSV file with a header.
-        arrivals: returns the arrival times in seconds of a number of requests; None uses the file's column.
-        num_requests: number of requests; None for all rows. More than the file has need `sample`.
+        arrivals: function that returns arrival times, in seconds, for a number of requests; None uses the file's
+            column.
+        num_requests: number of requests; None for all rows. A number above the file's rows needs `sample`.
         sample: draws rows with replacement; None takes the first rows. Needs `arrivals`.
         layout: columns in addition to those found by name.
 
@@ -236,7 +237,7 @@ def _read(file: Path, kind: str, layout: CsvLayout) -> Workload:
 
 
 def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, dict[str, Any]]:
-    """Return the table, the requests of the rows kept, and the facts about them for the manifest."""
+    """Return the table, the requests of the rows kept, and the manifest's facts about file and rows."""
     table = read_table(file, _wanted(layout))
     facts: dict[str, Any] = {**file_facts(kind, file), "num_rows": len(table), "columns": dict(layout.columns)}
     keep = np.ones(len(table), dtype=np.bool_)
@@ -314,7 +315,7 @@ def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
 
 
 def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
-    """Return the columns of parents. A cell that is not an id is a list of ids separated by `;`."""
+    """Return the columns of parents. A cell with `;` that is not itself an id is a list of ids."""
     row_of = {request_id: row for row, request_id in enumerate(ids)}
     parents_of: dict[str, list[str]] = {}
     for request_id, cell in zip(ids, table["follows"].tolist(), strict=True):

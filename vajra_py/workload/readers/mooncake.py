@@ -26,8 +26,8 @@ class MooncakeOptions(Struct, frozen=True):
 
     `block_tokens` is the length of a hashed block in tokens; `tick_s` > 0 adds a delay drawn uniformly from [0, tick_s)
     seconds to each timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` drops and
-    counts requests without output, which are errors otherwise; `sort` sorts by arrival, where descending times are
-    errors otherwise.
+    counts requests without prompt or output tokens, which are errors otherwise; `sort` sorts requests by arrival, and
+    without it descending times are errors.
     """
 
     block_tokens: int = 512
@@ -41,8 +41,9 @@ def read_mooncake(
 ) -> Workload:
     """Read a Mooncake trace: one JSON object per line.
 
-    Keys: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. A hash id names a segment of `block_tokens` tokens; the last one covers the rest of the prompt. The clock starts at
-    the first timestamp. Source: Qin et al., Mooncake, FAST 2025.
+    Keys: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. A hash id names a segment of
+    `block_tokens` tokens; the last id covers the rest of the prompt. The clock starts at the earliest timestamp.
+    Source: Qin et al., Mooncake, FAST 2025.
 
     Raises:
         WorkloadError: a field is missing or out of range, the number of ids differs from the number of blocks, or times

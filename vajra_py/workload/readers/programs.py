@@ -63,10 +63,10 @@ def read_programs(
 
     Args:
         file: file to read; its name determines the format.
-        starts: returns the start times in seconds of a number of programs; None uses `arrived_at`.
+        starts: function that returns start times, in seconds, for a number of programs; None uses `arrived_at`.
         num_programs: number of programs to take from the start of the file; None for all.
-        context: "grow" lets a prompt begin with the prompt of its first parent and the answers of its parents, as far
-            as it is long enough; with "none", prompts share nothing.
+        context: with "grow", a prompt begins with the prompt of the call's first parent and the answers of all its
+            parents, as far as the prompt is long enough; with "none", prompts share nothing.
 
     Raises:
         WorkloadError: a field is missing or out of range, a call occurs twice, a parent is unknown, comes later or
@@ -112,7 +112,7 @@ def _columns(calls: _Calls, begins: F64, context: ContextRule) -> Columns:
 
 
 def _content(calls: _Calls) -> ContentColumn:
-    """Return prompts that begin with the first parent's prompt and the parents' answers."""
+    """Return the contents of prompts, which begin with the first parent's prompt and the parents' answers."""
     outputs = tuple(("out", call) for call in calls.ids)
     texts = tuple(("text", call) for call in calls.ids)
     builder = ContentBuilder((SegmentSpace("explicit", table=outputs), SegmentSpace("explicit", table=texts)))
@@ -130,7 +130,7 @@ def _content(calls: _Calls) -> ContentColumn:
 
 
 def _take(calls: _Calls, file: Path, line: int, record: Mapping[str, Any], *, is_timed: bool) -> None:
-    """Check the call of one row and append it; `is_timed`: programs start at their `arrived_at`."""
+    """Check the call of one row and append it to `calls`; `is_timed`: True if programs start at their `arrived_at`."""
 
     def error(message: str, allowed: str) -> WorkloadError:
         return WorkloadError(file, line, message, allowed)
@@ -195,7 +195,7 @@ def _number(value: Any) -> float | None:
 
 
 def _records(file: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """Yield line number and fields of each row of a file."""
+    """Return an iterable of the line number and the fields of each row of a file."""
     kinds = [one.lower() for one in file.suffixes if one.lower() != ".gz"]
     kind = kinds[-1] if kinds else ""
     if kind in (".jsonl", ".json"):

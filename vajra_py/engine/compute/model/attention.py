@@ -104,7 +104,7 @@ def _attend(
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write key and value [1, Hkv, T, D], and return attention [1, T, Hq, Dv] of query [1, Hq, T, D] over the paged KV."""
+    """Write key and value [1, Hkv, T, D]; return attention [1, T, Hq, Dv] of query [1, Hq, T, D] over the paged KV."""
     window = asked.get("sliding_window")
     if window is None and isinstance(attention_mask, MaskSpec):
         window = attention_mask.window

@@ -53,4 +53,4 @@ class Exclusion:
 
 
 LOADING = Exclusion()
-"""The lock of this process: torch's default dtype and generator are per process too."""
+"""The only such lock of this process, since torch's default dtype and generator are per process too."""

@@ -1,7 +1,7 @@
 """Forward pass: the logits of a step's rows.
 
 Invariants:
-    - One flattened row of T tokens with explicit positions; no padding, no Cache object.
+    - A step is one flattened row of T tokens with explicit positions, without padding or a Cache object.
     - Logits are computed for the requested rows only.
 """
 
@@ -58,7 +58,7 @@ class TransformersForward:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without a mask, some models check for padding and packed sequences, which synchronizes host and device.
+                # Without a mask, some models check for padding and packed sequences, and so wait for the device.
                 attention_mask=torch.ones_like(token_ids)[None],
                 use_cache=False,
                 logits_to_keep=rows,
@@ -73,7 +73,7 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
 
     Raises:
         ConfigError: the model does not use the attention interface, or needs a feature that paged attention does not
-        support.
+            support.
     """
     probe = Probe({})
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
 """Decoder forward pass with merged projections and fused operations.
 
-Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same
+On a CPU, transformers' modules take some 200 µs per layer beyond the arithmetic. This forward pass does the same
 arithmetic with rearranged weights: there is one product for Q, K and V, and one for gate and up. On a CPU, weights are
 packed for oneDNN; on a GPU, products add to the residual in place. Between products it calls `vajra_kernels.layer_ops`
 if that is faster. Otherwise, rotary embedding is one complex product (rows of W_q and W_k are reordered so that the two
@@ -8,8 +8,9 @@ members of a rotated pair are adjacent; scores do not change, since Q and K are 
 weights of norms are folded into the following products.
 
 Invariants:
-    - It is used only after a check against transformers' own forward pass with the same weights.
-    - Building it takes the layers' weights away from transformers' model, so that memory holds them once.
+    - With the self-check (the default), it is used only after a comparison with transformers' own forward pass on the
+      same weights.
+    - Building it moves the layers' weights out of transformers' model, so that memory holds them once.
     - In the last layer only the requested rows are computed after attention.
 """
 
@@ -173,7 +174,7 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        # If a request's KV is spread over groups, this rank writes K and V of some rows only.
+        # The fused kernel writes K and V of every row; if requests are spread over groups, this rank writes some only.
         looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
@@ -269,7 +270,7 @@ class _Builder:
     def _before(self, module: Any, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
         """Return the norm before a product, and the product's weight [outputs, inputs].
 
-        If norms are folded, the weight contains that of the norm.
+        If norms are folded, the product's weight is multiplied by the norm's weight.
         """
         norm = self._norm(module)
         if not self.folds:
@@ -288,7 +289,7 @@ class _Builder:
     ) -> Product:
         """Return the product with adapter slots, if there are any.
 
-        `norm`: module whose weight is folded into `weight`, if it is.
+        `norm`: module of the norm before the product, whose weight may be folded into `weight`; None: no norm.
         """
         if self.adapters is None:
             return product

@@ -29,7 +29,7 @@ class Product:
 
     @classmethod
     def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """Return the product over a copy of `weight` [outputs, inputs], packed for oneDNN if `can_pack` allows it."""
+        """Return the product with `weight` [outputs, inputs] contiguous, and packed for oneDNN if `can_pack` allows."""
         product = cls(weight.contiguous(), bias)
         if can_pack(weight):
             product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)
@@ -102,7 +102,7 @@ class Norm:
     def of(cls, module: Any, is_fused: bool = False) -> Norm:
         """Return the norm that a transformers module computes.
 
-        Found by running the module, since Gemma adds 1 to its weights.
+        The module is run to find its weights, since Gemma adds 1 to the stored ones.
         """
         weight: torch.Tensor = module.weight.detach()
         eps = getattr(module, "variance_epsilon", None)
@@ -231,9 +231,9 @@ class RopeTables:
     def get(
         self, kind: str | None, num_positions: int, is_complex: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return cos, sin, and both as complex numbers, for `num_positions` positions or more.
+        """Return cos, sin, and (with `is_complex`) both as complex numbers, for at least `num_positions` positions.
 
-        Each is [positions, rotary_dim / 2].
+        Each has the shape [positions, rotary_dim / 2].
         """
         found = self._tables.get(kind)
         if found is not None and found[0].shape[0] >= num_positions and (found[2] is not None or not is_complex):

@@ -1,9 +1,9 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
 Every group that holds some of a request's KV computes its tokens and attends over its own part. In each layer these
-groups exchange their results with the log-sum-exps of the scores, and each group merges them all (Medha, arXiv
-2409.17264,
-section 4). Attention of requests within one group is unchanged, and groups without a common request exchange nothing.
+groups exchange their results with the log-sum-exps of the scores, and each group merges all of these (Medha, arXiv
+2409.17264, section 4). Attention of requests within one group is unchanged, and groups without a common request
+exchange nothing.
 
 Invariants:
     - K and V of new tokens are written only by the group that holds the request's newest tokens.
@@ -31,7 +31,7 @@ class GroupLinks:
     ) -> None:
         """Create the links.
 
-        `ranks` are listed by group, including this one; `parallel` is the process group of all of them.
+        `ranks` are listed by group, including this rank's own; `parallel` is the process group of all these ranks.
         """
         self.own = own
         self.group_tokens = group_tokens
@@ -64,14 +64,17 @@ class Exchange:
 class SplitMetadata:
     """A step's batch with requests whose KV is spread over groups.
 
-    Rows whose newest KV is held by this group come first, then rows for which it holds an earlier part only.
+    Rows of requests whose newest KV this group holds come first, then rows of requests of which it holds only an
+    earlier part.
 
     Attributes:
-        newest: metadata of the first kind of rows, with the KV lengths of the part held here; None without any.
-        earlier: metadata of the second kind of rows, whose queries see all of that part; None without any.
+        newest: metadata of the first kind of rows, with the KV lengths of the part in this group; None if there are no
+            such rows.
+        earlier: metadata of the second kind of rows, whose queries attend over the whole part in this group; None if
+            there are no such rows.
         shared: indices of the rows that other groups compute too, int64 [S].
-        exchanges: one exchange with each of those groups, sorted by group number.
-        own_place: number of those groups whose number is smaller than this group's.
+        exchanges: one exchange with each of these other groups, sorted by group number.
+        own_place: number of these other groups whose group number is smaller than this group's.
         max_kv_len: KV length of the longest sequence, over all its parts.
     """
 
@@ -83,7 +86,7 @@ class SplitMetadata:
     max_kv_len: int
 
     def merged(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Replace the shared rows of out [T, Hq, D] and lse [T, Hq] with attention over all parts."""
+        """Replace the shared rows of out [T, Hq, D] and lse [T, Hq] with results of attention over all parts."""
         width = out.shape[2]
         packed = torch.cat((out.float(), lse.unsqueeze(-1)), -1)
         count = len(self.exchanges) + 1

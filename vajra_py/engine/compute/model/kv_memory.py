@@ -2,7 +2,7 @@
 
 Invariants:
     - All layers use the same block ids; block b of every layer moves together.
-    - A copy is ordered before all work submitted after it, except copies by `copy_beside`.
+    - A copy takes effect before all work that is submitted after it, except for copies by `copy_beside`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KvMemory:
         shared_file: str | None = None,
         num_spare_blocks: int = 0,
     ) -> None:
-        """Allocate; `sizes` is (num_blocks, num_host_blocks, block_size).
+        """Allocate memory; `sizes` is (num_blocks, num_host_blocks, block_size).
 
         `shared_file`: file that backs host memory shared with other processes.
         `num_spare_blocks`: additional blocks at the end that no request holds.
@@ -126,9 +126,9 @@ class KvMemory:
             self._cross(self._swap, direction, [(one.source, one.target) for one in group])
 
     def copy_beside(self, copies: Sequence[BlockCopy], after: Any) -> None:
-        """Copy blocks, in order, beside other work submitted after the event, and return when they are there.
+        """Copy blocks, in order, concurrently with work submitted after the event `after`; return when complete.
 
-        Copies of one direction are made by one thread.
+        Only one thread at a time may copy in each direction.
         """
         for direction, group in groupby(copies, key=lambda one: one.direction):
             assert self._swap is not None

@@ -1,8 +1,8 @@
-"""Loading a directory as a model on a device, ready for paged attention.
+"""Load a model from a directory onto a device, ready for paged attention.
 
 Invariants:
-    - Process-wide state that loading changes (torch's default dtype and generator, transformers' verbosity) is changed by
-      one load at a time, and never while a step of another model computes.
+    - Process-wide state that loading changes (torch's default dtype and generator, transformers' verbosity) is changed
+      by one load at a time, and never while a step of another model computes.
     - Errors detectable from file headers, the config or the device's free memory are raised before weights are read.
     - A model's own code is never run; random weights depend on the config and the seed alone.
 """
@@ -152,12 +152,15 @@ def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def _choose_length(asked: int | None, config: Any, where: str) -> int:
-    """Return the length of the longest sequence: the requested length if the model's positions allow it, else raise."""
+    """Return the length of the longest sequence: the requested one, or by default the model's own limit.
+
+    Raises `ConfigError` if the requested length exceeds the model's limit.
+    """
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     if kinds & {"dynamic", "longrope"}:
         # These models rescale all positions of a batch once its longest sequence exceeds the original length, so a
-        # ragged batch is exact only if no sequence does.
+        # ragged batch is exact only if no sequence exceeds it.
         original = getattr(config, "original_max_position_embeddings", None)
         longest = min(longest, int(original or longest))
     if asked is not None and not 1 <= asked <= longest:

@@ -1,12 +1,12 @@
 """LoRA adapters (Hu et al. 2021) in a fused forward pass: several adapters in one batch, each in its slot.
 
-A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so a step makes two small
-products per adapter and merged product, whatever the number of requests.
+A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so the number of small products
+in a step depends on the number of its adapters, not on the number of its requests.
 
 Invariants:
     - Rows of the base model, and steps without adapters, are computed exactly as without this module.
     - Transformations of a product's weight (a folded norm weight, reordered rows) are applied to A and B when they are
-    read.
+      read.
     - Memory of the slots is allocated at start-up, for the largest rank; a load copies into it.
 """
 
@@ -60,9 +60,10 @@ class AdaptedProduct(Product):
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
     def __init__(self, product: Product, parts: Sequence[slice], sizes: tuple[int, int, int], rows: StepRows) -> None:
-        """Create it.
+        """Add slots for adapters to `product`.
 
-        `parts`: columns of the result that belong to each adapted module; `sizes`: slots, largest rank, inputs.
+        `parts`: columns of the result that belong to each adapted module; `sizes`: number of slots, largest rank, and
+        number of inputs.
         """
         self._weight, self._bias, self._is_packed = product._weight, product._bias, product._is_packed
         num_slots, rank, inputs = sizes
@@ -125,7 +126,7 @@ class _Adapted:
 
 
 class AdapterSlots:
-    """The adapters of one worker: their weights, the content of its slots, and the rows of a step that use each slot."""
+    """The adapters of one worker: their weights, the contents of the slots, and the rows of a step by slot."""
 
     def __init__(self, options: RunnerOptions) -> None:
         """Read the adapters' folders. Raises `ConfigError`."""
@@ -217,9 +218,9 @@ class AdapterSlots:
         self._adapter_of[request_slot] = self._numbers[name] if name else _NO_ADAPTER
 
     def begin(self, request_slots: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]) -> None:
-        """Store the sequences of the step to compute next.
+        """Store the adapter slot of each row of the step to compute next.
 
-        Raises `ExecutorError` if an adapter of theirs is not loaded.
+        Raises `ExecutorError` if an adapter of a request is not loaded.
         """
         adapters = self._adapter_of[request_slots]
         slots = self._slot_of[adapters]
@@ -245,7 +246,7 @@ def _columns(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
 
 
 def _grouped(slots: npt.NDArray[np.int64]) -> RowGroups:
-    """Return the rows of each slot that has any."""
+    """Return the rows of each slot that has rows."""
     groups: RowGroups = []
     for slot in np.unique(slots[slots != _NO_ADAPTER]).tolist():
         rows = np.flatnonzero(slots == slot)

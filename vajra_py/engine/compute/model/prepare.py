@@ -2,8 +2,8 @@
 
 Invariants:
     - With the self-check (the default), every forward pass is compared with transformers' own, on the same weights,
-    before use.
-    - Without it, transformers' modules run with the attention that reads windows from the mask.
+      before use.
+    - Without the self-check, transformers' modules run with the attention that reads windows from the mask.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
         ConfigError: as for `load_runner`.
     """
     device = find_device(options.device)
-    # If ranks divide the layers, each loads its part from the host: no device ever holds the whole model.
+    # If ranks divide the layers, each rank moves its part from the host: no device ever holds the whole model.
     divided = replace(options, device="cpu", dtype=_dtype_name(options))
     loaded = load_model(divided if ranks.divides_layers else options)
     with LOADING.shared():
@@ -58,7 +58,7 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
 
 
 def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device: torch.device) -> PreparedModel | None:
-    """Return the model with its forward pass; None if it must be loaded again without the fused one."""
+    """Return the model with its forward pass; None if it must be loaded again, without the fused forward pass."""
     where = f"model {loaded.where}"
     layers = probe_layers(loaded.model, where)
     counts = _count(loaded.model)
@@ -122,9 +122,9 @@ def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks
 
 
 def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: int, where: str) -> None:
-    """Raise `ConfigError` for windows with KV parallelism.
+    """Raise `ConfigError` if a layer has a window and requests may be spread over KV-parallel groups.
 
-    A window could end inside an earlier group's part, which kernels attend over in full.
+    The window could begin inside an earlier group's part, but kernels attend over the whole part.
     """
     for layer in layers:
         if layer.window is not None and group_tokens < loaded.max_model_len and layer.window < loaded.max_model_len:

@@ -6,7 +6,7 @@ holds.
 
 Invariants:
     - Ranks derive the shapes and order of the tensors they exchange from the step; neither is sent.
-    - Only the last stage samples, and of a request's groups only the group that holds its newest tokens.
+    - A token is sampled only on the last stage, in the group that holds the request's newest tokens.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return this rank's process groups: for sharing its layers, and for its counterparts in all KV groups.
+    """Return this rank's process groups: the ranks that share its layers, and its counterparts in all KV groups.
 
-    An entry is None if the group would have a single rank.
+    A process group of a single rank is None.
 
     Every rank creates every group, in the same order, as torch requires.
     """

@@ -31,7 +31,7 @@ _WINDOW = 6
 _LENGTHS = (11, 19, 5)
 _BLOCK = 4
 _STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
-"""Tokens of each sequence that each step computes; they add up to `_LENGTHS`."""
+"""Number of tokens of each sequence that each step computes; the steps add up to `_LENGTHS`."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest allowed difference, in standard deviations of the logits."""
 _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
@@ -54,7 +54,10 @@ class SelfCheck:
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
     def difference(self, forward: Forward, layers: list[LayerFacts], device: torch.device) -> str | None:
-        """Return how `forward` differs from the reference, or None. `layers` are this rank's, with narrow windows."""
+        """Return a description of how `forward` differs from the reference; None if it agrees within the tolerance.
+
+        `layers` are this rank's layers, with narrow windows.
+        """
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device, self._routing)

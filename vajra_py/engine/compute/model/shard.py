@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank's share of a layer, and how the shares are combined.
 
-Heads and the MLP's inner width are divided; each rank's attention and MLP give a part of the sum that is added to the
-residual (Megatron-LM, Shoeybi et al. 2019). The residual, the norms and the embedding are on every rank.
+Heads and the MLP's inner width are divided. Each rank's attention and MLP compute a summand of the sum that is added to
+the residual (Megatron-LM, Shoeybi et al. 2019). Every rank holds the residual, the norms and the embedding.
 
 Invariants:
     - With a single rank, all operations are the identity.
@@ -39,7 +39,7 @@ class Shard:
         )
 
     def problem(self, layers: list[LayerFacts], inner: int) -> str | None:
-        """Return why a model with these layers and this inner width cannot be divided, or None."""
+        """Return the reason why a model with these layers and this inner width cannot be divided, or None."""
         for what, count in (("KV heads", min(one.num_kv_heads for one in layers)), ("inner width", inner)):
             if count % self.size:
                 return f"{what} ({count}) cannot be divided among {self.size} ranks"

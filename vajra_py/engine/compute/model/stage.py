@@ -22,7 +22,7 @@ class Stage:
     def __init__(
         self, index: int = 0, count: int = 1, previous: int | None = None, following: int | None = None
     ) -> None:
-        """Create the stage; `previous` and `following`: ranks that it receives hidden states from and sends them to."""
+        """Create the stage; hidden states are received from rank `previous` and sent to rank `following`."""
         self.index = index
         self.count = count
         self._previous = previous

@@ -57,7 +57,7 @@ class Constraints:
         self._sequences: dict[int, _Sequences] = {}
 
     def add(self, slot: int, sampling: SamplingParams, output_token_ids: Sequence[int]) -> bool:
-        """Add a request to a slot; return True if it has constraints. Raises `IndexError` for a token outside the vocabulary."""
+        """Add a request to a slot; return True if it has constraints. Raises `IndexError` for an unknown token."""
         words = sampling.bad_words_token_ids
         if sampling.allowed_token_ids is None and not sampling.logit_bias and not words:
             return False

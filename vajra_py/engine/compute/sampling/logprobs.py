@@ -39,7 +39,7 @@ class PendingLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
-    """Start computing the log-probabilities of tokens [N] under logits [N, vocab], with `counts` most likely tokens each."""
+    """Start computing log-probabilities of tokens [N], and of `counts` most likely tokens, from logits [N, vocab]."""
     rows = torch.log_softmax(logits.float(), -1)
     chosen = rows.gather(1, tokens.unsqueeze(-1))
     ranks = (rows > chosen).sum(-1) + 1

@@ -66,9 +66,9 @@ class Histories:
 
 
 def apply_penalties(logits: torch.Tensor, parameters: np.ndarray, histories: Histories) -> torch.Tensor:
-    """Float32 logits [R, vocab] after the penalties of `parameters` float64 [R, len(Column)].
+    """Return float32 logits [R, vocab] after the penalties of `parameters` float64 [R, len(Column)].
 
-    Repetition penalty as in CTRL (Keskar et al. 2019): positive logits are divided by it, others multiplied.
+    The repetition penalty is that of CTRL (Keskar et al. 2019): positive logits are divided by it, others multiplied.
     """
     kept = np.flatnonzero(parameters[:, Column.HISTORY] >= 0)
     if not kept.size:

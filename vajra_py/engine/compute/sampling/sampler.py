@@ -2,11 +2,10 @@
 
 Invariants:
     - A row whose logits have no finite maximum (NaN, overflow, no token allowed) gives `NO_TOKEN`, and does not affect
-    other rows.
+      other rows.
     - A token depends on its row's logits and its request's parameters, seed and number of tokens so far; not on other
-    rows.
-      Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the host, so it
-      is the same on every device and after a preemption.
+      rows. Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the
+      host, so the number is the same on every device and after a preemption.
     - Truncation keeps or drops tokens of equal probability together, so that the order of sorting does not matter.
     - No operation waits for the device. On a GPU all rows are sampled in one launch.
     - An exception leaves the state of every row as it was.
@@ -46,7 +45,7 @@ class RowState:
 
     sampling: SamplingParams
     ending_tokens: Ints
-    """Ids that must not be sampled before `min_tokens`; empty without it."""
+    """Ids that must not be sampled before `min_tokens`; empty if `min_tokens` is 0."""
 
 
 class Sampler:
@@ -130,7 +129,7 @@ class Sampler:
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Sample tokens int64 [R] from logits [R, vocab] for these slots.
 
-        Return them and the log-probabilities of slots with `logprobs`.
+        Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy
         without constraints. `offsets`: number of drafts of the same slot before each row; slots repeat in that case.
@@ -215,7 +214,10 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], counters: Ints) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) per (seed, counter): two rounds of the SplitMix64 output function (Steele et al. 2014)."""
+    """Return one number in [0, 1) per (seed, counter).
+
+    It is the result of two rounds of the SplitMix64 output function (Steele et al. 2014).
+    """
     mixed = _mix(seeds * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03))
     mixed = _mix(mixed + counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -228,7 +230,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-    """Draw one token per row of float32 logits [R, vocab], by inverting the cumulative distribution of the kept tokens."""
+    """Draw one token per row of float32 logits [R, vocab], by inverting the kept tokens' cumulative distribution."""
     temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
     # Relative to the largest logit, so that dividing by a small temperature does not overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
@@ -242,7 +244,7 @@ def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
 def truncate(scores: torch.Tensor, parameters: Doubles) -> torch.Tensor:
     """Return scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
 
-    Sorts at most once, and only up to the largest top-k if every row that needs sorting sets top-k.
+    Scores are sorted at most once, and only up to the largest top-k if every row that needs sorting sets top-k.
     """
     vocab_size = scores.shape[1]
     top_k = parameters[:, Column.TOP_K].astype(np.int64)

@@ -7,9 +7,9 @@ step (chunks, more rows than the largest size) runs without a graph.
 Invariants:
     - A captured pass reads and writes only tensors of this module, weights and KV memory, whose addresses never change.
     - A padding row has KV length 0 and write slot -1, so it touches no KV; it reads and writes its token in the extra
-    entry of `last_tokens`.
-    - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work by the
-    actual lengths on the device.
+      entry of `last_tokens`.
+    - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work on the
+      device, according to the actual lengths.
     - If capturing fails, steps run without graphs, and the reason is logged.
 """
 
@@ -38,7 +38,7 @@ capture."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
-    """Return batch sizes up to `largest`, so that padding adds at most 7 rows up to 64 and a fifth beyond."""
+    """Return batch sizes up to `largest`; padding is at most 7 rows of sizes up to 64, and a fifth of larger sizes."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32)]
     return tuple(sorted({min(step, largest) for step in steps if step < largest} | {largest}))
 

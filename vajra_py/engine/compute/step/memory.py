@@ -2,7 +2,7 @@
 
 Invariants:
     - On a CPU this is the configured share of the free memory reported by the operating system; on CUDA, the share of
-    the whole device less the memory already in use.
+      the whole device less the memory already in use.
     - Memory for the largest step is left free.
 """
 
@@ -24,8 +24,8 @@ _WIDTH_COPIES = 8
 6)."""
 
 _NUM_COPIES = 3
-"""Number of copies between device and host with their own buffers: one in steps, and one beside steps in each
-direction."""
+"""Number of concurrent transfers between device and host, each with its own buffers: one within steps, and one beside
+steps in each direction."""
 
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
@@ -39,7 +39,7 @@ def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> in
 
 
 def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
-    """Return the number of bytes of activations and logits that the largest step holds at once, from the model's widths."""
+    """Return the number of bytes that the largest step holds at once, estimated from the model's widths."""
     activations = options.max_step_tokens * _token_bytes(facts, config)
     rows = min(options.max_requests * (1 + options.max_drafts), options.max_step_tokens)
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4

@@ -22,7 +22,7 @@ class Computed:
         slots: slot of each sampled row.
         tokens: sampled token of each row.
         logprobs: log-probabilities for rows with `logprobs`.
-        prompt_logprobs: by slot, those of the prompt tokens that this step scored, in order.
+        prompt_logprobs: by slot, log-probabilities of the prompt tokens that this step scored, in order.
     """
 
     slots: Ints
@@ -75,14 +75,14 @@ class TorchStep:
 class PendingLookahead:
     """Decodes submitted before the scheduler decided which of them are needed, with the state that undoes them.
 
-    Besides `last_tokens` they change only KV at positions that no request has reached, which is overwritten when one
-    does.
+    Besides `last_tokens` and the slots' token counts, the decodes change only KV at positions that no request has
+    reached; a request that reaches the position overwrites the KV.
 
     Attributes:
         pending: the step in flight.
         slots: slots of the decodes.
         last_tokens: copy of the last tokens before the decodes.
-        grown: for each slot that wrote into a spare block, the index of that block in its block table.
+        grown: for each slot that wrote into a spare block, the index of that block in the slot's block table.
     """
 
     pending: PendingStep

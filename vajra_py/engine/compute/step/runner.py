@@ -2,9 +2,9 @@
 
 Invariants:
     - A fault of one row ends only that row: it is reported among the step's faults. A step that fails is computed again
-    row by row, as long as the device responds.
+      row by row, as long as the device responds.
     - Host-only work of a step is done before the device is used; no method waits for the device before
-    `PendingStep.result`.
+      `PendingStep.result`.
     - After the runner raised an exception it must not be used again: device and host state may differ.
 """
 
@@ -121,7 +121,7 @@ class TorchRunner:
                     "Use a shorter max_model_len, a larger memory fraction or a smaller model",
                 )
             )
-        # No more blocks than all slots need at full length are useful.
+        # Blocks beyond the number that all slots need at full length would never be used.
         return int(min(num_blocks, longest * self._options.max_requests))
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -330,8 +330,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises `error` if the device no longer responds, if all of several rows fail, or if a row reads KV that a failed
-        row should have written.
+        Raises an error if the device no longer responds. Raises `error` if all of several rows fail, or if a row reads
+        KV that a failed row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)

@@ -1,4 +1,4 @@
-"""Compile every kernel that a run may need before its first request."""
+"""Compile, before the first request, every kernel that a run may need."""
 
 from __future__ import annotations
 
