@@ -85,19 +85,19 @@ def _flags(command: click.Command | Any) -> Any:
 
 
 _LIMITS = {
-    "--max-body-bytes": "Largest request body; larger ones are answered 413.",
-    "--max-body-values": "Most JSON values of a request body; each token id of a prompt is one.",
-    "--max-body-containers": "Most JSON arrays and objects of a request body; each message is one.",
-    "--max-buffered-bytes": "Most bytes of large request bodies that are read at once; more are answered 429.",
-    "--max-header-bytes": "Largest head of a request; larger ones are answered 431.",
-    "--max-connections": "Most connections at once.",
-    "--max-connections-per-client": "Most connections from one address.",
+    "--max-body-bytes": "Maximum size of a request body in bytes; larger ones are answered 413.",
+    "--max-body-values": "Maximum number of JSON values in a request body; each token id of a prompt counts.",
+    "--max-body-containers": "Maximum number of JSON arrays and objects in a request body; each message counts.",
+    "--max-buffered-bytes": "Maximum number of bytes of large request bodies read at once; more are answered 429.",
+    "--max-header-bytes": "Maximum size of a request's head in bytes; larger ones are answered 431.",
+    "--max-connections": "Maximum number of open connections.",
+    "--max-connections-per-client": "Maximum number of open connections from one address.",
 }
 _TIMEOUTS = {
-    "--header-timeout": "Seconds that a client may take to send the head of a request.",
-    "--body-timeout": "Seconds that it may take to send the body.",
-    "--idle-timeout": "Seconds that a connection stays open between two requests.",
-    "--send-timeout": "Seconds that a client may take nothing of what was sent to it.",
+    "--header-timeout": "Maximum time to send the head of a request, in seconds.",
+    "--body-timeout": "Maximum time to send the body of a request, in seconds.",
+    "--idle-timeout": "Maximum time without a request before a connection is closed, in seconds.",
+    "--send-timeout": "Maximum time in which a client receives nothing of its answer, in seconds.",
 }
 
 
@@ -218,11 +218,11 @@ def _server_options(command: click.Command | Any) -> Any:
 
 
 _LISTS = {
-    "--allowed-hosts": "Name that clients may call the server by, *.NAME for all below; without it: any.",
-    "--allowed-origins": "Origin whose pages browsers let use the server, * for all; without it: none.",
-    "--allowed-methods": "Method that such pages may use; without it: GET and POST.",
-    "--allowed-headers": "Header that they may send; without it: any.",
-    "--forwarded-allow-ips": "Proxy, or network of proxies, whose X-Forwarded-For is believed, * for all; without it: none.",
+    "--allowed-hosts": "Host name under which clients may call the server; *.NAME allows all subdomains; default: any.",
+    "--allowed-origins": "Origin from which browsers may call the server; * allows all; default: none.",
+    "--allowed-methods": "HTTP method that is allowed for such origins; default: GET and POST.",
+    "--allowed-headers": "Header that is allowed for such origins; default: any.",
+    "--forwarded-allow-ips": "Proxy, or network of proxies, whose X-Forwarded-For is trusted; * trusts all; default: none.",
 }
 """Options with several values: repeated, as a JSON list (as for vLLM), or separated by commas."""
 

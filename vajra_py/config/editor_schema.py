@@ -87,7 +87,7 @@ def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema)
     """Return the schema of the top-level `scheduling`, which may also name an admission policy."""
     definitions["SystemSchedulingConfig"] = whole = copy.deepcopy(definitions["SchedulingConfig"])
     whole["title"] = "SystemSchedulingConfig"
-    question = "Which requests are let in? One policy for the whole system; without one every request is."
+    question = "Admission policy of the whole system; without one every request is accepted."
     whole["properties"][ADMISSION.key] = _beside(question, registry.admission_policies, definitions)
     old, new = "#/$defs/SchedulingConfig", "#/$defs/SystemSchedulingConfig"
     variants = [{"$ref": new} if one.get("$ref") == old else one for one in scheduling["anyOf"]]

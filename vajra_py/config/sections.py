@@ -104,11 +104,11 @@ class SchedulingConfig(Section):
     preset: Text | None = Field(
         None, description="Preset with the settings of a whole system; explicit keys override it."
     )
-    request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
-    replicaset_scheduler: PolicyChoice = Field(description="Which replica takes a request?")
-    replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
+    request_prioritizer: PolicyChoice = Field(description="Policy that orders waiting requests.")
+    replicaset_scheduler: PolicyChoice = Field(description="Policy that selects a replica for a request.")
+    replica_scheduler: PolicyChoice = Field(description="Policy that forms the batch of a step.")
     scaling: PolicyChoice | None = Field(
-        None, description="How many replicas are there? A scaler by name; null: always `num_replicas`."
+        None, description="Scaler that sets the number of replicas; null: always `num_replicas`."
     )
     retention: PolicyChoice | None = Field(
         None,

@@ -57,7 +57,7 @@ class SamplingConfig(Section):
     ignore_eos: Switch = Field(
         True,
         description=(
-            "Generate as many tokens as the workload says, whatever they are; false: a request ends with the model's end-of-sequence token, or at the workload's length."
+            "Generate as many tokens as the workload states, ignoring the end-of-sequence token; false: a request ends with that token, or at the workload's length."
         ),
     )
 

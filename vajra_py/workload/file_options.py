@@ -53,14 +53,16 @@ class FileOptions(WorkloadOptions):
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")
     window: Literal["random"] | None = Field(
         None,
-        description="random: the requests that `first` or `window_s` keep begin at a position drawn by the seed; null: at the start.",
+        description="random: `first` or `window_s` select requests from a position drawn with the seed; null: from the start.",
     )
-    window_s: Positive | None = Field(None, description="Length of a random window, in the source's seconds.")
+    window_s: Positive | None = Field(None, description="Duration of a random window, in seconds of the trace.")
     bootstrap: BootstrapConfig | None = Field(
         None,
-        description="Concatenate blocks of the trace, drawn by the seed, to one of the same length; null: the trace as it is.",
+        description="Concatenate blocks of the trace, drawn with the seed, to a trace of the same duration; null: the trace as it is.",
     )
-    thin: ThinConfig | None = Field(None, description="Keep requests drawn by the seed; null: all.")
+    thin: ThinConfig | None = Field(
+        None, description="Keep a random part of the requests, drawn with the seed; null: all."
+    )
 
     @field_validator("path")
     @classmethod

@@ -113,7 +113,8 @@ class ProgramCalls(BaseModel):
     declares: tuple[Declared, ...] = Field(
         ("parents", "end"),
         description=(
-            "Facts that clients state. parents: the calls that a call follows; end: the last call where there is one, else the number of calls; size: the number of calls; next_call: the time of the tool after a call."
+            "Facts that clients state. parents: the calls that a call depends on; end: which call is the last, or the"
+            " number of calls if several are; size: the number of calls; next_call: the duration of the tool after a call."
         ),
     )
 

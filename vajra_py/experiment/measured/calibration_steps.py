@@ -16,7 +16,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 ATTENTION = ("decode_attention", "prefill_attention")
-HALF_TICK_S = 1e-9
+_TOLERANCE_S = 1e-9
+"""Tolerance for comparing times of steps, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class StepCosts:
         ends `start` and `stop`, for the pairs `which`; with several replicas, means over the replicas.
         """
         start, stop = start[which], stop[which]
-        first, last = (np.searchsorted(self._ends, at + HALF_TICK_S, side="right") for at in (start, stop))
+        first, last = (np.searchsorted(self._ends, at + _TOLERANCE_S, side="right") for at in (start, stop))
         parts: Floats = (self._sums[last] - self._sums[first]) / self.num_replicas
         return parts, stop - start - parts @ self._values
 

@@ -110,7 +110,7 @@ class AdmissionGate:
         self._timeless: SortedKeyList[Request, tuple[int, int]] = SortedKeyList(
             key=lambda one: (one.priority, one.index)
         )
-        """Deferred requests without a time, by priority and then in order of submission."""
+        """Return the deferred requests without a time, by priority and then in order of submission."""
         self._views = [_ReplicasetSight(one, self._num_deferred) for one in replicasets.values()]
         self._replicasets = dict(replicasets)
         self.renew()
@@ -176,7 +176,7 @@ class AdmissionGate:
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
-        """Deferred requests without a time, by priority and then in order of submission."""
+        """Return the deferred requests without a time, by priority and then in order of submission."""
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:

@@ -453,7 +453,7 @@ class Controller:
         return replica.forms_steps and (is_running or replica.running_set.admits)
 
     def check_conservation(self) -> None:
-        """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""
+        """Raise `RuntimeError` unless every request is accounted for, and `AssertionError` unless every block is used or free."""
         ended = sum(self.num_ended.values())
         if self.num_submitted != ended + len(self._alive):
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")

@@ -201,8 +201,8 @@ _DESCRIPTIONS = {
     401: "The key is missing or wrong.",
     404: "There is no such model.",
     408: "The request waited longer than it allows.",
-    409: "What is being served stands against it.",
+    409: "The request conflicts with what is being served.",
     413: "The request is too large.",
-    429: "Queues are full, or the admission policy sheds load; `Retry-After` says when to come back.",
+    429: "Queues are full, or the admission policy sheds load; `Retry-After` is the time to wait before a retry.",
     503: "No replica is ready, or the one that ran the request failed.",
 }

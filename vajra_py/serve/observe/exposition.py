@@ -35,8 +35,8 @@ _HISTOGRAMS = (
     ("request_generation_tokens", "Tokens of an output.", "output"),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens of requests whose first token has come.", lambda one: one.num_prompt_tokens),
-    ("generation_tokens", "Output tokens that have come.", lambda one: one.num_output_tokens),
+    ("prompt_tokens", "Prompt tokens of requests with a first output token.", lambda one: one.num_prompt_tokens),
+    ("generation_tokens", "Output tokens generated.", lambda one: one.num_output_tokens),
     ("num_preemptions", "Requests that were preempted.", lambda one: one.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda one: one.num_looked_up_tokens),
     ("prefix_cache_hits", "Prompt tokens found.", lambda one: one.num_cached_tokens),
