@@ -19,9 +19,9 @@ collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[LocalCluster]:
-    """Two nodes of one CPU each; a test that ends one adds another."""
+    """Two nodes of one CPU each; a test that ends one adds another. An idle cluster takes CPU time, so it ends with its tests."""
     made = LocalCluster()
     try:
         yield made

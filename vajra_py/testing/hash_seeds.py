@@ -20,10 +20,9 @@ from vajra_py.testing import scenarios
 from vajra_py.testing.subject import UNCOUNTED, Subject
 
 HASH_SEEDS = (3, 6)
-"""Hash seeds of the started processes; this process has its own, which is random unless the environment sets it.
+"""Hash seeds of the processes.
 
-With these two seeds, sets of two to five replicas, tenants, programs or numbers (as strings) begin with different
-members.
+With these two, sets of two to five replicas, tenants, programs or numbers (as strings) begin with different members.
 """
 
 TIMEOUT_S = 300.0
@@ -42,7 +41,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
-    """Run policies here and in a concurrent process for each of `HASH_SEEDS`; return a list of runs for each policy.
+    """Run policies in a process for each of `HASH_SEEDS`, at the same time; return a list of runs for each policy.
 
     Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` with a process's last
     line if it fails.
@@ -57,7 +56,7 @@ def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
         for error in errors:
             if error is not None:
                 raise RuntimeError(error)
-        runs = [_rows_of_all(policies), *(pickle.loads(result.read_bytes()) for result in results)]
+        runs = [pickle.loads(result.read_bytes()) for result in results]
         return [list(rows) for rows in zip(*runs, strict=True)]
 
 
