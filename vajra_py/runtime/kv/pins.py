@@ -51,7 +51,8 @@ class Pins:
         return () if pin is None else pin.hashes
 
     def due(self, now: float) -> list[Hashable]:
-        """Return the names of the pins that end at `now` or before, earliest end first, and remove them from the heap.
+        """Return the names of the pins that end at `now` or before, earliest end first, and remove their ends from the
+        heap.
         """
         names: list[Hashable] = []
         ends = self._ends

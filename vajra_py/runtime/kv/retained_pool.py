@@ -273,8 +273,7 @@ class RetainedBlockPool(BlockPool):
         return None if block is None else self._entry_of[block]  # type: ignore[index] # each content has one block here
 
     def _hand_over(self, entry: CachedEntry) -> bool:
-        """Replace the entry's block, which has lost its last user, by a copy in use; return False if there is no copy.
-        """
+        """Replace the entry's block, which has lost its last user, by a copy in use; return False if no copy exists."""
         copies = self._copies.get(entry.block_hash)
         if copies is None:
             return False
@@ -351,8 +350,7 @@ class RetainedBlockPool(BlockPool):
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:
-        """Drop idle content that has expired; content that other content continues is dropped after the other content.
-        """
+        """Drop idle content that has expired; content that other content continues is dropped after that other content."""
         if self.next_expiry > now:
             return
         expiries = self._expiries
