@@ -111,8 +111,9 @@ class Failure(Struct, frozen=True):
     """The loss of a replica.
 
     Attributes:
-        max_reruns: number of times that its requests could be recomputed elsewhere; None: they ended.
-        guilty: requests for which this counts, because it computed them alone when it was lost; None: all that it held.
+        max_reruns: maximum number of times that a request is recomputed after losses; None: its requests ended.
+        guilty: ids of the requests for which the loss counts, because the replica was computing only them; None: all
+            requests that it held.
     """
 
     tick: int
