@@ -91,7 +91,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         replica.queue.touch(request)
     for (
         request
-    ) in replica.running_set.loading:  # KV is loaded from a lower tier; transfers from other replicas have been cancelled
+    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas were cancelled before
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
