@@ -66,8 +66,8 @@ class SimulationOptions(Struct, frozen=True):
     arrival_delay_s: float = 0.0
     """Delay in seconds from a request's arrival until it is in the scheduler's queue."""
     asynchronous: bool = False
-    """True to schedule like an engine with async scheduling: a request that arrives during a step is not in the next
-    step. Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`).
+    """True if requests are scheduled as in an engine with async scheduling: a request that arrives during a step is not
+    in the next step. Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`).
     """
     times_transfers: bool = True
     """True if the duration of KV transfers is modelled from the links; False: each transfer ends by an injected input."""
@@ -109,8 +109,9 @@ Injected: TypeAlias = (
     | Retry
     | str
 )
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER, TIER; a request id with EXPIRY or
-ABORT."""
+"""Input that can be injected, with the phase of its type: ARRIVAL, FAILURE, POLICY, WAKE, SCALING, TRANSFER or TIER. A
+text is the id of a request (phase ADMISSION, EXPIRY or ABORT) or of a program (PROGRAM).
+"""
 
 
 class Simulator(Backend[SimReplica]):

@@ -28,10 +28,10 @@ FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
-"""Largest number of segments that a prompt may have beyond a stored prompt to be recognised as its continuation."""
+"""Maximum number of segments by which a prompt may exceed a stored prompt to be recognised as its continuation."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
-"""Salt, tokens of a block, number of segments, and the last segment with its length."""
+"""(salt, block size, number of segments, last segment with its length)."""
 
 
 class BlockHashes(Protocol):

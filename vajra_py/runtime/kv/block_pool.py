@@ -34,15 +34,16 @@ Unscheduled = Literal["withdraw", "keep"]
 
 _REMOVED_LOG_BLOCKS = 1 << 16
 _FRESH_BLOCKS = 256
-"""Number of never-used blocks put at the bottom of the free stack at once when it runs short."""
+"""Number of never-used blocks that are put at the bottom of the free stack together when the stack runs short."""
 
 
 class PrefixCacheOptions(Struct, frozen=True):
     """Order of reuse and rules of lookup of a prefix cache; the defaults are vLLM's."""
 
     reuse_order: ReuseOrder = "lru"
-    """lru: blocks without a hash are reused first (latest release first), those with one last, longest idle first.
-    fifo: one queue for all, in order of release."""
+    """lru: blocks without a hash are reused first, the latest released first; then blocks with a hash, the longest idle
+    first. fifo: all blocks are reused in order of release.
+    """
     release_order: ReleaseOrder = "tail_first"
     """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
     retain_freed: bool = True
@@ -52,9 +53,9 @@ class PrefixCacheOptions(Struct, frozen=True):
     others are then never found again).
     """
     unscheduled: Unscheduled = "withdraw"
-    """Treatment of blocks that were cached while a step was formed and that a preempted request then did not compute.
-    keep: they stay cached, as in vLLM, and a request that hits them reads KV that was never written; only for
-    comparison with vLLM.
+    """Treatment of blocks that were cached while a step was formed but not computed, because their request was
+    preempted. withdraw: their hashes are removed. keep: they stay cached, as in vLLM, and a request that hits them
+    reads KV that was never written; only for comparison with vLLM.
     """
     max_pinned_fraction: float = 0.5
     """Fraction of the blocks that pins may hold."""
@@ -157,7 +158,7 @@ class BlockPool:
         self._kept: dict[int, None] = {}
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
-        """Events about content that becomes available or is removed; None if they have no reader."""
+        """Writer of events about content that becomes available or is removed; None: no events are written."""
         self.hits: HitIndex | None = None
         """Index of the waiting requests whose prefix hits are tracked; None: hits are not tracked."""
         self.lower: KvTiers | None = None
@@ -487,7 +488,7 @@ class BlockPool:
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """Raise AssertionError if the accounts disagree with each other, or with `references` (block to number of users).
+        """Raise AssertionError if the state is inconsistent, or disagrees with `references` (block to number of users).
 
         The cost grows with the number of blocks that were ever used.
         """

@@ -1,9 +1,9 @@
 """Interface of every kind of KV memory of a replica.
 
 A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
-device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: one that does not fit
-changes nothing. Refusals that a scheduler meets in normal operation are values; calls that make no sense raise
-`ValueError`.
+device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: an operation for which
+there is no room changes nothing. Refusals that occur in normal operation of a scheduler are return values; invalid
+calls raise `ValueError`.
 
 With KV parallelism, the KV of a request may be spread over several groups; block ids are then local to a group, and
 sizes are sums over the groups. A memory without groups has the single group 0.
@@ -230,8 +230,8 @@ class KvMemory(Protocol):
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps, whose blocks are taken after the last
-        of them.
+        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
+        have ended.
         """
 
     @property
@@ -310,7 +310,7 @@ class KvMemory(Protocol):
     # Consistency
 
     def check(self) -> None:
-        """Raise `AssertionError` if the accounts do not agree."""
+        """Raise `AssertionError` if the state is inconsistent."""
 
 
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:

@@ -186,8 +186,8 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps, whose blocks are taken after the last
-        of them.
+        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
+        have ended.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -772,7 +772,7 @@ class PagedKvMemory:
     # Consistency
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts do not agree."""
+        """Raise AssertionError if the state is inconsistent."""
         users = Counter(self._reserved)
         if self._swaps is not None:
             users.update(self._swaps.device_blocks)

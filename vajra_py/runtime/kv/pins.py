@@ -17,7 +17,7 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """Pins in force, by name; of two pins with the same end, the later one counts as ending last."""
+    """Pins in force, by name; of two pins with the same end, the one created later counts as ending last."""
 
     def __init__(self) -> None:
         self.next_end = inf

@@ -137,7 +137,7 @@ class RetainedBlockPool(BlockPool):
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        For the retention policy these blocks are one entry like any other; it is not told that they cannot be hit.
+        The retention policy gets these blocks as one entry like any other, without a mark that they cannot be hit.
         """
         self._freed.extend(blocks[num_filled:])
         if num_filled:
@@ -377,7 +377,7 @@ class RetainedBlockPool(BlockPool):
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """Raise AssertionError if the accounts disagree; see `BlockPool.check`."""
+        """Raise AssertionError if the state is inconsistent; see `BlockPool.check`."""
         super().check(references)
         entries = self._entry_of
         children = dict.fromkeys(entries.values(), 0)

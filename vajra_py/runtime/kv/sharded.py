@@ -5,9 +5,9 @@ lies in the (t // group_tokens)-th of the request's groups. All blocks of a requ
 nothing (several long prompts that grow step by step could deadlock). Groups are tried in order of pending prefill work,
 measured in squared prompt tokens.
 
-Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. That code does not subtract work from groups
-that were not active yet; here a request's work is subtracted from all of its groups as chunks complete, and the rest
-when the request leaves.
+Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Vajra's code does not subtract work from
+groups that were not active yet; this module subtracts a request's work from all of its groups as chunks complete, and
+the rest when the request leaves.
 """
 
 from __future__ import annotations
@@ -409,8 +409,8 @@ class KvParallelMemory:
         return self._growth(entry, num_blocks, excluded_groups) is not None
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Reserve blocks for `num_tokens` tokens; return 0 (nothing is cached), or None, changing nothing, if there is
-        no room.
+        """Reserve blocks for `num_tokens` tokens and return 0, because nothing is cached; return None and change
+        nothing if there is no room.
 
         A request that fits into one group goes to the first group with room, a longer one to as few groups as possible.
         """
@@ -544,7 +544,7 @@ class KvParallelMemory:
     # Consistency
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts do not agree."""
+        """Raise AssertionError if the state is inconsistent."""
         users: list[Counter[int]] = [Counter() for _ in self._pools]
         work = [0] * self.num_groups
         for request, entry in self._tables_of.items():

@@ -90,7 +90,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Return the hashes of content that can be read, in order of entry."""
+        """Return the hashes of the content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Adding and removing
@@ -128,7 +128,7 @@ class TierStore:
         return True
 
     def remove(self, one: TierBlock, now: float) -> None:
-        """Remove content without evicting it, because it is elsewhere or was never written."""
+        """Remove content without evicting it, because another level holds it or it was never written."""
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)
@@ -241,7 +241,7 @@ class TierStore:
     # Invariants
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         require(len(self._blocks) <= self.num_blocks, f"tier {self.name} holds more blocks than it has")
         if self._free_slots is not None:
             slots = [*self._free_slots, *(one.slot for one in self._blocks.values())]

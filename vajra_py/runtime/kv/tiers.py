@@ -4,7 +4,7 @@ back.
 The first tier is next to the device; content of the other tiers is loaded through it. A tier gets content from the
 level above: when that level evicts the content (`write_back`), as soon as that level stores it (`write_through`), or
 after a number of uses (`write_through_selective`). Content is copied from the device through a buffer: a block may be
-overwritten before its copy has arrived below.
+overwritten before its copy has arrived in the tier.
 
 This module does not model time. Transfers are listed (`take_writes`, `take_computed`) or returned (`begin_load`,
 `begin_fetch`), and the owner of the links decides when they have arrived. Replicas may share their last tier.
@@ -482,7 +482,9 @@ class KvTiers:
     # Invariants
 
     def check(self, cached: Sequence[Hashable]) -> None:
-        """Raise AssertionError if the counts disagree with each other, or with the content of the device's cache."""
+        """Raise AssertionError if the state is inconsistent, or disagrees with `cached`, the content of the device's
+        cache.
+        """
         require(self._device.keys() == set(cached), "tiers know other content of the device than its cache")
         for level, (store, rules) in enumerate(zip(self.stores, self.rules, strict=True)):
             store.check()

@@ -89,7 +89,7 @@ class ArbitraryQueue(RankedQueue):
         self._read_at = None
 
     def _read(self, now: float) -> None:
-        """Re-read every key at `now`, unless the keys are valid still; if a key breaks the contract, nothing changes."""
+        """Re-read every key at `now`, unless the keys are still valid; if a key breaks the contract, nothing changes."""
         if now == self._read_at:
             return
         epoch = None if self._epochs is None else self._epochs.epoch()

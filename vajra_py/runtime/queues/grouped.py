@@ -182,7 +182,7 @@ class GroupedQueue(RankedQueue):
         return None
 
     def _settle(self) -> None:
-        """Re-read the keys of groups that were named as fallen, and place groups whose key or head has changed again."""
+        """Re-read the keys of groups that were named as fallen, and re-insert groups whose key or head has changed."""
         fallen = self._fallen
         if fallen is not None and fallen.num_named != self._num_read:
             names = fallen.since(self._num_read)

@@ -54,8 +54,8 @@ class Records(Struct, frozen=True):
         rows: (records, len(FIELDS)).
         ends: ticks at which steps ended, those of all records after one another.
         lists: by name, (entries, columns of this list), those of all records after one another.
-        notes: one text a record.
-        arrivals: requests that arrived meanwhile.
+        notes: one text per record.
+        arrivals: requests that arrived in the time of these records.
     """
 
     replicasets: Sequence[str]

@@ -55,7 +55,8 @@ class Arrival(Struct, frozen=True):
         content: segments that identify its prompt in the prefix cache, if it is known by segments.
         prompt_token_ids: its prompt, if it is known by tokens. A request with neither shares no blocks.
         num_output_tokens: its output length, if it was known beforehand.
-        salt: only requests with equal salts share prefixes; None: as in the settings.
+        salt: salt of the prompt's hashes, since only requests with equal salts share prefixes; None: as in the
+            settings.
         reads_cache: True if it may reuse KV blocks of the prefix cache; its own are cached for others in either case.
     """
 
@@ -167,7 +168,7 @@ class PolicyViolation(Struct, frozen=True):
 
 
 class Gate(Struct, frozen=True):
-    """A change of the work that the executing side allows a replica.
+    """A change of which work the executing side allows a replica.
 
     Attributes:
         admits: True if waiting requests may get KV blocks.
@@ -280,8 +281,9 @@ class Answer(Struct, frozen=True):
 
     Attributes:
         replica_id: the server.
-        num_tokens: output tokens so far.
-        end: empty while it continues; else the reason of its end, "again" if to be placed again, "prompt" if its prompt is done.
+        num_tokens: number of output tokens so far.
+        end: empty while the request continues; else the reason of its end, "again" if it is to be placed again, or
+            "prompt" if its prompt is computed.
     """
 
     tick: int
@@ -308,7 +310,7 @@ class CacheReport(Struct, frozen=True):
 
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
-        begins: True if it replaces all content known before.
+        begins: True if the report replaces all content known before.
         ends: True if no more reports come; `stored` and `removed` are then empty.
     """
 

@@ -1,7 +1,7 @@
 """Step log: one record for each completed plan, and one for a run of decode steps that repeat it.
 
-An `Observer` gets every step separately, which a log of a long simulation cannot afford. The data of a step is packed
-once and shared by all logs (`share`).
+An `Observer` gets every step separately, which would take too much time in long simulations. The data of a step is
+packed once and shared by all logs (`share`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LISTS = {
     "preempted": ("preempted", "preempted_mode"),
     "finished": ("finished", "finished_reason"),
 }
-"""Lists of a record, with the columns of each; an entry has one number per column. Requests are named by index.
+"""Lists of a record, with the columns of each; an entry has one number per column. Requests are identified by index.
 `chunk_after`: number of decodes before the chunk; -1: the first `decodes_at` chunks precede all decodes, the others
 follow them.
 """

@@ -156,7 +156,7 @@ class Adapters:
             self._slots[name] = self._slots.pop(name)
 
     def release(self, request: Request) -> None:
-        """Release the slot of a request that has stopped running; does nothing for one without an adapter."""
+        """Note that a request has stopped running with its adapter; does nothing for a request without one."""
         users = self._users.get(request.adapter)
         if users is not None:
             users.discard(request)

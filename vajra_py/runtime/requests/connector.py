@@ -69,7 +69,7 @@ class FormedStep(Protocol):
 
 
 class KvReport(Struct, frozen=True):
-    """Report of a connector's workers with a step."""
+    """Report of a connector's workers."""
 
     received: Collection[Request] = ()
     """Requests whose loads are over, successful or failed."""
@@ -246,8 +246,8 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return (cached tokens, match) of a waiting request without blocks, None if the answer is unknown yet. The
-        connector is queried only for a request that was not considered in this step yet, as in a shared queue.
+        """Return (cached tokens, match) of a waiting request without blocks, None if the answer is unknown yet. Queries
+        the connector if the request was not considered in this step yet, as in a shared queue.
         """
         if request not in self._matches:
             self._ask(request)
@@ -376,9 +376,7 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if no request may be able to run before a load or a send is over, a step has completed, or the connector
-        has answered.
-        """
+        """True if a pending load, send, step or answer of the connector may be the reason why no request can run."""
         return bool(self._kept or self._ahead) or (
             any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )

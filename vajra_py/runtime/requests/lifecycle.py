@@ -189,8 +189,8 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count the drafts of the step that gave a request its newest token, and those that became output; the request
-        may be waiting again by now.
+        """Count the drafts of the step that produced a request's newest token, and the drafts that became output; the
+        request may have been preempted since.
         """
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
@@ -348,7 +348,7 @@ class Lifecycle:
         self._running_set.queue.add(request, now)
 
     def expect_no_more(self, request: Request) -> None:
-        """Undo `expect`, and free the blocks reserved for the request."""
+        """Undo `expect`, and free the blocks that were reserved for the request."""
         self._running_set.queue.remove(request)
         if request in self._running_set.loading:
             del self._running_set.loading[request]

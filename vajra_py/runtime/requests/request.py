@@ -25,7 +25,7 @@ _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 class RequestState(Enum):
-    """State of a request; `Request.move_to` allows only the moves of the life cycle."""
+    """State of a request; `Request.move_to` allows only the changes of the life cycle."""
 
     CREATED = "created"
     DEFERRED = "deferred"
@@ -35,7 +35,7 @@ class RequestState(Enum):
     PREEMPTED = "preempted"
     """Waiting again after a preemption, without KV."""
     SWAPPED = "swapped"
-    """Waiting again, its KV in host memory."""
+    """Waiting again, with its KV in host memory."""
     HELD = "held"
     """Leaving its replica after its prompt was computed; the replica holds the request's KV until another replica has
     it.
@@ -232,7 +232,9 @@ class Request(_Stated):
         self.replica_id = -1
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Numbers of drafts that steps have verified so far, and of those that became output."""
+        """Number of drafts that became output so far, like `num_draft_tokens`, the number of drafts that steps have
+        verified.
+        """
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
@@ -270,7 +272,7 @@ class Request(_Stated):
         )
 
     def move_to(self, state: RequestState) -> None:
-        """Change state; a move outside the life cycle is a bug of the mechanism and raises."""
+        """Change the state. Raises `RuntimeError` for a move outside the life cycle, which is a bug of the mechanism."""
         if state not in _MOVES[self.state]:
             raise RuntimeError(f"request {self.request_id}: no move from {self.state.value} to {state.value}")
         self.state = state

@@ -33,7 +33,7 @@ NO_CHANGES = PoolChanges((), ())
 
 
 class Unverified(NamedTuple):
-    """Drafts of a request's last step, which has ended, while it is not known yet which drafts are accepted."""
+    """Drafts of a request's last step, which has ended although it is not known yet which drafts are accepted."""
 
     num_drafts: int
     is_padding: bool = False

@@ -179,7 +179,7 @@ class AdmissionGate:
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
-        """Deferred requests without a time, by priority and then in order of submission."""
+        """Return the deferred requests without a time, by priority and then in order of submission."""
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
@@ -347,7 +347,7 @@ class _ReplicasetSight:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Replicas, by id."""
+        """Loads of the replicas, by id."""
         return self._replicaset.live_loads()
 
     @property

@@ -117,10 +117,12 @@ class Services(Struct, frozen=True):
     draft_times_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that drafting adds to each step with drafts, and for each draft in it."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
-    """Builds the KV memory of a replica; None: `build_memory`."""
+    """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
     make_load: Callable[[Replica], LiveLoad] = LiveLoad
-    """Classes of replicas and of their loads; a router's are servers."""
+    """Function that creates a replica's load view, as `make_replica` creates the replica; a router replaces both,
+    because its replicas are servers.
+    """
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""

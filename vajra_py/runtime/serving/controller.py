@@ -31,11 +31,11 @@ from vajra_py.runtime.support.clock import to_seconds
 
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
-"""Details of requests that expire or are aborted."""
+"""Detail of requests that expire; `ABORTED`: detail of requests that are aborted."""
 
 
 class Controller:
-    """Every replicaset of a run, and the count of every request."""
+    """The replicasets of a run, and an account of every request."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class Controller:
 
     @property
     def num_alive(self) -> int:
-        """Number of requests accepted and not ended."""
+        """Number of requests that have not ended, including deferred ones."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Return the accepted requests that have not ended, in order of submission; correct even before an end is
-        settled.
+        """Return the requests that have not ended, including deferred ones, in order of submission; correct even before
+        an end is settled.
         """
         entries = list(self._alive.values())  # copied in one operation, since other threads may call this
         return [request for request, _ in entries if request.state is not RequestState.ENDED]

@@ -1,4 +1,4 @@
-"""Load of a replica as the replicaset scheduler sees it."""
+"""Load of a replica, for replicaset schedulers and other policies."""
 
 from __future__ import annotations
 

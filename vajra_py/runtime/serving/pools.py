@@ -34,7 +34,7 @@ class PoolLoad:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Replicas in any state, by id."""
+        """Loads of the pool's replicas in any state, by id."""
         loads = self._replicaset.live_loads()
         return [loads[one] for one in self._ids]
 

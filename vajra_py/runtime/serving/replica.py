@@ -367,7 +367,7 @@ class Replica:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request runs or waits on this replica, is part of a step, or has KV in its memory."""
+        """True if no request runs, waits, is part of a step or holds KV blocks on this replica."""
         keeps = self._connected is not None and any(self._connected.kept)
         return not (
             self.num_in_flight or self.running_set.num_running or len(self.queue) or self.lifecycle.held or keeps
@@ -543,7 +543,7 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Add requests that arrived with their KV to the decode pool, if this plan computes their next token."""
+        """Add requests that arrived with their KV to the decode pool, if this plan computes their last known token."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # the step leaves out decodes, or must be reported separately from the steps after it

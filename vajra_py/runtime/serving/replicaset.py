@@ -1,4 +1,4 @@
-"""A replicaset: bounds admission and binds requests to replicas."""
+"""A replicaset, which limits its queues and binds requests to replicas."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ class Replicaset:
         self.may_refuse = False
         """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
-        """True if a request that fits one replica may be too large for another."""
+        """True if a request that one replica can run may be too large for another, have another role there, or be
+        refused.
+        """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
         self._failed_at: dict[Request, set[int]] = {}
@@ -320,8 +322,8 @@ class Replicaset:
         return found
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """Mark a replica as lost and end its requests, and the requests that no other replica can run; return the ended
-        requests.
+        """Mark a replica as lost and end its requests, and those waiting requests that only lost replicas can run;
+        return the ended requests.
         """
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
@@ -340,19 +342,19 @@ class Replicaset:
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
-        """Return the requests of the shared queue that no replica can run that is up or may come up, most urgent first."""
+        """Return the requests of the shared queue that only lost replicas can run, most urgent first."""
         if not self._all_lost and not self._differs:
             return []
         queued = [cast(Request, one) for one in self.shared.ordered(now)]
         return queued if self._all_lost else [one for one in queued if not self._may_run(one, now)]
 
     def _may_run(self, request: Request, now: float) -> bool:
-        """Return True if a replica can run the request that is up or may come up."""
+        """Return True if a replica that is not lost can run the request."""
         return any(self._may_serve(one.replica_id) for one in self.eligible(request, now))
 
     def can_go_on(self, request: Request, now: float) -> bool:
-        """Return True if a waiting request can continue: its replica forms steps or, if it has none, one that it may be
-        placed on is up.
+        """Return True if a request can continue: the replica to which it is bound forms steps, or a replica on which it
+        may be placed is up.
         """
         if request.state is RequestState.HELD:
             return any(self.is_up(one.replica_id) for one in self.bounds.holders(request).of_decodes)

@@ -39,7 +39,7 @@ class PolicyWaker(Generic[R]):
         self._driver = driver
         self._is_all_that_is_left = is_all_that_is_left
         self._idlers: dict[int, Sleeper] = {}
-        """Wake-ups' owners for replicas that their scheduler left idle on purpose, by rank."""
+        """`Sleeper` of each replica that its scheduler has left idle on purpose, by rank."""
         self._num_fruitless = 0
 
     def leave_idle(self, one: R, time_s: float) -> None:
@@ -64,7 +64,7 @@ class PolicyWaker(Generic[R]):
         try:
             sleeper.count(driver.now)
             self._check_fruitless(sleeper)
-            if sleeper.slot == SCALER.key:  # not recorded as an input; the scaler's changes are
+            if sleeper.slot == SCALER.key:  # not recorded: only the scaler's changes are inputs
                 self._elasticity.wake(sleeper.replicaset, what.key or "")
                 return
         except PolicyError as error:

@@ -48,16 +48,16 @@ class FindsInTiers(Protocol):
 
 
 class SwapsBesideSteps(Protocol):
-    """Copies of swapped requests that run while steps run."""
+    """Copies of swapped requests that are made while steps run."""
 
     def is_leaving(self, request: Request) -> bool:
         """Return True if a request is still being copied to the host."""
 
     def leave(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to the host, where it has blocks."""
+        """Begin to copy a request to its blocks in host memory."""
 
     def come_back(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to the device, where it has blocks."""
+        """Begin to copy a request to its blocks on the device."""
 
 
 class Builder(PlanDraft):
@@ -163,7 +163,9 @@ class Builder(PlanDraft):
         self.policy_name = name
 
     def reset(self) -> None:
-        """Drop pending copies and counts of earlier steps, because the replica is empty."""
+        """Drop what earlier steps left to do and to count (swapped bytes, held slots, dropped, loading and handed-off
+        requests), because the replica is empty.
+        """
         self._drop_dues()
         self.dropped, self.loads, self.handed_off = [], [], []
 

@@ -118,7 +118,7 @@ class PlanDraft:
         self._empty(0.0)
 
     def keep_notes(self, *, on: bool) -> None:
-        """Set whether policies' notes are kept."""
+        """Start or stop keeping policies' notes."""
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
@@ -130,8 +130,8 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Withhold the slots of `num_requests` ended requests from the next step, whose scheduler does not know of
-        their ends yet.
+        """Withhold the slots of `num_requests` ended requests from the next step, because an asynchronous scheduler
+        processes their ends later.
         """
         self.slots_held = num_requests
 
