@@ -1,8 +1,9 @@
 """Vajra: scheduling policies for LLM inference, written once, simulated and run unchanged.
 
-`import vajra_py as vajra` is the front door: experiments (`load`, `run`, `sweep`, `capacity`, `compare`, `open_runs`, `report`, `figures`, `plots`), generation (`LLM`,
-`AsyncLLM`, `SamplingParams`) and the names of the contract for authors of policies. Everything is imported on first use: importing this
-package loads nothing beyond the standard library. `__init__.pyi` lists the names for type checkers.
+`import vajra_py as vajra` gives access to experiments (`load`, `run`, `sweep`, `capacity`, `compare`, `open_runs`,
+`report`, `figures`, `plots`), generation (`LLM`, `AsyncLLM`, `SamplingParams`) and the names of the contract for
+authors of policies. Everything is imported on first use: importing this package loads nothing beyond the standard
+library. `__init__.pyi` lists the names for type checkers.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _in_process(policies: Sequence[AnyPolicySpec], workers: int | None) -> tuple
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> bool:
-    """Return whether the experiment selects one of these policies or may use one of these parts."""
+    """Return True if the experiment selects one of these policies, or if one of them is a part that a router may use."""
     specs = list(policies)
     if any(isinstance(spec, RoutingPartSpec) for spec in specs):
         return True  # a router may use a producer that no file names

@@ -152,7 +152,7 @@ class BlockPool:
         several.
         """
         self._extra_references: dict[int, int] = {}
-        """References beyond the first; blocks with one reference are not listed."""
+        """Number of references beyond the first, by block; blocks with one reference are not listed."""
         self._pins: dict[Hashable, int] = {}
         """Number of pins of each pinned content."""
         self._kept: dict[int, None] = {}
@@ -344,7 +344,7 @@ class BlockPool:
         return found[0] if found else None
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks (found by `match`) are free."""
+        """Return the number of these blocks (found by `match`) that are free."""
         return sum(map(self._idle.__contains__, blocks))
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:
@@ -419,7 +419,7 @@ class BlockPool:
         return sum(one in self._entries and one not in self._pins for one in hashes)
 
     def num_pinned_once(self, hashes: Iterable[Hashable], but: Iterable[Hashable]) -> int:
-        """Return the number of these contents that have exactly one pin and are not among those of `but`."""
+        """Return the number of these contents that have exactly one pin and are not in `but`."""
         others = set(but)
         return sum(self._pins.get(one) == 1 and one not in others for one in hashes)
 
@@ -467,7 +467,7 @@ class BlockPool:
         return [entry] if isinstance(entry, int) else list(entry)
 
     def _without_pinned(self, hashed: list[int]) -> list[int]:
-        """Keep those of these unused blocks that hold pinned content; return the other blocks."""
+        """Move the unused blocks that hold pinned content to `_kept`; return the other blocks."""
         rest: list[int] = []
         for block in hashed:
             block_hash = self._hash_of[block]

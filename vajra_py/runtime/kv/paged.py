@@ -375,7 +375,7 @@ class PagedKvMemory:
         step has run.
 
         Caches full blocks that are not cached yet. Blocks whose content no other request can have before this one ends
-        are cached by `free`, so for content that is private after the prompt one call before `free` suffices (or pass
+        are cached by `free`, so for content that is private after the prompt, one call before `free` suffices (or pass
         `num_computed_tokens` to `free`).
         """
         entry = self._tables[request]
@@ -405,8 +405,8 @@ class PagedKvMemory:
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 
-        For a request that leaves the step in which they were cached. Returns False and changes nothing if another
-        request already shares one of these blocks.
+        Called for a request that leaves the step in which the blocks were cached. Returns False and changes nothing if
+        another request already shares one of these blocks.
         """
         entry = self._resident(request, "uncache_blocks")
         options = self._pool.options
@@ -424,8 +424,8 @@ class PagedKvMemory:
         """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
         invalid and the request ends.
 
-        Other requests that share such a block keep it; from there on their blocks are removed from the cache as well,
-        and they cache no further blocks.
+        If another request shares such a block, it keeps the block, but its own blocks from there to the end are removed
+        from the cache as well, and it caches no further blocks.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])

@@ -317,7 +317,7 @@ class RetainedBlockPool(BlockPool):
                 del self._copies[block_hash]
 
     def _remove(self, entry: CachedEntry, now: float) -> None:
-        """Remove an entry's content; the entry that it continued may become a candidate for eviction."""
+        """Remove an entry's content; the entry's parent may become a candidate for eviction."""
         del self._entry_of[entry.block]
         self._forget(entry.block)
         parent = entry.parent

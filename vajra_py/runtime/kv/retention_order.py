@@ -17,8 +17,8 @@ from vajra_py.runtime.queues import RequestQueue, make_queue
 
 
 class CachedEntry:
-    """Cached content of one block, as policies see it (`CachedBlock`). In caches that are trees of longer nodes: the
-    content of one node.
+    """Cached content of one block, as policies see it (`CachedBlock`). In a cache that is a tree of longer nodes, an
+    entry is the content of one node.
 
     A candidate is in a queue like a waiting request, so it has the attributes by which queues break ties.
     """

@@ -102,7 +102,7 @@ class KvTiers:
         self.on_give_up: Callable[[Any], None] | None = None
         """Called with each request whose loaded content is dropped so that other requests can run."""
         self.on_clear: Callable[[], None] | None = None
-        """Called before all content is dropped."""
+        """Called before `clear` drops the content of the tiers."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
         """Writer of events about the content of each tier; None: no events are written."""
         self._replica_id = replica_id

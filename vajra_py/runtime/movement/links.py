@@ -1,9 +1,9 @@
 """Transfers over the links of a network: the bandwidth and the end of each transfer.
 
-A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only
-when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only transfers
-that share a link with the changed transfer, directly or through a chain of shared links; a transfer that is always
-alone on its links ends at the tick that was computed at its start.
+A replica has an outgoing and an incoming link, and there may be one fabric that all transfers pass through. Rates
+change only when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only
+transfers that share a link with the changed transfer, directly or through a chain of shared links; a transfer that is
+always alone on its links ends at the tick that was computed at its start.
 
 The bytes of a transfer are available at its start, or become available while it is under way (`Network.open`). A
 transfer of the second kind takes a share of its links' bandwidth only while it has bytes to send.
@@ -44,7 +44,7 @@ class LinkOptions(Struct, frozen=True):
     """Bandwidths and latency of a network, and its rule for sharing bandwidth."""
 
     bandwidth: float | None = None
-    """Bandwidth of each replica's link out and link in, bytes per second; None: no limit."""
+    """Bandwidth of each replica's outgoing link, and of its incoming link, in bytes per second; None: no limit."""
     shared_bandwidth: float | None = None
     """Bandwidth of the fabric that all transfers pass through, bytes per second; None: no limit."""
     latency_ticks: int = 0
@@ -91,7 +91,7 @@ class Network:
         """Number of transfers under way to which no more bytes can be added, because they are not open."""
         self._out: dict[int, Link] = {}
         self._in: dict[int, Link] = {}
-        """Link in of each replica; `_out` has the link out of each."""
+        """Incoming link of each replica; `_out` has the outgoing links."""
         shared = _grains(options.shared_bandwidth)
         self._shared = () if shared is None else (Link(0, shared),)
         self._num_links = 1

@@ -83,7 +83,8 @@ class RequestQueue(Protocol):
         """Return the most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
-        """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
+        """Iterate over the requests that wait at the time of the call, most urgent first. The order is computed lazily,
+        so that reading only the first requests is cheap.
 
         The queue may change during iteration: requests that are removed before their turn are left out, and so are
         requests that are added, added again, or refreshed with another key or number of tokens.

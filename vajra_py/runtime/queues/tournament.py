@@ -173,8 +173,8 @@ class Tournament:
         return self.winners[1]
 
     def match(self, level: int, position: int) -> int:
-        """Return a match's index in `winners` from its level, counted from the groups (level 0) so that it stays valid
-        after growth.
+        """Return the index in `winners` of the match at `position` of a level. Levels are counted from the groups
+        (level 0), so that a match keeps its level when the tournament grows.
         """
         return (self._capacity >> level) + position
 

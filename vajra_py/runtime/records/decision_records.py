@@ -51,9 +51,10 @@ class Records(Struct, frozen=True):
 
     Attributes:
         replicasets: names, by number.
-        rows: (records, len(FIELDS)).
-        ends: ticks at which steps ended, those of all records after one another.
-        lists: by name, (entries, columns of this list), those of all records after one another.
+        rows: array of shape (records, len(FIELDS)).
+        ends: ticks at which steps ended, record after record.
+        lists: by name, array of shape (entries, columns of this list) with the entries of all records, record after
+            record.
         notes: one text per record.
         arrivals: requests that arrived in the time of these records.
     """

@@ -57,7 +57,8 @@ class Arrival(Struct, frozen=True):
         num_output_tokens: its output length, if it was known beforehand.
         salt: salt of the prompt's hashes, since only requests with equal salts share prefixes; None: as in the
             settings.
-        reads_cache: True if it may reuse KV blocks of the prefix cache; its own are cached for others in either case.
+        reads_cache: True if it may reuse KV blocks of the prefix cache; its own blocks are cached for other requests in
+            either case.
     """
 
     tick: int
@@ -168,7 +169,7 @@ class PolicyViolation(Struct, frozen=True):
 
 
 class Gate(Struct, frozen=True):
-    """A change of which work the executing side allows a replica.
+    """A change of the work that the executing side allows a replica to do.
 
     Attributes:
         admits: True if waiting requests may get KV blocks.

@@ -189,7 +189,9 @@ class StepLog(Observer):
         num_waiting: int,
         counts: tuple[int, int] = (1, 0),
     ) -> None:
-        """Pack a record. `counts`: numbers of steps, whose ends have been noted, and of entries in `growth`."""
+        """Pack a record. `counts`: number of steps (their ends have been noted already), and number of entries in
+        `growth`.
+        """
         code = self._replicasets.get(replicaset)
         if code is None:
             code = self._replicasets[replicaset] = len(self._replicasets)

@@ -59,7 +59,7 @@ class DecodePool:
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
         self._log = array("q")
-        """Ticks at which the tokens of pool steps were produced, in successive logs."""
+        """Present log: ticks at which the tokens of pool steps were produced, since the log was started."""
 
     def __len__(self) -> int:
         return len(self.members)

@@ -63,7 +63,7 @@ class Program:
         self.failed: dict[str, EndReason] = {}
         """Calls that ended without a result, by id."""
         self.replicasets: dict[str, None] = {}
-        """Replicasets of the calls, in the order in which they first got one."""
+        """Replicasets of the calls, each once, in order of first use."""
         self._slo_s: float | None = None
         self._has_last = False
         self._arrived: dict[tuple[str, ...], list[str]] = {}
@@ -158,7 +158,7 @@ class Programs:
         return self._open.get(program_id)
 
     def join(self, request: Request) -> None:
-        """Add an arrived request to the program that it states, as a call."""
+        """Add an arrived request, as a call, to the program that its client named."""
         program = self._open.get(request.program_id)
         if program is None:
             program = self._open[request.program_id] = Program(request.program_id, request.arrived_at)

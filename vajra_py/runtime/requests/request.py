@@ -232,7 +232,7 @@ class Request(_Stated):
         self.replica_id = -1
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Number of drafts that became output so far, like `num_draft_tokens`, the number of drafts that steps have
+        """Number of drafts that became output so far; `num_draft_tokens` is the number of drafts that steps have
         verified.
         """
         self._draft_log: list[int] | None = None

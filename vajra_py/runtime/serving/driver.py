@@ -87,7 +87,7 @@ class DriverOptions(Struct, frozen=True):
     Attributes:
         check_every_steps: number of steps between checks of conservation; 0: no checks.
         expires: True if requests expire, and the admission policy is called again for deferred ones, at their time on
-            the clock; False: only by inputs.
+            the clock; False: only inputs cause this.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
             taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
             each load with an `AdapterEnd`.

@@ -307,7 +307,9 @@ class HandOffs(Generic[R]):
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
     def _try(self, one: HandOff[R], target: R) -> None:
-        """Reserve blocks at a target for one request, whatever others wait for, or retry later."""
+        """Reserve blocks at a target for one request, even if other requests wait for blocks there; retry later if too
+        few are free.
+        """
         if self._of.get(one.request) is not one or one.target is not target:
             return
         self._driver.catch_up(target)

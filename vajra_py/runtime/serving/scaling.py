@@ -203,7 +203,8 @@ class ReplicasetScaling:
 
 
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica like arrivals, except those that have begun and continue there.
+    """Place the waiting requests of a draining replica like arrivals, except requests that have begun and continue on
+    that replica.
 
     Preempted requests stay like running ones, unless running requests move away. Return the placed requests, each with
     the replica to which it is bound now (None: the shared queue). Raises `PolicyError`.

@@ -49,7 +49,7 @@ class Transfers(Generic[R]):
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
         """Create the transfers. `is_timed`: True if the links are modelled. `asks` (for untimed transfers): True if
-        full targets are checked again by the clock, False if by inputs.
+        full targets are checked again when their time has come; False: only when an input (`Retry`) says so.
         """
         self._replicaset = replicaset
         self._bytes_per_token = rules.bytes_per_token
@@ -68,7 +68,7 @@ class Transfers(Generic[R]):
         self._num_timers = 0
         self._scheduled_at: int | None = None
         self.waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
-        """Actions that wait for the end of a step, by replica and in order of number."""
+        """Actions that wait for the end of a step, by replica, as (number, action) in order of number."""
 
     def start(
         self,
@@ -222,7 +222,9 @@ class Transfers(Generic[R]):
     # Between two steps
 
     def between_steps(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica has no step in flight: now, or after its step, in order of number."""
+        """Call `action` when the replica has no step in flight: now, or after its step. Actions that wait for the same
+        step are called in order of `number`.
+        """
         if one.replica.num_in_flight:
             insort(self.waiting.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
         else:

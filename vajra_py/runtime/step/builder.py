@@ -112,7 +112,9 @@ class Builder(PlanDraft):
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason why a running request cannot be handed off; None if no request can."""
+        """Function that returns the reason why a running request cannot be handed off; None (in place of a function) if
+        hand-offs are not allowed.
+        """
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
@@ -146,8 +148,8 @@ class Builder(PlanDraft):
         """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Maximum number of tokens by which a decode with drafts advances between two of its steps; all earlier blocks
-        of a decode that is further into its present block are cached already.
+        """Maximum number of tokens by which a decode with drafts advances between two of its steps. If a decode has
+        more tokens than this in its last block, all earlier blocks are cached already.
         """
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
@@ -163,8 +165,8 @@ class Builder(PlanDraft):
         self.policy_name = name
 
     def reset(self) -> None:
-        """Drop what earlier steps left to do and to count (swapped bytes, held slots, dropped, loading and handed-off
-        requests), because the replica is empty.
+        """Drop the state left by earlier steps (swapped bytes, held slots, dropped, loading and handed-off requests),
+        because the replica is empty.
         """
         self._drop_dues()
         self.dropped, self.loads, self.handed_off = [], [], []
@@ -726,8 +728,8 @@ class Builder(PlanDraft):
             self._features = None
 
     def _grow_pool(self) -> bool:
-        """Allocate the next block for every pool member that needs one; return False and change nothing if there are
-        too few.
+        """Allocate the next block for every pool member that needs one; return False and change nothing if too few
+        blocks are free.
         """
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool

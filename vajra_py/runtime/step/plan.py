@@ -131,8 +131,8 @@ class StepPlan(Struct, eq=False):
     free_blocks: int = 0
     num_waiting: int = 0
     num_running: int = 0
-    """Number of running requests right after the step was formed, like `free_blocks` (free KV blocks) and
-    `num_waiting`.
+    """Number of running requests right after the step was formed. `free_blocks` (free KV blocks) and `num_waiting` are
+    of the same moment.
     """
     pool_position: int = 0
     """Number of `chunks` added before the pool's decodes."""
