@@ -1,8 +1,9 @@
 """Vajra: scheduling policies for LLM inference, written once, simulated and run unchanged.
 
-`import vajra_py as vajra` is the front door: experiments (`load`, `run`, `sweep`, `capacity`, `compare`, `open_runs`, `report`, `figures`, `plots`), generation (`LLM`,
-`AsyncLLM`, `SamplingParams`) and the names of the contract for authors of policies. Everything is imported on first use: importing this
-package loads nothing beyond the standard library. `__init__.pyi` lists the names for type checkers.
+`import vajra_py as vajra` gives access to experiments (`load`, `run`, `sweep`, `capacity`, `compare`, `open_runs`,
+`report`, `figures`, `plots`), generation (`LLM`, `AsyncLLM`, `SamplingParams`) and the names of the contract for
+authors of policies. Everything is imported on first use: importing this package loads nothing beyond the standard
+library. `__init__.pyi` lists the names for type checkers.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _HOME = {
     "sweep": "api",
     "validate_measured": "api",
 }
-"""Names offered here, by the package that defines them; the contract's own list comes on top."""
+"""Module that each public name is imported from; the names in `contract.__all__` are offered as well."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name, or a subpackage, the first time it is asked for (PEP 562)."""
+    """Import a public name or a subpackage when it is first used (PEP 562)."""
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     if not name.startswith("_"):

@@ -114,14 +114,14 @@ def run(
     policies: Sequence[AnyPolicySpec] = (),
     on: str = "local",
 ) -> RunData:
-    """Run one experiment (loaded, or anything that `load` accepts) and open its results; see
-    `vajra_py.experiment.runs.run.run_experiment` for folders and errors.
+    """Run one experiment (loaded, or anything that `load` accepts) and return its results. For folders and errors see
+    `vajra_py.experiment.runs.run.run_experiment`.
 
     `on` is the place of execution, as for `vajra run --on`: a Ray cluster executes a whole simulation, or the replicas
     of an engine.
 
     `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of
-    them is always rerun, because no version tracks changes of its code.
+    these policies is always rerun, because no version tracks changes of the policy's code.
     """
     config = _loaded(config, policies)
     place = config.output_dir / config.name if folder is None else Path(folder)
@@ -146,11 +146,12 @@ def sweep(
     policies: Sequence[AnyPolicySpec] = (),
     on: str = "local",
 ) -> SweepResult:
-    """Run every point of the experiment's sweep and keep finished points. `.runs` holds the results, in order.
+    """Run every point of the experiment's sweep that is not finished yet. `.runs` holds the results of all points, in
+    order.
 
     With more than one worker, the calling script needs the usual `if __name__ == "__main__":` guard. `policies` are as
-    for `run`: if there are any, points run one after the other in this process, and all are rerun if any point names
-    one. `on`: see `run`.
+    for `run`: if there are any, the points run one after the other in this process, and all points are rerun if any
+    point names one of these policies. `on`: see `run`.
     """
     config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
@@ -192,7 +193,7 @@ def capacity(
 
 def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
     """Open the runs at one or several paths, which are run folders or folders that contain them; each run is opened
-    once. Raises `RunError` if there are none or a manifest cannot be read.
+    once. Raises `RunError` if there are no runs or a manifest cannot be read.
     """
     return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
@@ -215,7 +216,8 @@ def validate_measured(
     folder: str | Path,
     engine: Mapping[str, Any] | None = None,
 ) -> Accuracy:
-    """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.table()`.
+    """Simulate a real engine's run with a profile bundle and compare both runs: `.errors`, `.series`, `.passes`,
+    `.table()`.
 
     Results of the simulation are written below `folder`; `engine` sets engine arguments that the measured file lacks,
     by vLLM's names. Raises `ConfigError` if a file or setting is invalid.
@@ -276,7 +278,9 @@ def _loaded(config: Experiment, policies: Iterable[AnyPolicySpec]) -> Experiment
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[AnyPolicySpec]
 ) -> Iterator[MakePool | None]:
-    """Yield the pool factory of this place; None for this machine. Raises the errors of `ray_cluster`."""
+    """Yield the pool factory of the place `on`; None for this machine. Raises the errors of `ray_cluster`, and
+    `ConfigError` if `policies` would have to run elsewhere.
+    """
     from vajra_py.cluster.connect import LOCAL, ray_cluster
     from vajra_py.cluster.places import pool_on
 
@@ -307,7 +311,7 @@ def _in_process(policies: Sequence[AnyPolicySpec], workers: int | None) -> tuple
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> bool:
-    """Return whether the experiment selects one of these policies or may use one of these parts."""
+    """Return True if the experiment selects one of these policies, or if one of them is a part that a router may use."""
     specs = list(policies)
     if any(isinstance(spec, RoutingPartSpec) for spec in specs):
         return True  # a router may use a producer that no file names

@@ -173,9 +173,9 @@ class PolicyError(VajraError):
     """Breach of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, an exception
     of its own.
 
-    `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run, None if it
-    is not tied to one; `time_s` is when it happened, seconds on the run's clock, for
-    violations outside steps; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
+    `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run (None if
+    unknown); `time_s` is the time of a violation outside steps, in seconds on the run's clock; `place` is the location
+    in the policy's code (`fair.py:41 in key`), None if unknown.
     """
 
     exit_code: ClassVar[int] = 3
@@ -209,7 +209,7 @@ class PolicyError(VajraError):
         step: int | None = None,
     ) -> PolicyError:
         """Return the error for an exception that escaped from a policy; raise it `from` that exception. `message`
-        replaces the exception's own.
+        replaces the exception's own text.
 
         Re-raises the exception if it came from a signal (see `check_is_own_fault`).
         """

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__` (PEP 562), which import names from their modules in `homes` and list them."""
+    """Return a package's `__getattr__` and `__dir__` (PEP 562): the first imports a name from its module in `homes`,
+    the second lists all names.
+    """
 
     def load(name: str) -> Any:
         if name in homes:

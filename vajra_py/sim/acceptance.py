@@ -1,8 +1,8 @@
 """Models of the acceptance of drafts in a simulation.
 
-Whether a draft is accepted depends on the seed, the request and the token's position in its output, but not on the
-steps that a policy
-forms: a token that is hard to predict is so under every policy (common random numbers).
+Whether a draft is accepted depends on the seed, the request and the token's position in the output, but not on the
+steps that a policy forms: a token that is hard to predict is hard to predict under every policy (common random
+numbers).
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class AcceptanceModel(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """Largest number of drafts per step that the model supports; None: any number."""
+        """Maximum number of drafts per step that the model supports; None: any number."""
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
         """Return how many of the drafts for the request's next tokens are accepted, from 0 to `num_drafts`."""
 
     def release(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Drop all data about a request that has ended."""
 
 
 class RatesByPosition:
-    """Acceptance with a probability for each position, given that all earlier drafts of the step are accepted.
+    """Acceptance model with a probability for each position among a step's drafts, given that all earlier ones are
+    accepted.
 
     Each output token of a request has one random number, drawn from the request's own stream.
     """
 
     def __init__(self, rates: Sequence[float], seeds: SeedTree, *, endless: bool = False) -> None:
-        """`endless`: the last rate applies to all further positions."""
+        """Create the model. `endless`: the last rate applies to all further positions."""
         self._rates = rates
         self._seeds = seeds
         self._is_endless = endless
@@ -82,12 +83,14 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance as in a recorded run: the same tokens of a request are accepted; none after the end of its record."""
+    """Acceptance model that repeats a recorded run: the same tokens of each request are accepted, and none after the
+    end of its record.
+    """
 
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """`accepted`: (output tokens before, accepted drafts) of each verification, by request."""
+        """Create the model. `accepted`: (output tokens before it, accepted drafts) of each verification, by request."""
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
@@ -100,11 +103,11 @@ class AcceptedInTrace:
         return num_drafts
 
     def release(self, request: Request) -> None:
-        """See `AcceptanceModel`; the trace is kept."""
+        """Do nothing: the trace is kept; see `AcceptanceModel`."""
 
 
 def _guessed(verified: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """Return the positions in the output of the tokens that were accepted drafts."""
+    """Return the positions in the output at which a token was an accepted draft."""
     return frozenset(place for start, count in verified for place in range(start, start + count))
 
 
@@ -133,7 +136,8 @@ def _verified(row: Mapping[str, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def read_acceptance(path: Path) -> list[float]:
-    """Read a measured table: the probability of each draft's acceptance, given that all earlier ones are accepted.
+    """Read a measured table and return the probability that the draft at each position is accepted, given that all
+    earlier ones are accepted.
 
     Raises `ConfigError` with file, line and reason.
     """

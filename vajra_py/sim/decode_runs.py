@@ -18,7 +18,7 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""Initial and largest number of steps computed at once; a longer run is split."""
+"""Initial and maximum number of steps computed at once; a longer run is split."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
@@ -28,14 +28,17 @@ class TimesRuns(Protocol):
     """Step timer that can compute the durations of several steps in advance."""
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """Return the end ticks of steps that begin now, one after another, with the durations of `stage_ticks`.
+        """Return the end ticks of consecutive steps that begin at `now`, with the durations that `stage_ticks` would
+        return.
 
         Steps that would end after the clock's last tick are left out.
         """
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
-    """Return a function from (decodes, sum of their contexts in the first step, steps) to the seconds of each step."""
+    """Return a function of (number of decodes, sum of their contexts in the first step, number of steps) that returns
+    the duration of each step in seconds.
+    """
     if isinstance(latency, PredictsDecodeRuns):
         return latency.decode_run_times_s
 
@@ -55,7 +58,7 @@ def check_step_time(seconds: float) -> None:
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
     """Return the end ticks of consecutive steps that begin at `now`.
 
-    Each has a fixed overhead and lasts at least one tick.
+    Each step has a fixed overhead and lasts at least one tick.
     """
     if isinstance(seconds, np.ndarray):
         shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))
@@ -72,7 +75,7 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
         seconds = seconds.tolist()
     shortest = min(seconds)
     check_step_time(shortest)
-    check_step_time(sum(seconds))  # also finds a NaN, which `min` may miss
+    check_step_time(sum(seconds))  # also rejects a NaN, which `min` may miss
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if shortest * TICKS_PER_SECOND + overhead_ticks < 1:
         durations = [max(1, duration) for duration in durations]

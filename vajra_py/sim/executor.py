@@ -1,4 +1,4 @@
-"""Simulated execution: durations of steps, and ends of requests."""
+"""Simulated execution: durations of steps, and output lengths of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class StepTimer(Protocol):
     """Durations of simulated steps."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the number of ticks that one pipeline stage is busy with the plan; with one stage, those of the whole step."""
+        """Return the number of ticks for which the plan occupies one pipeline stage; with a single stage, the duration
+        of the step.
+        """
 
 
 @runtime_checkable
@@ -34,10 +36,10 @@ class TimesFirstStage(Protocol):
     """Timer of recorded steps with pipeline stages, for which `stage_ticks` is the time over all stages."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the number of ticks from forming the step until its result."""
+        """Return the number of ticks from the forming of the step until its result."""
 
     def first_stage_ticks(self, plan: StepPlan) -> int:
-        """Return the number of ticks from forming the step until the first stage is free."""
+        """Return the number of ticks from the forming of the step until the first stage is free."""
 
 
 class PredictedTimer:
@@ -49,7 +51,7 @@ class PredictedTimer:
         self._overhead_ticks = to_ticks(overhead_s)
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the predicted duration of the step in ticks, or of its slowest pipeline stage, with the overhead."""
+        """Return the predicted duration of the step, or of its slowest pipeline stage, with the overhead, in ticks."""
         seconds = self._stage_time_s(plan.features)
         if not 0.0 <= seconds <= LAST_S:
             check_step_time(seconds)
@@ -62,10 +64,11 @@ class PredictedTimer:
 
 
 class VariedTimer(PredictedTimer):
-    """Timer of one replica that uses a latency model with a random factor for each step, plus the fixed overhead.
+    """Timer of one replica that multiplies predicted step times by a random factor for each step, and adds the fixed
+    overhead.
 
-    The factor of a replica's n-th step does not depend on whether its time is computed alone or as part of a run of
-    decodes.
+    The factor of a replica's n-th step does not depend on whether the step's time is computed alone or in a run of
+    decode steps.
     """
 
     def __init__(self, latency: LatencyModel, overhead_s: float, replica: Replica, factors: StepFactors) -> None:
@@ -82,7 +85,7 @@ class VariedTimer(PredictedTimer):
         return to_ticks(seconds) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """See `TimesRuns`: the ends of the step just formed and of those after it."""
+        """See `TimesRuns`; the first step is the one that was formed last."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
         factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
@@ -107,7 +110,7 @@ class MergingTimer:
         self._timer = timer
         self._rules = rules
         self._merged = ""
-        """Adapter that is merged now; empty: none."""
+        """Adapter that is merged now; empty if none is."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """See `StepTimer`."""
@@ -170,10 +173,10 @@ _NOTHING_KNOWN = StepResult()
 
 
 class SimulatedExecutor:
-    """Executor that uses the true output lengths of a workload; its tokens have no ids."""
+    """Executor that uses the true output lengths of a workload; output tokens have no ids."""
 
     def __init__(self, acceptance: AcceptanceModel | None = None) -> None:
-        """`acceptance`: model of the acceptance of drafts; None: there are no drafts."""
+        """Create the executor. `acceptance`: model of the acceptance of drafts; None: there are no drafts."""
         self._output_tokens: dict[Request, int] = {}
         self._acceptance = acceptance
 
@@ -184,7 +187,7 @@ class SimulatedExecutor:
     def result(self, plan: StepPlan) -> StepResult:
         """Return the result of a step that has just ended.
 
-        It has one token for every entry that samples, and its accepted drafts.
+        Each entry that samples yields one token, and the accepted ones of its drafts.
         """
         if self._acceptance is None or not plan.drafts:
             return _NOTHING_KNOWN
@@ -198,7 +201,7 @@ class SimulatedExecutor:
         return at_most
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the true output length."""
+        """Return the true output length; None if it was not set."""
         return self._output_tokens.get(request)
 
     def withheld_token(self, request: Request) -> StepResult:
@@ -206,7 +209,7 @@ class SimulatedExecutor:
         return _NOTHING_KNOWN
 
     def release(self, request: Request) -> None:
-        """Forget an ended request."""
+        """Drop all data about a request that has ended."""
         self._output_tokens.pop(request, None)
         if self._acceptance is not None:
             self._acceptance.release(request)

@@ -1,4 +1,4 @@
-"""Random factors on step times, drawn from the seed, and independent of how steps are computed."""
+"""Random factors on step times, drawn from the seed and independent of whether steps are computed singly or in runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 1024
 
 
 class StepFactors:
-    """Factors of one replica's steps, by step index; computed in blocks, of which the last used one is cached.
+    """Factors of one replica's steps, by step index; they are computed in blocks, and the last used block is cached.
 
     A step's quantile depends only on the seed and its index; the factor for that quantile also depends on the kind of
     step.

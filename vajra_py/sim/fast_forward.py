@@ -1,4 +1,5 @@
-"""Decode fast-forward: launch all repetitions of a steady decode step as one event, and apply them on demand.
+"""Decode fast-forward of the simulator: all repetitions of a steady decode step are launched as one event and applied
+on demand.
 
 The mechanism determines the number of certain repetitions (`vajra_py.runtime.step.fast_forward`). Results equal those
 of single steps.
@@ -23,16 +24,18 @@ class DecodeFastForward:
     """`FastForward` of a simulator."""
 
     def __init__(self, driver: Driver[SimReplica], end_now: Callable[[SimReplica], None]) -> None:
-        """`end_now` handles the end of a replica's step in flight that is due now and has no event."""
+        """Create the fast-forward. `end_now`: function that handles the end of a replica's step in flight that is due
+        now and has no event.
+        """
         self._driver = driver
         self._end_now = end_now
         self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
         """Replicas whose step in flight is the first of a run, by replicaset and id."""
 
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
-        """Launch a plan with its repetitions.
+        """Launch a plan together with its repetitions.
 
-        Return the tick at which the last one ends, or None if no repetition is certain.
+        Returns the tick at which the last repetition ends; None, without launching, if no repetition is certain.
         """
         runs, replica, now = one.runs, one.replica, self._driver.now
         if runs is None:
@@ -50,7 +53,7 @@ class DecodeFastForward:
         return ends[-1]
 
     def finish(self, one: SimReplica) -> None:
-        """Apply the steps of a run before its last one, which ends now."""
+        """End a run whose last step ends now: apply all steps before the last one."""
         assert one.run_ends is not None
         if len(one.run_ends) > 1:
             self._sync(one, goes_on=True)
@@ -108,14 +111,15 @@ class DecodeFastForward:
             self._sync(one, goes_on=False)
 
     def _due(self, replicaset: str) -> list[SimReplica]:
-        """Return the replicas in a run of which a step has ended or ends now; usually none between two events."""
+        """Return the replicas whose run has a step that has ended or ends now; usually there are none."""
         now = self._driver.now
         return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
-        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the run's last.
+        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step of
+        the run.
 
-        `up_to_now`: also apply the step that ends now, which comes before the current event.
+        `up_to_now`: also apply a step that ends now, as it precedes the present event.
         """
         ends, plan = one.run_ends, one.plan
         if ends is None or plan is None:
@@ -138,9 +142,10 @@ class DecodeFastForward:
         replica.note_waiting()
 
     def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
-        """Complete the step in flight and its repetitions.
+        """Complete the first steps of a run, which ended at these ticks.
 
-        The first step is completed separately if it had more free blocks in its plan than the later ones.
+        The first one is completed separately if blocks were taken after it was formed, because its plan then counts
+        more free blocks.
         """
         replica, now = one.replica, self._driver.now
         self._driver.count_repeats(len(ended_at))

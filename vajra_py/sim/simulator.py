@@ -1,7 +1,6 @@
 """A discrete-event simulation: the backend of a driver whose clock jumps to the next event.
 
-Only steps, arrivals and ends are events; nothing changes between them, and the cost of simulating a step depends on its
-changes.
+State changes only at events, and the cost of simulating a step depends on how much the step changes.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class SimulationOptions(Struct, frozen=True):
     horizon_s: float | None = None
     """Time in seconds after which no request arrives; None: the whole workload arrives."""
     drain: bool = True
-    """True to continue after the last arrival (or the horizon) until every request has ended."""
+    """True if the simulation continues after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
     fast_forward: bool = True
-    """True to compute steps that policies declare to repeat at once; results are the same either way."""
+    """True if steps that policies declare to be repetitions are computed at once; results are the same either way."""
     check_every_steps: int = 0
     """Number of steps between conservation checks; 0: no checks."""
     expires: bool = True
@@ -67,12 +66,13 @@ class SimulationOptions(Struct, frozen=True):
     arrival_delay_s: float = 0.0
     """Delay in seconds from a request's arrival until it is in the scheduler's queue."""
     asynchronous: bool = False
-    """True to schedule like an engine with async scheduling: a request that arrives during a step misses the next one.
-    Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`)."""
+    """True if requests are scheduled as in an engine with async scheduling: a request that arrives during a step is not
+    in the next step. Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`).
+    """
     times_transfers: bool = True
-    """True if a model of the links times transfers of KV; False: each ends by an injected input."""
+    """True if the duration of KV transfers is modelled from the links; False: each transfer ends by an injected input."""
     wakes: bool = True
-    """True if policies are woken at the times they set; False: only by injected inputs."""
+    """True if policies are woken at the times that they set; False: only by injected inputs."""
     isolates_policies: bool = False
     """True if a policy that breaks the contract takes its replicaset out of service instead of ending the
     simulation."""
@@ -81,13 +81,13 @@ class SimulationOptions(Struct, frozen=True):
 
 
 class Acceptance(Struct, frozen=True):
-    """A request that is accepted at a different time than the client sent it."""
+    """A request that is accepted at another time than the client sent it."""
 
     spec: RequestSpec
     arrived_at: float
-    """Time in seconds when the client sent it."""
+    """Time in seconds at which the client sent the request."""
     is_queued: bool = True
-    """True if the scheduler sees the request at once; otherwise it does from the next scheduled step on."""
+    """True if the request is submitted at once; False: when the next step is scheduled."""
     salt: str | None = None
     """Prefixes are shared only among requests with the same salt; None: as in the settings."""
     reads_cache: bool = True
@@ -109,8 +109,9 @@ Injected: TypeAlias = (
     | Retry
     | str
 )
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER, TIER; a request id with EXPIRY or
-ABORT."""
+"""Input that can be injected, with the phase of its type: ARRIVAL, FAILURE, POLICY, WAKE, SCALING, TRANSFER or TIER. A
+text is the id of a request (phase ADMISSION, EXPIRY or ABORT) or of a program (PROGRAM).
+"""
 
 
 class Simulator(Backend[SimReplica]):
@@ -157,18 +158,20 @@ class Simulator(Backend[SimReplica]):
 
     @property
     def now(self) -> int:
-        """Tick of the latest event."""
+        """The present tick."""
         return self._driver.now
 
     @property
     def num_steps(self) -> int:
-        """Number of steps so far."""
+        """Number of steps launched so far."""
         return self._driver.num_steps
 
     # Clock
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
-        """Simulate to the end (or the horizon). Raises `PolicyError` if a policy never schedules waiting requests."""
+        """Simulate a workload to the end or the horizon. Raises `PolicyError` if a policy leaves requests waiting
+        forever or breaks the contract in another way.
+        """
         with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
@@ -189,7 +192,7 @@ class Simulator(Backend[SimReplica]):
             driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
-            if driver.events.heap[0][0] > until:  # otherwise the end of a step is due now, and another step follows
+            if driver.events.heap[0][0] > until:  # otherwise interrupted steps end now, and their ends must be handled
                 return
 
     def abort_at(self, seconds: float, request_id: str) -> None:
@@ -203,10 +206,12 @@ class Simulator(Backend[SimReplica]):
     # Arrivals and departures
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
-        """Return the requests with their own arrival time; the others arrive after the requests that they follow."""
+        """Return the requests with an arrival time of their own; the other requests arrive after the requests that they
+        follow.
+        """
         if isinstance(workload, Workload) and not workload.has_followers:
             return iter(workload)
-        if isinstance(workload, Iterator):  # it is iterated over twice
+        if isinstance(workload, Iterator):  # the workload is iterated over twice
             workload = list(workload)
         for spec in workload:
             self._followers.add(spec)
@@ -252,7 +257,8 @@ class Simulator(Backend[SimReplica]):
     def _next_scheduling(self) -> int:
         """Return the tick at which an async engine schedules a request that arrives now.
 
-        It is the current tick if a replica is idle, else right after a step in flight; busy replicas are taken in turn.
+        This is the present tick if a replica is idle, else the tick after the end of a step in flight; busy replicas
+        are used in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):
@@ -273,7 +279,7 @@ class Simulator(Backend[SimReplica]):
         """See `Backend`; one executor serves all replicas."""
 
     def on_transfer(self, transfer: Transfer[SimReplica]) -> None:
-        """See `Backend`; the end is an event, timed by the links' model or by a recorded run."""
+        """See `Backend`; the end is an event that comes from the driver's model of the links or from a recorded run."""
 
     def on_transfer_cancelled(self, transfer: Transfer[SimReplica]) -> None:
         """See `Backend`."""
@@ -307,7 +313,7 @@ class Simulator(Backend[SimReplica]):
     # Steps
 
     def launch(self, replica: SimReplica, plan: StepPlan) -> int:
-        """See `Backend`: the end of the step is an event; with repetitions, that of the last one."""
+        """See `Backend`: the end of the step is an event; with repetitions, the end of the last one."""
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan

@@ -28,10 +28,10 @@ FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
 
 _MOST_NEW_SEGMENTS = 8
-"""Largest number of segments that a prompt may have beyond a stored prompt to be recognised as its continuation."""
+"""Maximum number of segments by which a prompt may exceed a stored prompt to be recognised as its continuation."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
-"""Salt, tokens of a block, number of segments, and the last segment with its length."""
+"""(salt, block size, number of segments, last segment with its length)."""
 
 
 class BlockHashes(Protocol):
@@ -43,13 +43,13 @@ class BlockHashes(Protocol):
 
     @property
     def num_public_tokens(self) -> int:
-        """Number of leading tokens that another request can name while this one lives; entering the rest in a cache can
-        wait.
+        """Number of leading tokens that may also be in another request's prompt while this request lives; the blocks of
+        the other tokens need not be cached before it ends.
         """
 
     @property
     def is_private_after_prompt(self) -> bool:
-        """True if no other request can name the generated content before this one ends."""
+        """True if no other request's prompt can contain the generated content before this request ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
         """Return the hash of one block, from 0. IndexError if the block's content is not wholly known."""
@@ -86,10 +86,11 @@ class TokenBlockHashes:
         *,
         reads_cache: bool = True,
     ) -> None:
-        """Create the hashes. `output`: list of generated tokens; the ones it already has are not added to the content,
-        so they must be in `tokens` to count.
+        """Create the hashes. `output`: the caller's list of generated tokens, which may grow later; `tokens` must
+        include those that are in it already.
 
-        Without `reads_cache`, the blocks are entered in a prefix cache for other requests, and never looked up there.
+        If `reads_cache` is False, the blocks are cached for other requests, but this request gets no prefix hits
+        itself.
         """
         self.reads_cache = reads_cache
         self._tokens = array("q", tokens)
@@ -101,7 +102,7 @@ class TokenBlockHashes:
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of tokens of the prompt and of what was appended."""
+        """Number of prompt tokens and of generated tokens added so far."""
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 
@@ -134,7 +135,9 @@ class TokenBlockHashes:
         return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
     def _copy_up_to(self, num_blocks: int) -> None:
-        """Copy the output to the tokens if blocks need it. IndexError if one of them is not full."""
+        """Append output tokens to `_tokens` if the first `num_blocks` blocks need them. IndexError if one of these
+        blocks is not full.
+        """
         size, tokens = self._block_size, self._tokens
         if num_blocks * size <= len(tokens):
             return
@@ -177,9 +180,10 @@ def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[by
 class SegmentBlockHashes:
     """Hashes from named runs of tokens, for workloads that state which parts of prompts are equal but not their tokens.
 
-    Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
-    workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A block hash is that of the
-    runs up to the one in which the block ends, and the tokens of that run; each run is hashed once, however long.
+    Token j of a run is identified by (name, j). Neighbouring runs of the same name are merged, so it does not matter
+    where a workload splits a run. The output is one more run, `output_segment(request_id)`, with no end. The hash of a
+    block combines the hash of all runs before the one in which the block ends, that run's name, and the position in
+    that run at which the block ends. Each run is hashed once, whatever its length.
     """
 
     __slots__ = ("_bases", "_block_size", "_ends", "_hashes", "_names", "num_public_tokens")
@@ -199,7 +203,9 @@ class SegmentBlockHashes:
         *,
         recent: RecentPrompts | None = None,
     ) -> None:
-        """`recent`: earlier prompts; the hashes of one that this prompt continues are reused."""
+        """Create the hashes. `recent`: earlier prompts; if this prompt continues one of them, that prompt's hashes are
+        reused.
+        """
         self._block_size = _checked_block_size(block_size)
         known = None if recent is None else recent.longest_prefix(segments, block_size, salt)
         if known is None:
@@ -265,7 +271,7 @@ class SegmentBlockHashes:
             run += 1
 
     def _make_bases(self, run: int) -> None:
-        """Hash the runs up to this one: each run's base is the hash of all before it and of its own name."""
+        """Hash the runs up to `run`: each run's base is the hash of all runs before it and of its own name."""
         bases, ends, names = self._bases, self._ends, self._names
         for this in range(len(bases) - 1, run + 1):
             before = ends[this - 1] if this else 0
@@ -273,7 +279,8 @@ class SegmentBlockHashes:
 
 
 class RecentPrompts:
-    """The latest prompts made of segments, with their hashes: a call of a program continues the previous one.
+    """The latest prompts made of segments, with their hashes, for reuse: a program's call usually continues the prompt
+    of the previous call.
 
     Reused hashes equal those that the prompt would compute itself.
     """
@@ -281,8 +288,8 @@ class RecentPrompts:
     __slots__ = ("_capacity", "_prompts")
 
     def __init__(self, capacity: int = 1024) -> None:
-        """Create an empty store of at most `capacity` prompts; the one that was continued least recently is dropped
-        first.
+        """Create an empty store of at most `capacity` prompts; the prompt that was added or continued least recently is
+        dropped first.
         """
         self._capacity = capacity
         self._prompts: OrderedDict[_PromptKey, tuple[Sequence[tuple[SegmentId, int]], SegmentBlockHashes]] = (
@@ -292,9 +299,10 @@ class RecentPrompts:
     def longest_prefix(
         self, segments: Sequence[tuple[SegmentId, int]], block_size: int, salt: str
     ) -> tuple[int, SegmentBlockHashes] | None:
-        """Return a kept prompt that these segments begin with, and its number of segments; None if none is found.
+        """Find the longest stored prompt with which these segments begin; return its number of segments and its hashes,
+        None if there is no such prompt.
 
-        Only prompts that lack few of the segments are looked for.
+        Only prompts that are at most `_MOST_NEW_SEGMENTS` segments shorter are searched.
         """
         num_segments = len(segments)
         for count in range(num_segments, max(0, num_segments - _MOST_NEW_SEGMENTS - 1), -1):
@@ -316,7 +324,9 @@ class RecentPrompts:
 
 
 class PrivateBlockHashes:
-    """Hashes of content that no other request has: only the request itself finds its blocks again, after it was preempted."""
+    """Hashes of content that no other request has: its cached blocks can be hit only by the request itself, after a
+    preemption.
+    """
 
     __slots__ = ("_request_id",)
 
@@ -357,7 +367,9 @@ def _checked_block_size(block_size: int) -> int:
 
 
 def _encoded(name: SegmentId) -> bytes:
-    """A run's name as bytes; names of different types or values never coincide, equal integers of any type do."""
+    """Return a run's name as bytes. Names of different types or values have different bytes; equal integers of any
+    integer type have the same.
+    """
     if isinstance(name, str):
         return b"s" + name.encode()
     if isinstance(name, tuple):

@@ -1,15 +1,15 @@
 """Pool of KV blocks: free list, reference counts, cached contents.
 
 Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
-only blocks that carry a hash, or did, are shared; a hash leads only to blocks that still hold its content. A free block keeps its
-hash until it is handed out again.
+only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still hold the content. A
+free block keeps its hash until it is handed out again.
 
-The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
-without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
-no request can hit again keep their place among the idle ones, but as one entry, a run, that is handed out by slices, so
-their cost does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any
-other order is that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are
-not free.
+The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks that came
+back without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. A table of
+blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost does
+not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
+comes from a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as
+free.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ Unscheduled = Literal["withdraw", "keep"]
 
 _REMOVED_LOG_BLOCKS = 1 << 16
 _FRESH_BLOCKS = 256
-"""Number of never-used blocks put at the bottom of the free stack at once when it runs short."""
+"""Number of never-used blocks that are put at the bottom of the free stack together when the stack runs short."""
 
 
 class PrefixCacheOptions(Struct, frozen=True):
     """Order of reuse and rules of lookup of a prefix cache; the defaults are vLLM's."""
 
     reuse_order: ReuseOrder = "lru"
-    """lru: blocks without a hash are reused first (latest release first), those with one last, longest idle first.
-    fifo: one queue for all, in order of release."""
+    """lru: blocks without a hash are reused first, the latest released first; then blocks with a hash, the longest idle
+    first. fifo: all blocks are reused in order of release.
+    """
     release_order: ReleaseOrder = "tail_first"
     """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
     retain_freed: bool = True
@@ -52,12 +53,12 @@ class PrefixCacheOptions(Struct, frozen=True):
     others are then never found again).
     """
     unscheduled: Unscheduled = "withdraw"
-    """Treatment of blocks that were cached while a step was formed and that a preempted request then did not compute.
-    keep: they stay cached, as in vLLM, and a request that hits them reads KV that was never written; only for
-    comparison with vLLM.
+    """Treatment of blocks that were cached while a step was formed but not computed, because their request was
+    preempted. withdraw: their hashes are removed. keep: they stay cached, as in vLLM, and a request that hits them
+    reads KV that was never written; only for comparison with vLLM.
     """
     max_pinned_fraction: float = 0.5
-    """Part of the blocks that pins may hold."""
+    """Fraction of the blocks that pins may hold."""
     drop_last_hit: bool = False
     """True if the last block of a hit is recomputed, as vLLM does for EAGLE's drafts."""
 
@@ -74,8 +75,8 @@ class PrefixCacheOptions(Struct, frozen=True):
 
 
 _IDS: list[int] = []
-"""The first block ids, as objects that all pools share, so that a thousand replicas need no more memory for them than
-one.
+"""Integer objects of the first block ids, shared by all pools, so that a thousand replicas need no more memory for ids
+than one.
 """
 _IDS_GROW = Lock()
 
@@ -88,7 +89,9 @@ def _block_ids(start: int, stop: int) -> list[int]:
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids from 0, handed out in order of id at first; with options, also a prefix cache."""
+    """Pool of `num_blocks` blocks with ids from 0, first handed out in order of id; with `options`, also a prefix
+    cache.
+    """
 
     __slots__ = (
         "_entries",
@@ -122,38 +125,42 @@ class BlockPool:
         self.num_free = num_blocks
         """Number of free blocks, idle ones with content included."""
         self.num_cached = 0
-        """Number of blocks entered so far; unchanged means that nothing new can be found."""
+        """Number of blocks cached so far; while it is unchanged, repeated lookups cannot find more blocks."""
         self.idle_version = 0
         """Counter that changes when a block with content becomes idle or is used again (not when it is evicted)."""
         self.removed: list[int] = []
-        """Blocks that a lookup returned before and no longer does, in order; emptied when long (`removed_epoch`)."""
+        """Blocks that lookups no longer return, in order of removal; emptied when long, which increments
+        `removed_epoch`.
+        """
         self.removed_epoch = 0
         self._is_fifo = options is not None and options.reuse_order == "fifo"
         self._is_tail_first = options is None or options.release_order == "tail_first"
         self._keeps_last = options is not None and options.duplicates == "keep_last"
         self._freed: list[int] = []
-        """Stack of free blocks, the end handed out first. lru: those without a hash; in either order: fresh blocks, and
-        the rest of a run.
+        """Stack of free blocks; the last one is handed out first. With lru it has the blocks freed without a hash; with
+        lru and fifo, also never-used blocks and the rest of a run that was handed out in part.
         """
         self._next_fresh = 0
-        """First id of the blocks that were never handed out or put on the stack."""
+        """Lowest id of the blocks that were neither handed out nor put on the stack so far."""
         self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
-        """Queue of free blocks, the front handed out first. lru: those with a hash; fifo: every free block that was
-        used before. A run is listed under its first block, which has no hash.
+        """Queue of free blocks; the first one is handed out first. With lru it has the blocks with a hash; with fifo,
+        all free blocks that were used before. A run is listed under its first block, which has no hash.
         """
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
-        """The block of a hash, or several (keep_first) in order of entry."""
+        """Block that holds the content of a hash; with keep_first, all such blocks in order of entry if there are
+        several.
+        """
         self._extra_references: dict[int, int] = {}
-        """References beyond the first; blocks with one reference are not listed."""
+        """Number of references beyond the first, by block; blocks with one reference are not listed."""
         self._pins: dict[Hashable, int] = {}
-        """Pins by content."""
+        """Number of pins of each pinned content."""
         self._kept: dict[int, None] = {}
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
-        """Events about content that becomes available or is removed; None if they have no reader."""
+        """Writer of events about content that becomes available or is removed; None: no events are written."""
         self.hits: HitIndex | None = None
-        """Waiting requests whose prefix hits are tracked; None: they are not."""
+        """Index of the waiting requests whose prefix hits are tracked; None: hits are not tracked."""
         self.lower: KvTiers | None = None
         """Memory tiers that receive stored or evicted content; None without tiers."""
 
@@ -208,7 +215,7 @@ class BlockPool:
 
     @property
     def num_without_content(self) -> int:
-        """Number of free blocks that are handed out before any content is lost."""
+        """Number of free blocks that can be handed out before any cached content is overwritten."""
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
@@ -240,7 +247,7 @@ class BlockPool:
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        They are reused as if they had hashes. The pool takes ownership of the list.
+        These blocks are reused in the order in which cached blocks are. The pool takes ownership of the list `blocks`.
         """
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
@@ -259,7 +266,7 @@ class BlockPool:
             self.release(rest)
 
     def _without_users(self, blocks: list[int]) -> list[int]:
-        """Take one reference from each block; returns those that have none left."""
+        """Remove one reference from each block; return the blocks that have none left."""
         extra = self._extra_references
         if not extra:
             return blocks
@@ -285,8 +292,8 @@ class BlockPool:
     ) -> None:
         """Enter blocks in use, none of which has a hash yet, under their hashes.
 
-        `before`: the hash of the block that they continue (None: they begin a chain, or chains are not needed);
-        `request`: the request that holds them.
+        `before`: the hash of the block before the first one (None: there is none, or chains are not needed); `request`:
+        the request that holds the blocks.
         """
         self.num_cached += len(blocks)
         entries, hash_of = self._entries, self._hash_of
@@ -323,7 +330,7 @@ class BlockPool:
             self._forget(block)
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
-        """Return the blocks of the leading hashes that are found."""
+        """Return the blocks of the leading hashes, up to the first hash that is not cached."""
         found: list[Any] = list(map(self._entries.get, hashes))
         if None in found:
             del found[found.index(None) :]
@@ -337,7 +344,7 @@ class BlockPool:
         return found[0] if found else None
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks (found by `match`) are free."""
+        """Return the number of these blocks (found by `match`) that are free."""
         return sum(map(self._idle.__contains__, blocks))
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:
@@ -408,17 +415,17 @@ class BlockPool:
         return len(self._kept)
 
     def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:
-        """Return how many of these contents can be found and have no pin yet."""
+        """Return the number of these contents that are cached and have no pin yet."""
         return sum(one in self._entries and one not in self._pins for one in hashes)
 
     def num_pinned_once(self, hashes: Iterable[Hashable], but: Iterable[Hashable]) -> int:
-        """Return the number of these contents that have exactly one pin and are not among those of `but`."""
+        """Return the number of these contents that have exactly one pin and are not in `but`."""
         others = set(but)
         return sum(self._pins.get(one) == 1 and one not in others for one in hashes)
 
     def pin(self, hashes: Iterable[Hashable]) -> list[Hashable]:
-        """Keep the blocks of these contents until `unpin`; returns the contents that can be found, which are leading
-        ones.
+        """Pin these contents up to the first one that is not cached, so that their blocks are kept until `unpin`;
+        return the pinned contents.
         """
         pins = self._pins
         pinned: list[Hashable] = []
@@ -443,7 +450,7 @@ class BlockPool:
         for block_hash in reversed(hashes):
             count = self._pins.get(block_hash)
             if count is None:
-                continue  # its content is gone
+                continue  # the content is no longer cached
             if count > 1:
                 self._pins[block_hash] = count - 1
                 continue
@@ -460,7 +467,7 @@ class BlockPool:
         return [entry] if isinstance(entry, int) else list(entry)
 
     def _without_pinned(self, hashed: list[int]) -> list[int]:
-        """Keep the blocks without users that hold pinned content; returns the others."""
+        """Move the unused blocks that hold pinned content to `_kept`; return the other blocks."""
         rest: list[int] = []
         for block in hashed:
             block_hash = self._hash_of[block]
@@ -481,9 +488,9 @@ class BlockPool:
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """Raise AssertionError if the accounts disagree with each other, or with `references` (block to number of users).
+        """Raise AssertionError if the state is inconsistent, or disagrees with `references` (block to number of users).
 
-        Takes time for every block that was ever used, none for the others.
+        The cost grows with the number of blocks that were ever used.
         """
         num_fresh = self.num_blocks - self._next_fresh
         runs = [block for run in self._idle.values() if run is not None for block in run]

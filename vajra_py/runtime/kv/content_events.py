@@ -1,4 +1,4 @@
-"""Events about the content of prefix caches: content that became available, and content that was removed.
+"""Events about the content of prefix caches: content was stored, removed or cleared.
 
 The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 """
@@ -14,7 +14,7 @@ from vajra_py.runtime.kv.block_hashes import FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH,
 
 
 class ContentChange(Enum):
-    """Kind of a change."""
+    """Kind of change of cached content."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -39,28 +39,32 @@ class ContentEvents:
     def __init__(
         self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent], tier: str = ""
     ) -> None:
-        """`clock` returns the present time, seconds on the run's clock; `tier`: the memory tier whose content it is, if not the device's."""
+        """Create the writer. `clock` returns the present time in seconds on the run's clock; `tier` is the memory tier
+        whose content is reported (empty: the device).
+        """
         self._replica_id = replica_id
         self._tier = tier
         self._clock = clock
         self._events = record
 
     def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
-        """Report a request's consecutive blocks as they enter the cache, except for content that is `known` already."""
+        """Report the content of a request's consecutive blocks that enter the cache, except for content that is `known`
+        already.
+        """
         self.stored([one for one in hashes if one not in known])
 
     def copy_left(self, block_hash: Hashable) -> None:
-        """Report an evicted block whose content another block still holds."""
+        """Do nothing for a removed block whose content another block still holds: lookups still find the content."""
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
-        """Report content that can be found and could not before."""
+        """Report content that lookups can find from now on."""
         if hashes:
             self._events.append(
                 ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes), self._tier)
             )
 
     def removed(self, block_hash: Hashable) -> None:
-        """Content can no longer be found."""
+        """Report that lookups no longer find this content."""
         at = self._clock()
         last = self._events[-1] if self._events else None
         if last is not None and last[:3] == (at, self._replica_id, ContentChange.REMOVED) and last.tier == self._tier:
@@ -69,14 +73,14 @@ class ContentEvents:
             self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash], self._tier))
 
     def cleared(self) -> None:
-        """Report that no content can be found any more."""
+        """Report that the cache was emptied."""
         self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, [], self._tier))
 
 
 def known_prefix_tokens(
     known: Collection[Hashable], hashes: BlockHashes, num_known_tokens: int, block_size: int
 ) -> int:
-    """Return the number of leading tokens of some content whose blocks are all known; at least one token stays to compute."""
+    """Return the number of leading tokens whose blocks are all in `known`; at least one token is left to compute."""
     limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // block_size
     found, width = 0, FIRST_LOOKUP_BLOCKS
     if not known or not reads_cache(hashes):

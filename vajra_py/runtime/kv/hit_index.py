@@ -1,8 +1,8 @@
 """Index of waiting requests by the cached blocks of their prompts, and by the first block that is not cached.
 
-An added or removed block thus leads to exactly those requests whose hits it changes. Hashes are chained, so the held
-blocks of all requests form a tree, in which each request is at its last held block; removing a block removes everything
-below it.
+An added or removed block is thus looked up to find exactly the requests whose hits it changes. Hashes are chained, so
+the held blocks of all requests form a tree, in which each request is at its last held block; removing a block removes
+everything below it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Held:
 
 
 class HitIndex:
-    """Waiting requests, with those whose hits have changed since they were placed in the index."""
+    """Index of waiting requests, with a list of the requests whose hits have changed since they were placed in it."""
 
     __slots__ = ("_awaiting", "_changed", "_held", "_place")
 
@@ -40,7 +40,7 @@ class HitIndex:
         self._awaiting: dict[Hashable, dict[RequestView, None]] = {}
         """Requests by their first block that is not held."""
         self._place: dict[RequestView, tuple[_Held | None, Hashable | None]] = {}
-        """Last held block and awaited block of each request; one whose hits have changed has no place."""
+        """Last held block and awaited block of each request; a request whose hits have changed has no entry."""
         self._changed: dict[RequestView, None] = {}
 
     def put(self, request: RequestView, chain: Sequence[Hashable], num_held: int) -> None:
@@ -70,7 +70,7 @@ class HitIndex:
         return node
 
     def drop(self, request: RequestView) -> None:
-        """Forget a request; nothing happens to one that is not here."""
+        """Remove a request from the index, if it is in it."""
         self._changed.pop(request, None)
         held, awaited = self._place.pop(request, (None, None))
         if awaited is not None:
@@ -83,7 +83,7 @@ class HitIndex:
             self._prune(held)
 
     def _prune(self, node: _Held | None) -> None:
-        """Remove a node and its ancestors as far as no request needs them."""
+        """Remove a node that no request needs, and each of its ancestors up to the first one that is needed."""
         while node is not None and not node.requests and not node.children:
             del self._held[node.block_hash]
             before = node.parent
@@ -101,7 +101,7 @@ class HitIndex:
                 self._change(request)
 
     def removed(self, block_hash: Hashable) -> None:
-        """Note that the cache holds this block no more."""
+        """Note that the cache no longer holds this block."""
         top = self._held.get(block_hash)
         if top is None:
             return
@@ -113,7 +113,7 @@ class HitIndex:
             self._change(request)
 
     def cleared(self) -> None:
-        """Mark all hits as changed, since the cache may hold anything now."""
+        """Mark the hits of all requests as changed, after the cache was cleared."""
         self._changed.update(dict.fromkeys(self._place))
         self._held, self._awaiting, self._place = {}, {}, {}
 
@@ -122,7 +122,7 @@ class HitIndex:
         self._changed[request] = None
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return the requests whose hits have changed, which have no place any more."""
+        """Return the requests whose hits have changed since the last call; they are no longer in the index."""
         changed = self._changed
         if changed:
             self._changed = {}
@@ -130,7 +130,7 @@ class HitIndex:
 
 
 class HasPrefix(Protocol):
-    """A waiting request, as the index reads it."""
+    """Attributes of a waiting request that the index reads."""
 
     hashes: BlockHashes | None
     num_known_tokens: int
@@ -145,7 +145,9 @@ class FollowedHits:
         self._memory = memory
         self.index = HitIndex()
         self._growing: dict[RequestView, None] = {}
-        """Requests with known tokens that have no hashes yet, so that hits may change without a change of the cache."""
+        """Requests some of whose known tokens have no hashes yet, so that their hits may change although the cache does
+        not.
+        """
 
     def follow(self, request: RequestView) -> None:
         """See `HitChanges.follow`."""

@@ -40,7 +40,7 @@ class HostSpace:
         self._records_copies = records_copies
         self._copies: list[BlockCopy] = []
         self.has_copies = False
-        """True if copies were decided since they were last taken."""
+        """True if copies were listed since the last `take_copies`."""
 
     @property
     def num_blocks(self) -> int:
@@ -49,12 +49,12 @@ class HostSpace:
 
     @property
     def free_blocks(self) -> int:
-        """Host blocks that hold nothing."""
+        """Number of host blocks that hold nothing."""
         return self._pool.num_free
 
     def store(self, blocks: Sequence[int], groups: Sequence[int]) -> list[int] | None:
-        """Allocate host blocks for these device blocks (`groups`: the group of each) and list the copies; None if too
-        few are free.
+        """Allocate host blocks for these device blocks (`groups`: the group of each device block), list the copies, and
+        return the host blocks; None if too few are free.
         """
         if len(blocks) > self._pool.num_free:
             return None
@@ -66,7 +66,9 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """List the copies of stored blocks back to the first of these device blocks, and free the host blocks."""
+        """List the copies of the `stored` host blocks back to the first of these device blocks, and free the host
+        blocks.
+        """
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE
             self.has_copies = True
@@ -78,12 +80,12 @@ class HostSpace:
         self._pool.release(stored)
 
     def clear(self) -> None:
-        """Free all host blocks, and drop the copies that were decided."""
+        """Free all host blocks and drop the listed copies."""
         self._pool = BlockPool(self._pool.num_blocks)
         self._copies, self.has_copies = [], False
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the copies decided since the last call, in order."""
+        """Return the copies listed since the last call, in order."""
         copies = self._copies
         self._copies, self.has_copies = [], False
         return copies

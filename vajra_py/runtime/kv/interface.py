@@ -1,9 +1,9 @@
 """Interface of every kind of KV memory of a replica.
 
 A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
-device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: one that does not fit
-changes nothing. Refusals that a scheduler meets in normal operation are values; calls that make no sense raise
-`ValueError`.
+device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: an operation for which
+there is no room changes nothing. Refusals that occur in normal operation of a scheduler are return values; invalid
+calls raise `ValueError`.
 
 With KV parallelism, the KV of a request may be spread over several groups; block ids are then local to a group, and
 sizes are sums over the groups. A memory without groups has the single group 0.
@@ -26,7 +26,7 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class KvRequest(Protocol):
-    """A request as KV memory sees it: its length, and a hash by identity."""
+    """Attributes of a request that KV memory uses: its length, and a hash by identity."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -41,7 +41,7 @@ class KvMemory(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens per block."""
 
     @property
     def num_groups(self) -> int:
@@ -49,37 +49,37 @@ class KvMemory(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks in all."""
+        """Total number of KV blocks."""
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks, idle cached ones included."""
+        """Number of free blocks, including idle cached ones."""
 
     @property
     def free_host_blocks(self) -> int:
-        """Free blocks of the swap space."""
+        """Number of free blocks of the swap space."""
 
     @property
     def recycles(self) -> bool:
-        """True if running requests free blocks that they leave behind (sliding windows); decodes then grow one by one,
-        in order of admission.
+        """True if running requests free blocks whose tokens they no longer attend to (sliding windows); decodes then
+        grow one by one, in order of admission.
         """
 
     @property
     def due_places(self) -> Collection[int]:
-        """Values of (computed tokens modulo block size), for memory that recycles blocks, at which a decode takes,
-        fills or leaves a block.
+        """For memory that recycles blocks: values of (computed tokens modulo block size) at which a decode takes, fills
+        or frees a block.
         """
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """Requests, in memory that recycles blocks, whose next token may free blocks at other positions than
+        """For memory that recycles blocks: requests whose next token may free a block at other positions than
         `due_places`.
         """
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests that `grow_each` can serve now, whichever they are."""
+        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens occupy."""
@@ -96,10 +96,10 @@ class KvMemory(Protocol):
         """Return True if the request is registered here."""
 
     def forget(self, request: KvRequest) -> None:
-        """Unregister a request; it must hold nothing."""
+        """Unregister a request, which must hold no blocks."""
 
     def clear(self) -> None:
-        """Drop every request and the contents of every block: the devices have lost everything."""
+        """Drop every request and the content of every block, because the devices have lost their memory."""
 
     def num_held_blocks(self, request: KvRequest) -> int:
         """Return the number of device blocks of the request, shared ones included."""
@@ -114,29 +114,35 @@ class KvMemory(Protocol):
 
     @property
     def tiers(self) -> KvTiers | None:
-        """Tiers below the device; None: there are none."""
+        """Memory tiers below the device; None if there are none."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
-        anything; empty without lower tiers.
+        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
+        memory that holds it. Empty without lower tiers. Changes nothing.
         """
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
+        """Return the number of leading tokens with these hashes that the cache holds; no request need be registered."""
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of leading tokens that admission would find in the cache now; at least one token is left to compute."""
+        """Return the number of leading tokens that admission would find cached now; at least one token is left to
+        compute.
+        """
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return the source of changes of prefix hits from now on; None if the memory has none, or needs none."""
+        """Start to track changes of prefix hits and return their source, or stop if not `wanted`; None if nothing is
+        tracked.
+        """
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
+        """Cache the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has
+        run.
+        """
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 
-        Returns False and changes nothing if another request has attached such a block already.
+        Returns False and changes nothing if another request already shares one of these blocks.
         """
 
     # Allocating and freeing
@@ -148,8 +154,8 @@ class KvMemory(Protocol):
         """Return the largest number of free blocks taken at any one time if several steps compute these tokens."""
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
-        """Note that this many tokens after the cached ones will be loaded, not computed, into blocks that a waiting
-        request is about to get.
+        """Announce that `num_tokens` tokens after the cached ones will be loaded, not computed; called before the
+        waiting request's blocks are allocated.
         """
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
@@ -193,11 +199,11 @@ class KvMemory(Protocol):
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory; return the blocks moved, None if the host is full."""
+        """Move a resident request to host memory; return the number of blocks moved, None if the host is full."""
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
-        it does not fit.
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
+        moved, None if it does not fit.
         """
 
     def drop_swapped(self, request: KvRequest) -> None:
@@ -209,102 +215,109 @@ class KvMemory(Protocol):
     # Time, pins, and events about content
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Read the present time here from now on, seconds on the run's clock."""
+        """Use `clock`, which returns seconds on the run's clock, as the source of the present time from now on."""
 
     def now(self) -> float:
-        """Present time, seconds on the run's clock; 0 without a clock."""
+        """Return the present time in seconds on the run's clock; 0 without a clock."""
 
     @property
     def is_watched(self) -> bool:
-        """True if a policy or a log follows when content is cached and evicted."""
+        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
 
     @property
     def may_expire(self) -> bool:
-        """True unless nothing has been pinned yet and content cannot expire, so that `next_due` is infinite."""
+        """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
 
     @property
     def repeat_headroom(self) -> int:
-        """Number of blocks that decodes may take in fast-forwarded steps, which are applied after the fact."""
+        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
+        have ended.
+        """
 
     @property
     def next_due(self) -> float:
-        """Time at which a pin ends or content expires next, seconds on the run's clock; infinite if nothing does."""
+        """Earliest time at which a pin may end or content may expire, in seconds on the run's clock; infinite if there
+        is none.
+        """
 
     @property
     def expires_content(self) -> bool:
         """True if content may expire."""
 
     def expire(self) -> None:
-        """Drop idle content whose time has come."""
+        """Drop idle content that has expired."""
 
     def settle_due(self) -> Sequence[Hashable]:
-        """End the pins and drop the content whose time has come; returns the names of the pins."""
+        """End the pins that are due and drop idle content that has expired; return the names of these pins."""
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the cached content of a registered request until a time, under a name; an earlier pin of that name ends.
+        """Pin the cached content of a registered request until the time `until`; an earlier pin with this name ends.
 
-        Returns False and changes nothing if pins would hold too much.
+        Returns False and changes nothing if pins would hold more blocks than they may.
         """
 
     def unpin(self, name: Hashable) -> bool:
         """End a pin; return False if there is none."""
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a
-        block that would be free otherwise.
+        """End the pin that would last longest, so that a request can run, and return its name; return None and change
+        nothing if no block would be free without pins.
         """
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the retention policy; None: there was none."""
+        """Violation of the contract by the retention policy; None if there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
-        """Record the content of the prefix cache, and from now on its changes."""
+        """Report the present content of the prefix cache to `events`, and every change from now on."""
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """Call `notify` from now on, with the time, for each block that a retention policy evicts, before it is
-        overwritten.
+        """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
+        before the block is overwritten. None: stop.
         """
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache: their KV is void, and
-        the request ends.
+        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
+        invalid and the request ends.
         """
 
     # Groups
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
-        """Squared prompt tokens still to prefill, by group."""
+        """Pending prefill work of each group, in squared prompt tokens."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
-        """Groups that hold a resident request's KV, first tokens' group first."""
+        """Return the groups that hold a resident request's KV, in order of tokens."""
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """Return the request's block ids in each of `groups_of`; not to be changed."""
+        """Return the request's block ids in each group of `groups_of`; the lists must not be changed."""
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
-        """Groups that take part in computing the token after the first `num_done_tokens`."""
+        """Return the groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Return the number of tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return how many of the first `num_done_tokens` tokens each group of `active_groups` holds."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens, or up to a group's boundary."""
+        """Return the maximum number of tokens of the chunk after `num_done_tokens` tokens: all remaining ones, or those
+        up to a group's boundary.
+        """
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Count a computed chunk."""
+        """Update the pending prefill work after a chunk of `num_tokens` tokens was computed."""
 
     # Consistency
 
     def check(self) -> None:
-        """Raise `AssertionError` if the accounts do not agree."""
+        """Raise `AssertionError` if the state is inconsistent."""
 
 
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
-    """Return the largest number of tokens, prompt and output together, that one request may have on a replica of these sizes.
+    """Return the largest number of prompt and output tokens together that one request may have on a replica of these
+    sizes.
 
-    Called for memories that free blocks while a request runs.
+    `memory` matters only if it frees blocks while a request runs; the limit is then the longest request that fits.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

@@ -4,8 +4,8 @@ Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that de
 blocks are reserved together, and a request's table gets its blocks when they are needed (`reserve_blocks`,
 `materialize`).
 
-Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
-admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
+Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; an admitted request
+shares only blocks whose content equals its own, and has at least one token left to compute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class _BlockTable:
-    """One registered request: its block hashes and its blocks."""
+    """Block hashes and blocks of one registered request."""
 
     __slots__ = (
         "blocks",
@@ -55,10 +55,12 @@ class _BlockTable:
     def __init__(self, hashes: BlockHashes | None) -> None:
         self.hashes = hashes
         self.is_private = isinstance(hashes, PrivateBlockHashes)
-        """True if no other request can have its content."""
+        """True if no other request can have this request's content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
-        """True if a cache lookup can find anything; for private content, only blocks that the request itself freed."""
+        """True if a cache lookup may find blocks; private content can be found only after the request itself freed
+        cached blocks.
+        """
         self.blocks: list[int] = []
         self.num_cached = 0
         """Number of leading blocks of the table that carry a hash."""
@@ -69,7 +71,7 @@ class _BlockTable:
 
 
 class PagedKvMemory:
-    """`KvMemory` of a single group, with or without a prefix cache. `excluded_groups` have no meaning here."""
+    """`KvMemory` of a single group, with or without a prefix cache. `excluded_groups` is ignored."""
 
     __slots__ = (
         "_clock",
@@ -106,7 +108,9 @@ class PagedKvMemory:
         records_copies: bool = False,
         retention: Retention | None = None,
     ) -> None:
-        """`retention`: the order in which idle content is evicted (None: that of `prefix_cache`)."""
+        """Create the memory. `retention`: policy for the order in which idle content is evicted (None: the order that
+        `prefix_cache` sets).
+        """
         if block_size < 1:
             raise ValueError(
                 f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
@@ -115,15 +119,15 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._hits: FollowedHits | None = None
-        """Index through which a queue follows the hits of its requests; None if none does."""
+        """Index through which a queue tracks the prefix hits of its requests; None if no queue does."""
         self._retention = retention
         self.tiers: KvTiers | None = None
-        """Tiers below the device; None: there are none."""
+        """Memory tiers below the device; None if there are none."""
         self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
-        """True if a retention policy, a log, or a lower tier follows when content is cached and evicted."""
+        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
         self.may_expire = retention is not None
-        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
+        """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
         self._pins = Pins()
         self._most_pinned = 0 if prefix_cache is None else int(prefix_cache.max_pinned_fraction * num_blocks)
         self._pool = self._new_pool(num_blocks, prefix_cache)
@@ -131,7 +135,7 @@ class PagedKvMemory:
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
         self._swaps: SwapsUnderWay | None = None
-        """Blocks that copies read while steps run; None if blocks are swapped between steps."""
+        """Blocks that swap copies read while steps run; None if blocks are swapped between steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -144,16 +148,16 @@ class PagedKvMemory:
         return pool
 
     def put_above(self, tiers: KvTiers) -> None:
-        """Connect these tiers below the prefix cache, which is empty and has options."""
+        """Connect `tiers` below the prefix cache, which must be enabled and empty."""
         self.tiers = self._pool.lower = tiers
         self.is_watched = True
 
     def now(self) -> float:
-        """Present time, seconds on the run's clock; 0 without a clock."""
+        """Return the present time in seconds on the run's clock; 0 without a clock."""
         return self._clock()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Read the time here from now on: retention, pins and events of content have times."""
+        """Use `clock`, which returns seconds on the run's clock, as the source of the present time from now on."""
         self._clock = clock
         if self.tiers is not None:
             self.tiers.use_clock(clock)
@@ -162,40 +166,44 @@ class PagedKvMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks in all."""
+        """Total number of KV blocks."""
         return self._pool.num_blocks
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks, idle cached ones included."""
+        """Number of free blocks, including idle cached ones."""
         return self._pool.num_free
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that at least one request holds."""
+        """Number of blocks that are not free: held or reserved by requests, being copied, or kept by pins."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests that `grow_each` can serve now, whichever they are."""
+        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
         return self._pool.num_free
 
     @property
     def repeat_headroom(self) -> int:
-        """Number of blocks that decodes may take in fast-forwarded steps, which are applied after the fact."""
+        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
+        have ended.
+        """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
 
     @property
     def next_due(self) -> float:
-        """Time at which a pin ends or content expires next, seconds on the run's clock; infinite if nothing does."""
+        """Earliest time at which a pin may end or content may expire, in seconds on the run's clock; infinite if there
+        is none.
+        """
         pool = self._pool
         expiry = pool.next_expiry if isinstance(pool, RetainedBlockPool) else inf
         return min(self._pins.next_end, expiry)
 
     @property
     def free_host_blocks(self) -> int:
-        """Free blocks of the swap space."""
+        """Number of free blocks of the swap space."""
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -209,13 +217,15 @@ class PagedKvMemory:
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """Register a request. Without hashes its content is never shared, not even with itself after a preemption."""
+        """Register a request. Without hashes its content is never cached, so that it is computed again after a
+        preemption.
+        """
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
         self._tables[request] = _BlockTable(hashes if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
-        """Unregister a request; it must hold nothing."""
+        """Unregister a request, which must hold no blocks."""
         entry = self._tables[request]
         if entry.blocks or entry.host:
             raise ValueError(f"PagedKvMemory.forget: it still holds blocks ({request!r}). Release or drop them first.")
@@ -230,7 +240,7 @@ class PagedKvMemory:
         return request in self._tables
 
     def clear(self) -> None:
-        """Drop every request and the contents of every block: the device has lost everything."""
+        """Drop every request and the content of every block, because the device has lost its memory."""
         if self.tiers is not None:
             self.tiers.clear()
         self._pool = self._new_pool(self._pool.num_blocks, self._pool.options)
@@ -260,7 +270,9 @@ class PagedKvMemory:
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the ids of the request's device blocks, first token's block first; a live view, not to be changed."""
+        """Return the ids of the request's device blocks in order of tokens: the table itself, which callers must not
+        change.
+        """
         return self._tables[request].blocks
 
     # Prefix cache
@@ -270,15 +282,15 @@ class PagedKvMemory:
         return self._pool.block_of(block_hash)
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
-        anything; empty without lower tiers.
+        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
+        memory that holds it. Empty without lower tiers. Changes nothing.
         """
         if self.tiers is None:
             return {}
         return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
+        """Return the number of leading tokens with these hashes that the cache holds; no request need be registered."""
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
@@ -288,28 +300,30 @@ class PagedKvMemory:
         return len(self._usable(blocks)) * self.block_size
 
     def num_leading_blocks(self, hashes: BlockHashes, limit: int) -> int:
-        """Return the number of leading blocks of some content that a lookup finds, at most `limit`."""
+        """Return the number of leading blocks with these hashes that a lookup finds, at most `limit`."""
         blocks: list[int] = []
         self._match(hashes, blocks, limit, FIRST_LOOKUP_BLOCKS)
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return the source of changes of prefix hits from now on; None if it is not needed."""
+        """Start to track changes of prefix hits and return their source, or stop and return None if not `wanted`."""
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of leading tokens that admission would find in the cache now, in whole blocks; at least one token is
-        left to compute.
+        """Return the number of leading tokens, in whole blocks, that admission would find cached now; at least one
+        token is left to compute.
 
         0 for a request that is resident or swapped. The cost of a repeated call depends only on the blocks cached or
-        evicted since the last one.
+        evicted since the last call.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Return the blocks of the longest cached run of leading full blocks; not to be changed."""
+        """Return the leading full blocks of the request that are cached, up to the first one that is not; callers must
+        not change the list.
+        """
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
             return []
@@ -331,13 +345,13 @@ class PagedKvMemory:
         return self._usable(lookup.blocks)
 
     def _usable(self, found: list[int]) -> list[int]:
-        """Return the blocks of a lookup that are used."""
+        """Return the found blocks that a hit uses: all of them, or all but the last if `drop_last_hit` is set."""
         options = self._pool.options
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks` by the blocks that the cache holds after them, hashing few at first, since most misses come
-        early.
+        """Extend `blocks`, the leading blocks found so far, up to the first miss or `limit`. `width` is the number of
+        blocks hashed at first, which grows because most misses come early.
         """
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
@@ -347,7 +361,7 @@ class PagedKvMemory:
             width *= LOOKUP_GROWTH
 
     def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
-        """Return the number of found blocks that are free, because attaching them uses free capacity."""
+        """Return the number of found blocks that are free: attaching them reduces the number of free blocks."""
         lookup = entry.lookup
         if not found or lookup is None:
             return 0
@@ -360,9 +374,9 @@ class PagedKvMemory:
         """Make the KV of the first `num_tokens` tokens available to other requests; it is in memory or will be once the
         step has run.
 
-        Enters full blocks that are not entered yet. Blocks that no other request can name before the request ends are only
-        noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
-        before `free` (or to pass the number to it).
+        Caches full blocks that are not cached yet. Blocks whose content no other request can have before this one ends
+        are cached by `free`, so for content that is private after the prompt, one call before `free` suffices (or pass
+        `num_computed_tokens` to `free`).
         """
         entry = self._tables[request]
         hashes = entry.hashes
@@ -391,8 +405,8 @@ class PagedKvMemory:
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 
-        For a request that leaves the step in which they were entered. Returns False and changes nothing if another
-        request has attached such a block already.
+        Called for a request that leaves the step in which the blocks were cached. Returns False and changes nothing if
+        another request already shares one of these blocks.
         """
         entry = self._resident(request, "uncache_blocks")
         options = self._pool.options
@@ -407,10 +421,11 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache: their KV is void, and
-        the request ends.
+        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
+        invalid and the request ends.
 
-        Other requests that hold such blocks keep them, but no longer cache blocks.
+        If another request shares such a block, it keeps the block, but its own blocks from there to the end are removed
+        from the cache as well, and it caches no further blocks.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
@@ -421,7 +436,9 @@ class PagedKvMemory:
                 self._withdraw(other, first)
 
     def _withdraw(self, entry: _BlockTable, num_kept: int) -> None:
-        """Remove the hashes of a table's blocks beyond the first ones permanently."""
+        """Remove the hashes of a table's blocks beyond the first `num_kept`, and never cache blocks of this table
+        again.
+        """
         if entry.num_cached > num_kept:
             self._pool.withdraw(entry.blocks[num_kept : entry.num_cached])
             entry.num_cached = num_kept
@@ -433,7 +450,8 @@ class PagedKvMemory:
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Idle cached blocks that a hit would reuse count; blocks that it holds or shares already do not.
+        This includes the idle cached blocks that a hit would reuse; it does not include blocks that any request holds
+        already.
         """
         entry = self._tables[request]
         num_blocks = -(-num_tokens // self.block_size)
@@ -458,10 +476,9 @@ class PagedKvMemory:
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks until `num_tokens` tokens are held (or the hit, if that is longer).
+        """Attach the cached prefix and take blocks for `num_tokens` tokens, or none if the hit is longer.
 
-        Returns the number of tokens found in the cache; None if there are too few free blocks (nothing has changed
-        then).
+        Returns the number of tokens found in the cache; returns None and changes nothing if too few blocks are free.
         """
         entry = self._tables[request]
         if entry.blocks or entry.host or num_tokens < 1:
@@ -535,8 +552,8 @@ class PagedKvMemory:
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Free the request's device blocks (end, abort, or preemption by recompute).
 
-        `num_computed_tokens` (default: those of the last `cache_blocks`): leading tokens whose KV is valid, so that
-        content that was kept private can be found from now on. `for_good`: the request will not use them again.
+        `num_computed_tokens`: number of leading tokens whose KV is valid (default: as noted by `cache_blocks`); their
+        full blocks are cached. `for_good`: the request will not use the blocks again.
         """
         entry = self._resident(request, "free")
         options = self._pool.options
@@ -557,9 +574,9 @@ class PagedKvMemory:
     # Pins, expiry, and events about content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the presently cached content of a request until a time, under a name; an earlier pin of that name ends.
+        """Pin the presently cached content of a request until the time `until`; an earlier pin with this name ends.
 
-        Returns False and changes nothing if pins would hold too much.
+        Returns False and changes nothing if pins would hold more blocks than they may.
         """
         entry = self._tables[request]
         hashes, pool = entry.hashes, self._pool
@@ -586,8 +603,8 @@ class PagedKvMemory:
         return bool(hashes)
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run, and return its name; None if no pin holds a
-        block that would be free otherwise.
+        """End the pin that would last longest, so that a request can run, and return its name; return None and change
+        nothing if no block would be free without pins.
         """
         if not self._pool.num_kept:
             return None
@@ -596,7 +613,7 @@ class PagedKvMemory:
         return name
 
     def settle_due(self) -> list[Hashable]:
-        """End the pins and drop the content whose time has come; returns the names of the pins."""
+        """End the pins that are due and drop idle content that has expired; return the names of these pins."""
         ended = self._pins.due(self.now())
         for name in ended:
             self.unpin(name)
@@ -609,25 +626,27 @@ class PagedKvMemory:
         return isinstance(self._pool, RetainedBlockPool) and self._pool.expires_content
 
     def expire(self) -> None:
-        """Drop idle content whose time has come."""
+        """Drop idle content that has expired."""
         if isinstance(self._pool, RetainedBlockPool):
             self._pool.expire(self.now())
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the retention policy; None: there was none."""
+        """Violation of the contract by the retention policy; None if there was none."""
         if self.tiers is not None and self.tiers.policy_error is not None:
             return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
 
     def report_content(self, events: ContentEvents) -> None:
-        """Record the content of the prefix cache, and from now on its changes."""
+        """Report the present content of the prefix cache to `events`, and every change from now on."""
         self._events = self._pool.events = events
         self.is_watched = True
         events.stored(self._pool.contents())
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """Call `notify` from now on for each block that a retention policy evicts, before it is overwritten."""
+        """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
+        before the block is overwritten. None: stop.
+        """
         self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
             self._pool.on_evicted = notify
@@ -635,11 +654,11 @@ class PagedKvMemory:
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory; return the blocks moved, or None, changing nothing, if the host is
-        full.
+        """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
+        if the host is full.
 
-        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied and kept; reserved
-        ones beyond are simply freed. Cached blocks can still be hit on the device until they are reused.
+        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
+        freed. Cached blocks can still be hit on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks
@@ -659,8 +678,8 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
-        it does not fit.
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
+        moved, None if it does not fit.
         """
         entry = self._swapped(request, "swap_in")
         stored = entry.host
@@ -676,11 +695,11 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """Keep the blocks that a swap reads, until `end_swap`."""
+        """From now on, keep the blocks that a swap reads until `end_swap`, because copies run beside steps."""
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:
-        """Release the blocks that a copy of this request was reading."""
+        """Release the blocks that this request's swap copies were reading."""
         assert self._swaps is not None
         left = self._swaps.leaving.pop(request, None)
         if left is not None:
@@ -720,40 +739,40 @@ class PagedKvMemory:
             )
         return entry
 
-    # The single group, for callers that also serve KV parallelism
+    # Methods about groups, for callers that also support KV parallelism
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
-        """Groups that hold the request's KV, first tokens' group first."""
+        """Return the only group."""
         return (0,)
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """Return the request's block ids in each of `groups_of`."""
+        """Return the request's block ids in the only group."""
         return (self._tables[request].blocks,)
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
-        """Groups that take part in computing the token after the first `num_done_tokens`."""
+        """Return the only group."""
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return the number of tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
+        """Return `num_done_tokens`, all of them in the only group."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest chunk after `num_done_tokens` tokens: all remaining tokens."""
+        """Return `num_remaining_tokens`: chunks are not limited by groups."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Do nothing: a single group needs no account of chunks."""
+        """Do nothing: pending prefill work is not tracked with one group."""
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
-        """Squared prompt tokens still to prefill by group; not tracked with one group."""
+        """Pending prefill work by group, which is not tracked with one group: 0."""
         return (0,)
 
     # Consistency
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts do not agree."""
+        """Raise AssertionError if the state is inconsistent."""
         users = Counter(self._reserved)
         if self._swaps is not None:
             users.update(self._swaps.device_blocks)

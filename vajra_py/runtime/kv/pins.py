@@ -1,4 +1,4 @@
-"""Pins of one replica's prefix cache, each with a name: content that is kept until a time."""
+"""Pins of one replica's prefix cache: each pin has a name and keeps content until a given time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """Pins in force, by name; of two with the same end, the one made later ends last."""
+    """Pins in force, by name; of two pins with the same end, the one created later counts as ending last."""
 
     def __init__(self) -> None:
         self.next_end = inf
-        """Lower bound of the time at which the first pin ends."""
+        """Lower bound of the time at which the next pin ends, in seconds on the run's clock; infinite without pins."""
         self._pins: dict[Hashable, _Pin] = {}
         self._ends: list[tuple[float, int, Hashable]] = []
-        """Heap; pins that are gone may be in it."""
+        """Heap of (end, number, name); it may still have entries of removed pins."""
         self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def hashes_of(self, name: Hashable) -> Sequence[Hashable]:
-        """Return the contents of a pin; none without one."""
+        """Return the hashes of a pin's content; empty if there is no such pin."""
         pin = self._pins.get(name)
         return () if pin is None else pin.hashes
 
@@ -43,7 +43,7 @@ class Pins:
         self.next_end = self._ends[0][0]
 
     def remove(self, name: Hashable) -> Sequence[Hashable]:
-        """Remove a pin; returns its contents, empty if there is no such pin."""
+        """Remove a pin and return the hashes of its content; empty if there is no such pin."""
         pin = self._pins.pop(name, None)
         if not self._pins:
             self._ends.clear()
@@ -51,7 +51,9 @@ class Pins:
         return () if pin is None else pin.hashes
 
     def due(self, now: float) -> list[Hashable]:
-        """Names of the pins whose time has come, first end first."""
+        """Return the names of the pins that end at `now` or before, earliest end first, and remove their ends from the
+        heap.
+        """
         names: list[Hashable] = []
         ends = self._ends
         while ends and ends[0][0] <= now:
@@ -63,11 +65,11 @@ class Pins:
         return names
 
     def last(self) -> Hashable:
-        """Name of the pin that ends last; there must be one."""
+        """Return the name of the pin that ends last; there must be a pin."""
         return max(self._pins, key=lambda name: (self._pins[name].until, self._pins[name].number))
 
     def check(self, num_pinned: int) -> None:
-        """Raise AssertionError if pinned content belongs to no pin."""
+        """Raise AssertionError if more blocks are pinned than these pins name."""
         contents = {one for pin in self._pins.values() for one in pin.hashes}
         if num_pinned > len(contents):
             raise AssertionError(f"Pins: {num_pinned} contents are pinned, and pins name {len(contents)}")

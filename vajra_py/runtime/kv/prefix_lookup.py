@@ -30,8 +30,8 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Return whether a lookup would still return all its blocks; the cost grows only with the number of removals
-        since.
+        """Return True if all found blocks can still be found; the cost grows only with the number of blocks removed
+        since the lookup.
         """
         if self.removed_epoch != pool.removed_epoch:
             return False

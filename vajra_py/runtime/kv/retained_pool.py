@@ -1,8 +1,8 @@
 """Pool of KV blocks whose idle content is evicted in the order of a retention policy.
 
-Each content has one entry: a block in use whose content is cached already is a copy, and replaces the first block when
-that loses its last user. An idle block therefore has no used block after it in its chain, and every free block with
-content can be evicted, the end of a chain first.
+Each content has one entry, which lookups find, and the entry has one block. Further blocks in use with the same content
+are copies: one of them becomes the entry's block when that block loses its last user. Hence no block after an idle
+block in its chain is in use, and every free block with content can be evicted, the end of a chain first.
 """
 
 from __future__ import annotations
@@ -60,18 +60,24 @@ class RetainedBlockPool(BlockPool):
             )
         self.order: RetentionOrder[CachedEntry] = RetentionOrder(retention.policy, retention.name)
         self.next_expiry = inf
-        """Time at which idle content expires next, or would have expired if it had not been used since."""
+        """Earliest time in `_expiries`, at which idle content expires unless it was used meanwhile; infinite if there
+        is none.
+        """
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
-        """Called with each block that is about to be overwritten, by the policy's choice."""
+        """Called with the entry and the time for each block that the policy evicts, before the block is overwritten;
+        None: nothing is called.
+        """
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
-        """Blocks in use with content for which lookups find another block."""
+        """Blocks in use for whose content lookups find another block, by content."""
         self._copy_of: dict[int, Hashable] = {}
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""
         self._due: dict[CachedEntry, float] = {}
-        """Idle content that has expired but is continued by other content; it is dropped after that."""
+        """Idle content that has expired but is still continued by other content, with its time of expiry; it is dropped
+        after the other content.
+        """
         self._num_private = 0
         policy: Any = retention.policy
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "expires_at")
@@ -100,7 +106,7 @@ class RetainedBlockPool(BlockPool):
             self._remove(entry, now)
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Release one table's references; blocks without users become free, unless they are pinned."""
+        """Release one table's references; blocks without users become free unless their content is pinned."""
         now, extra = self._clock(), self._extra_references
         plain: list[int] = []
         num_idle = 0
@@ -131,7 +137,7 @@ class RetainedBlockPool(BlockPool):
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        They compete as one entry: the policy cannot know that they are never hit.
+        The retention policy gets these blocks as one entry like any other, without a mark that they cannot be hit.
         """
         self._freed.extend(blocks[num_filled:])
         if num_filled:
@@ -223,9 +229,9 @@ class RetainedBlockPool(BlockPool):
                 self._remove(entry, now)
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
-        """Drop idle content that continues a withdrawn entry and can no longer be found.
+        """Drop unused content that continues a withdrawn entry, because lookups can no longer find it.
 
-        This happens only if a request that recomputed known content had replaced the idle block of that content. It is
+        There is such content only if a request recomputed cached content and its block replaced the idle one. This is
         rare, so a search through all entries is acceptable.
         """
         behind = [one for one in self._entry_of.values() if one is not entry and _continues(one, entry)]
@@ -264,10 +270,10 @@ class RetainedBlockPool(BlockPool):
 
     def _found(self, block_hash: Hashable) -> CachedEntry | None:
         block = self._entries.get(block_hash)
-        return None if block is None else self._entry_of[block]  # type: ignore[index]  # content is kept once
+        return None if block is None else self._entry_of[block]  # type: ignore[index] # each content has one block here
 
     def _hand_over(self, entry: CachedEntry) -> bool:
-        """Replace the entry's block, which has lost its last user, by a copy in use; return False if there is none."""
+        """Replace the entry's block, which has lost its last user, by a copy in use; return False if no copy exists."""
         copies = self._copies.get(entry.block_hash)
         if copies is None:
             return False
@@ -277,8 +283,8 @@ class RetainedBlockPool(BlockPool):
         return True
 
     def _take_over(self, entry: CachedEntry, block: int) -> bool:
-        """Replace the entry's block, if it is unused, by this block in use; return False if the entry's block is in
-        use.
+        """Replace the entry's block by `block`, which is in use; return False and change nothing if the entry's own
+        block is in use.
         """
         old = entry.block
         if entry.is_idle:
@@ -311,7 +317,7 @@ class RetainedBlockPool(BlockPool):
                 del self._copies[block_hash]
 
     def _remove(self, entry: CachedEntry, now: float) -> None:
-        """Remove content; the block that it continued may now be evicted."""
+        """Remove an entry's content; the entry's parent may become a candidate for eviction."""
         del self._entry_of[entry.block]
         self._forget(entry.block)
         parent = entry.parent
@@ -344,7 +350,7 @@ class RetainedBlockPool(BlockPool):
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:
-        """Drop idle content that has expired; content that is continued by other content is dropped after that."""
+        """Drop idle content that has expired; content that other content continues is dropped after that other content."""
         if self.next_expiry > now:
             return
         expiries = self._expiries
@@ -371,7 +377,7 @@ class RetainedBlockPool(BlockPool):
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """Raise AssertionError if the accounts disagree; see `BlockPool.check`."""
+        """Raise AssertionError if the state is inconsistent; see `BlockPool.check`."""
         super().check(references)
         entries = self._entry_of
         children = dict.fromkeys(entries.values(), 0)

@@ -1,7 +1,8 @@
 """Order in which a retention policy evicts idle content: chains of blocks, the end of a chain first.
 
-A block is a candidate when it is idle and nothing cached continues it. Candidates are kept in queues like those of
-requests, one for each segment, so that every key motion is exact and a victim costs O(log n).
+A block is a candidate when it is idle and nothing cached continues it. Candidates are kept in the same kinds of queues
+as requests, one for each segment, so that the order is exact for every `KeyMotion` and choosing a victim costs O(log
+n).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from vajra_py.runtime.queues import RequestQueue, make_queue
 
 
 class CachedEntry:
-    """Cached content of one block (or, where a cache is a tree of longer nodes, of one node): a `CachedBlock` for policies.
+    """Cached content of one block, as policies see it (`CachedBlock`). In a cache that is a tree of longer nodes, an
+    entry is the content of one node.
 
-    A candidate is in a queue like a waiting request, with the fields by which queues break ties.
+    A candidate is in a queue like a waiting request, so it has the attributes by which queues break ties.
     """
 
     __slots__ = (
@@ -48,7 +50,7 @@ class CachedEntry:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_children = 0
-        """Number of entries that continue it."""
+        """Number of entries that continue this one."""
         self.stored_at = self.last_used_at = now
         self.num_uses = 1
         self.priority: int = getattr(request, "priority", 0)
@@ -60,7 +62,7 @@ class CachedEntry:
 
     @property
     def request_id(self) -> str:
-        """Id of the request that used it last, for errors."""
+        """Id of the request that used the entry last, for error messages."""
         return str(getattr(self.request, "request_id", self.block_hash))
 
     def use(self, request: Any, now: float) -> None:
@@ -87,7 +89,7 @@ class RetentionOrder(Generic[EntryT]):
         self.policy = policy
         self.name = name
         self.error: PolicyError | None = None
-        """Violation of the contract by the policy; None: there was none."""
+        """Violation of the contract by the policy; None if there was none."""
         self._segments = policy if isinstance(policy, RetainsInSegments) else None
         self._queues: dict[int, RequestQueue] = {}
         self._num_idle = 0
@@ -96,7 +98,7 @@ class RetentionOrder(Generic[EntryT]):
         return sum(map(len, self._queues.values()))
 
     def number(self, entry: CachedEntry) -> None:
-        """Number an entry that becomes idle, after all earlier ones."""
+        """Give an entry that becomes idle the next number in the order of becoming idle."""
         self._num_idle = entry.index = self._num_idle + 1
 
     def add(self, entry: EntryT, now: float) -> None:
@@ -120,12 +122,12 @@ class RetentionOrder(Generic[EntryT]):
             queue.remove(cast(RequestView, entry))
 
     def begin(self) -> None:
-        """Have keys that may change at any event re-read, for the next victims."""
+        """Mark keys that may change at any event to be read again before the next victim is chosen."""
         for queue in self._queues.values():
             queue.begin_step()
 
     def pop(self, now: float) -> EntryT:
-        """Remove the first candidate and return it; there must be one."""
+        """Remove and return the candidate to be evicted first; there must be a candidate."""
         try:
             queue = self._next_queue(now)
             first = queue.peek(now)
@@ -140,7 +142,9 @@ class RetentionOrder(Generic[EntryT]):
         return cast(EntryT, first)
 
     def ask(self, method: Callable[..., Any], *about: object) -> Any:
-        """Return a method's answer; None after a violation of the contract, this one or an earlier one."""
+        """Call a policy's method and return its result; return None if this call or an earlier one violated the
+        contract.
+        """
         if self.error is not None:
             return None
         try:
@@ -174,7 +178,7 @@ class RetentionOrder(Generic[EntryT]):
         return queue
 
     def fail(self, error: PolicyError) -> None:
-        """Note a violation of the contract, and do without the policy from now on."""
+        """Store a violation of the contract, and order the entries without the policy from now on."""
         self.error = error
         self._segments = None
         entries = [cast(EntryT, entry) for queue in self._queues.values() for entry in queue]
@@ -184,7 +188,7 @@ class RetentionOrder(Generic[EntryT]):
 
 
 class _AsTheyBecameIdle:
-    """Equal keys: the order in which entries became idle."""
+    """Equal keys for all entries, so that they are evicted in the order in which they became idle."""
 
     key_motion = KeyMotion.STATIC
 

@@ -5,9 +5,9 @@ lies in the (t // group_tokens)-th of the request's groups. All blocks of a requ
 nothing (several long prompts that grow step by step could deadlock). Groups are tried in order of pending prefill work,
 measured in squared prompt tokens.
 
-Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. That code does not subtract work from groups
-that were not active yet; here a request's work is subtracted from all of its groups as chunks complete, and the rest
-when the request leaves.
+Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Vajra's code does not subtract work from
+groups that were not active yet; this module subtracts a request's work from all of its groups as chunks complete, and
+the rest when the request leaves.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from vajra_py.runtime.queues import HitChanges, NoHits
 
 
 class KvGroups(Struct, frozen=True):
-    """Sizes of KV parallelism."""
+    """Number and sizes of KV-parallel groups."""
 
     num_groups: int
     blocks_per_group: int
     group_tokens: int
-    """Most tokens of one request that one group holds; a multiple of the block size, within the group's blocks."""
+    """Maximum number of tokens of one request that one group holds: a multiple of the block size that fits into the
+    group.
+    """
 
 
 class _BlockTables:
-    """One registered request: its groups and its blocks in each."""
+    """Groups of one registered request, and its blocks in each group."""
 
     __slots__ = ("groups", "host", "num_done_tokens", "num_prefill_tokens", "tables")
 
@@ -47,9 +49,9 @@ class _BlockTables:
         self.tables: list[list[int]] = []
         self.host: list[int] = []
         self.num_prefill_tokens = 0
-        """Number of tokens known at admission, whose prefill is work."""
+        """Number of tokens known at admission; their prefill counts as work."""
         self.num_done_tokens = 0
-        """Number of leading tokens computed, by `on_chunk_done`."""
+        """Number of leading tokens computed, as counted by `on_chunk_done`."""
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +59,7 @@ class _BlockTables:
 
     @property
     def work(self) -> int:
-        """Squared tokens left to prefill."""
+        """Pending prefill work, in squared tokens."""
         return max(self.num_prefill_tokens**2 - self.num_done_tokens**2, 0)
 
     def blocks(self) -> list[int]:
@@ -71,7 +73,7 @@ class KvParallelMemory:
     """The KV blocks of one replica with KV parallelism; its `KvMemory`.
 
     Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups
-    that take no new requests now, since they have enough query tokens in the step being formed.
+    that take no new requests now, because the step being formed has enough query tokens in them.
     """
 
     __slots__ = (
@@ -113,32 +115,34 @@ class KvParallelMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks of all groups."""
+        """Total number of KV blocks over all groups."""
         return sum(pool.num_blocks for pool in self._pools)
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks of all groups."""
+        """Number of free blocks over all groups."""
         return sum(pool.num_free for pool in self._pools)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests hold, over all groups."""
+        """Number of blocks that requests hold, over all groups."""
         return self.num_blocks - self.free_blocks
 
     @property
     def group_free_blocks(self) -> Sequence[int]:
-        """Free blocks by group."""
+        """Number of free blocks of each group."""
         return [pool.num_free for pool in self._pools]
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests that `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
+        """Number of requests for which `grow_each` would succeed now, whichever requests they are: the free blocks of
+        the fullest group.
+        """
         return min(pool.num_free for pool in self._pools)
 
     @property
     def free_host_blocks(self) -> int:
-        """Free blocks of the swap space."""
+        """Number of free blocks of the swap space."""
         return self._host.free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -158,7 +162,7 @@ class KvParallelMemory:
         self._tables_of[request] = _BlockTables()
 
     def forget(self, request: KvRequest) -> None:
-        """Unregister a request; it must hold nothing."""
+        """Unregister a request, which must hold no blocks."""
         entry = self._tables_of[request]
         if entry.groups or entry.host:
             raise ValueError(
@@ -167,7 +171,7 @@ class KvParallelMemory:
         del self._tables_of[request]
 
     def clear(self) -> None:
-        """Drop every request and the contents of every block: the devices have lost everything."""
+        """Drop every request and the content of every block, because the devices have lost their memory."""
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._pending = [0] * self.num_groups
         self._host.clear()
@@ -178,8 +182,8 @@ class KvParallelMemory:
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Return the number of blocks that would become free if these resident requests were freed: all, since none are
-        shared.
+        """Return the number of blocks that would become free if these resident requests were freed: all of their
+        blocks, since none are shared.
         """
         return sum(map(self.num_held_blocks, requests))
 
@@ -188,11 +192,13 @@ class KvParallelMemory:
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Group-local ids of the request's device blocks in order of tokens; `group_tables` has them by group."""
+        """Return the group-local ids of the request's device blocks in order of tokens; `group_tables` returns them by
+        group.
+        """
         return self._tables_of[request].blocks()
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return nothing: there are no tiers."""
+        """Return an empty mapping: there are no tiers."""
         return {}
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
@@ -204,14 +210,14 @@ class KvParallelMemory:
         return 0
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return hits that stay 0: nothing is cached."""
+        """Return a source that never reports a change, since nothing is cached."""
         return NoHits()
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no prefix cache."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Return True: nothing was entered."""
+        """Return True: nothing was cached."""
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -226,7 +232,7 @@ class KvParallelMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Number of requests that `grow_each` can serve now, whichever they are."""
+        """Maximum number of blocks that decodes may take in fast-forwarded steps: `growth_headroom`."""
         return self.growth_headroom
 
     def use_clock(self, clock: Callable[[], float]) -> None:
@@ -236,7 +242,7 @@ class KvParallelMemory:
         """Do nothing."""
 
     def settle_due(self) -> Sequence[Hashable]:
-        """Return nothing."""
+        """Return no names: there are no pins."""
         return ()
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
@@ -251,7 +257,7 @@ class KvParallelMemory:
         """Return None: there is no pin."""
 
     def now(self) -> float:
-        """Return 0: nothing here has a time."""
+        """Return 0: no clock is needed."""
         return 0.0
 
     def report_content(self, events: ContentEvents) -> None:
@@ -264,22 +270,22 @@ class KvParallelMemory:
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
-        """Squared prompt tokens still to prefill, by group: each request's work counts in each of its groups."""
+        """Pending prefill work of each group, in squared prompt tokens; a request's work counts in each of its groups."""
         return tuple(self._pending)
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
-        """Groups that hold the request's KV, first tokens' group first; empty unless it is resident."""
+        """Return the groups that hold the request's KV, in order of tokens; empty unless the request is resident."""
         return self._tables_of[request].groups
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
-        """Return the request's block ids in each of `groups_of`."""
+        """Return the request's block ids in each group of `groups_of`."""
         return self._tables_of[request].tables
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
-        """Groups that take part in computing the token after the first `num_done_tokens`.
+        """Return the groups that take part in computing the token after the first `num_done_tokens`.
 
-        These are the groups that hold earlier tokens and the one that will hold this token; for a decode, all of them.
-        Without a number, the progress counted by `on_chunk_done` applies.
+        These are the groups that hold earlier tokens and the one that will hold this token; for a decode, these are all
+        groups of the request. `num_done_tokens` defaults to the progress counted by `on_chunk_done`.
         """
         entry = self._tables_of[request]
         if num_done_tokens is None:
@@ -289,20 +295,24 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return the number of tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens`
-        tokens.
+        """Return how many of the first `num_done_tokens` tokens each group of `active_groups(request, num_done_tokens)`
+        holds.
         """
         groups = self.active_groups(request, num_done_tokens)
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size of a chunk after `num_done_tokens`: the remaining tokens, up to the group's boundary."""
+        """Return the maximum number of tokens of the chunk after `num_done_tokens` tokens: the remaining ones, up to
+        the group's boundary.
+        """
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Count a computed chunk: (a + n)^2 - a^2 of work is done, in each of the request's groups.
+        """Subtract the work of a computed chunk, (a + n)^2 - a^2 for n tokens after a tokens, from each of the
+        request's groups.
 
-        Counts the prefill only, and progress once, so chunks may be reported when scheduled or when finished.
+        Only prefill counts, and each token counts once, so a chunk may be reported when it is scheduled or when it is
+        finished.
         """
         entry = self._tables_of[request]
         before = entry.work
@@ -314,9 +324,10 @@ class KvParallelMemory:
             self._pending[group] += work
 
     def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
-        """Split `num_blocks` into (group, blocks), full groups first and the remainder last; None if there is no room.
+        """Split `num_blocks` into pairs (group, number of blocks), full groups first and the remainder last; None if
+        there is no room.
 
-        Groups are tried by pending prefill work, then by number.
+        Groups are tried in order of pending prefill work, then of group number.
         """
         num_groups, remainder = divmod(num_blocks, self._group_blocks)
         allowed = (group for group in range(self.num_groups) if group not in excluded_groups)
@@ -342,8 +353,8 @@ class KvParallelMemory:
     def _growth(
         self, entry: _BlockTables, num_blocks: int, excluded_groups: Collection[int]
     ) -> list[tuple[int, int]] | None:
-        """Return the (group, blocks) to add so that the request holds `num_blocks`: its last group first, then new
-        groups.
+        """Return the pairs (group, number of blocks) to add so that the request holds `num_blocks`: first in its last
+        group, then in new groups; None if there is no room.
         """
         num_new = num_blocks - entry.num_blocks
         if num_new <= 0:
@@ -398,10 +409,10 @@ class KvParallelMemory:
         return self._growth(entry, num_blocks, excluded_groups) is not None
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Reserve blocks for `num_tokens` tokens; return 0 (nothing is cached), or None, changing nothing, if there is
-        no room.
+        """Reserve blocks for `num_tokens` tokens and return 0, because nothing is cached; return None and change
+        nothing if there is no room.
 
-        A request that fits one group goes to the first with room; a longer one to as few groups as possible.
+        A request that fits into one group goes to the first group with room, a longer one to as few groups as possible.
         """
         entry = self._tables_of[request]
         if entry.groups or entry.host or num_tokens < 1:
@@ -421,7 +432,7 @@ class KvParallelMemory:
         """Allocate blocks until a resident request can hold `num_tokens` tokens; return False and change nothing if
         blocks are lacking.
 
-        It grows in its last group, and in another one when that holds `group_tokens` of its tokens.
+        The request grows in its last group until that holds `group_tokens` of its tokens, and then in a new group.
         """
         entry = self._resident(request, "grow")
         plan = self._growth(entry, self.blocks_for(num_tokens), ())
@@ -431,7 +442,7 @@ class KvParallelMemory:
         return True
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Refuse: decodes have no drafts here."""
+        """Raise `ValueError`: only rejected drafts need this, and KV parallelism has no drafts."""
         raise ValueError(f"KvParallelMemory.shrink: blocks cannot be freed one by one (to keep {num_blocks}).")
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
@@ -455,7 +466,7 @@ class KvParallelMemory:
     lagging: Collection[KvRequest] = ()
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """Refuse to reserve: each request grows in its own groups."""
+        """Raise `ValueError`: each request grows in its own groups, so blocks cannot be reserved together."""
         raise ValueError(
             f"KvParallelMemory.reserve_blocks: blocks cannot be reserved (got {num_blocks}). Check `can_reserve` first."
         )
@@ -472,10 +483,11 @@ class KvParallelMemory:
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory; return the blocks moved, or None, changing nothing, if the host is
-        full.
+        """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
+        if the host is full.
 
-        With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept.
+        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
+        freed.
         """
         entry = self._resident(request, "swap_out")
         blocks = entry.blocks()
@@ -489,8 +501,8 @@ class KvParallelMemory:
         return len(stored)
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Move a swapped request back to the device with room for `num_tokens` tokens; return the blocks moved, None if
-        it does not fit.
+        """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
+        moved, None if it does not fit.
         """
         entry = self._swapped(request, "swap_in")
         stored = entry.host
@@ -532,7 +544,7 @@ class KvParallelMemory:
     # Consistency
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts do not agree."""
+        """Raise AssertionError if the state is inconsistent."""
         users: list[Counter[int]] = [Counter() for _ in self._pools]
         work = [0] * self.num_groups
         for request, entry in self._tables_of.items():

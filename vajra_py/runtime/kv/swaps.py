@@ -19,17 +19,19 @@ class SwapsUnderWay:
     def __init__(
         self, frees_at_once: bool, on_forget: Callable[[KvRequest], None], on_clear: Callable[[], None]
     ) -> None:
-        """`on_forget` is called with each request that leaves memory permanently, `on_clear` when everything is lost."""
+        """Create an empty record. `on_forget` is called with each request that is unregistered, `on_clear` when all
+        memory is lost.
+        """
         self.frees_at_once = frees_at_once
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks of a request being swapped out, and the number of those in the prefix cache."""
+        """Device blocks of each request being swapped out, and the number of leading ones that are in the prefix cache."""
         self.coming: dict[KvRequest, list[int]] = {}
-        """Host blocks."""
+        """Host blocks of each request being swapped in."""
 
     def clear(self) -> None:
-        """Forget everything: both memories are empty."""
+        """Drop all blocks, because the contents of device and host memory are lost."""
         self.on_clear()
         self.leaving.clear()
         self.coming.clear()

@@ -1,7 +1,7 @@
 """Content of one tier of KV memory below the device: blocks by hash, evicted in the order of a retention policy.
 
-A block is a candidate when it is neither read nor written and nothing in the tier continues it. Content may be here
-without its predecessor in the chain, which another tier holds; the chain is complete again as soon as the predecessor
+A block is a candidate when it is neither read nor written and nothing in the tier continues it. The tier may hold a
+block without its predecessor in the chain, which is then in another tier; the two are linked when the predecessor
 arrives.
 
 Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read
@@ -27,18 +27,18 @@ class TierBlock(CachedEntry):
     def __init__(self, block_hash: Hashable, parent_hash: Hashable, depth: int, request: Any, now: float) -> None:
         super().__init__(-1, block_hash, None, request, now)
         self.parent_hash = parent_hash
-        """Hash of the block that it continues; None for the first of a chain."""
+        """Hash of the block that this one continues; None for the first block of a chain."""
         self.depth = depth
         self.continuations: dict[TierBlock, None] = {}
-        """Blocks of the tier that continue it."""
+        """Blocks of the tier that continue this one."""
         self.is_here = False
-        """True once it is written."""
+        """True once the content has been written to the tier."""
         self.num_locks = 1
-        """Number of transfers that read or write it."""
+        """Number of transfers that read or write this block."""
         self.slot = -1
-        """Slot of the tier in which it is stored; -1 where slots are not numbered."""
+        """Slot of the tier in which the block is stored; -1 if slots are not numbered."""
         self.source = -1
-        """Device block from which it is copied, if that block is about to be overwritten; else -1."""
+        """Device block that the content is copied from, if that block is about to be overwritten; else -1."""
 
 
 class TierStore:
@@ -66,12 +66,12 @@ class TierStore:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[TierBlock]:
-        """Blocks in order of entry, including those being written."""
+        """Iterate over the blocks in order of entry, including those being written."""
         return iter(self._blocks.values())
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the tier's retention policy; None: there was none."""
+        """Violation of the contract by the tier's retention policy; None if there was none."""
         return self.order.error
 
     def number_slots(self) -> None:
@@ -86,11 +86,11 @@ class TierStore:
         return one is not None and one.is_here
 
     def get(self, block_hash: Hashable) -> TierBlock | None:
-        """Return the content's block, written or being written; None if there is none."""
+        """Return the block of this content, written or being written; None if the tier has none."""
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Return the hashes of content that can be read, in order of entry."""
+        """Return the hashes of the content that can be read, in order of entry."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Adding and removing
@@ -99,11 +99,11 @@ class TierStore:
         """Allocate a block for content to be written; return the blocks that were evicted for it.
 
         Returns None and changes nothing if all other blocks are being read or written, or are continued. Raises
-        `ValueError` for content that the tier has.
+        `ValueError` if the tier has the content already.
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
-        self._link(new)  # before evictions, so that its parent is not evicted
+        self._link(new)  # before evictions, so that the new block's parent is not evicted
         evicted: list[TierBlock] = []
         while len(self._blocks) >= self.num_blocks:
             one = self._evict(now)
@@ -128,14 +128,14 @@ class TierStore:
         return True
 
     def remove(self, one: TierBlock, now: float) -> None:
-        """Remove content without evicting it, because it is elsewhere or was never written."""
+        """Remove content without evicting it, because another level holds it or it was never written."""
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)
             self._notify("on_withdrawn", one, now)
 
     def use(self, one: TierBlock, request: Any, now: float) -> None:
-        """Count a use by a request; its rank follows."""
+        """Count a use of the block by a request, and update its place in the order of eviction."""
         was_idle = one.is_idle
         self._leave_idle(one)
         one.use(request, now)
@@ -144,7 +144,7 @@ class TierStore:
         self._notify("on_used", [one], now)
 
     def lock(self, one: TierBlock) -> None:
-        """Keep a block while it is read."""
+        """Protect a block from eviction while it is read."""
         one.num_locks += 1
         self._leave_idle(one)
 
@@ -156,7 +156,7 @@ class TierStore:
                 self._enter_idle(one, now)
 
     def clear(self, now: float) -> None:
-        """Forget everything."""
+        """Drop all content."""
         for one in self._blocks.values():
             one.is_here = False
         self.order = RetentionOrder(self._policy, self.order.name)
@@ -241,7 +241,7 @@ class TierStore:
     # Invariants
 
     def check(self) -> None:
-        """Raise AssertionError if the accounts disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         require(len(self._blocks) <= self.num_blocks, f"tier {self.name} holds more blocks than it has")
         if self._free_slots is not None:
             slots = [*self._free_slots, *(one.slot for one in self._blocks.values())]

@@ -1,14 +1,13 @@
 """Tiers of one replica's KV memory below the device: content that is written down to them, and content that is loaded
 back.
 
-The first tier is next to the device; content of the others is loaded through it. A tier gets content from the level
-above: when that evicts it (`write_back`), as soon as it is stored there (`write_through`), or after a number of uses
-(`write_through_selective`). Content is copied from the device through a buffer: a block may be overwritten before its
-copy has arrived below.
+The first tier is next to the device; content of the other tiers is loaded through it. A tier gets content from the
+level above: when that level evicts the content (`write_back`), as soon as that level stores it (`write_through`), or
+after a number of uses (`write_through_selective`). Content is copied from the device through a buffer: a block may be
+overwritten before its copy has arrived in the tier.
 
 This module does not model time. Transfers are listed (`take_writes`, `take_computed`) or returned (`begin_load`,
-`begin_fetch`), and the owner of the links decides when they have arrived. A replica may share its last tier with
-others.
+`begin_fetch`), and the owner of the links decides when they have arrived. Replicas may share their last tier.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class TierRules(Struct, frozen=True):
 
     write: WriteRule = "write_back"
     after_uses: int = 2
-    """Uses, the first computation included, from which `write_through_selective` writes."""
+    """Number of uses, including the first computation, from which on `write_through_selective` writes content."""
     is_exclusive: bool = False
-    """True if the tier holds no content that the tier above holds too. Only with `write_back`."""
+    """True if the tier drops content that the level above holds. Only with `write_back`."""
     is_shared: bool = False
     """True if replicas share the tier."""
 
@@ -69,8 +68,8 @@ class TierLoad(Struct, frozen=True):
 
 
 class TierFetch(Struct, frozen=True):
-    """Fetch of blocks from one lower tier to the first one, in order of their chain: (block there, block in the first
-    tier).
+    """Fetch of blocks from one lower tier to the first one, as pairs (block in the lower tier, block in the first tier)
+    in order of their chain.
     """
 
     level: int
@@ -89,7 +88,9 @@ class KvTiers:
         *,
         prompts_only: bool = False,
     ) -> None:
-        """`prompts_only`: generated tokens are kept only when a later prompt contains them."""
+        """Create the tiers. With `prompts_only`, only blocks within a request's prompt are written to tiers, so
+        generated tokens are kept only if a later prompt contains them.
+        """
         self.stores = stores
         self.rules = rules
         self.block_size = block_size
@@ -97,26 +98,27 @@ class KvTiers:
         """Number of blocks, by level, that a tier could not take because all of its blocks were being read or written.
         """
         self.on_forget: Callable[[Any], None] | None = None
-        """Listener called for requests that leave the replica or its queue."""
+        """Called with each request that leaves the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
-        """Called for requests that drop their loaded content so that others can run."""
+        """Called with each request whose loaded content is dropped so that other requests can run."""
         self.on_clear: Callable[[], None] | None = None
-        """Listener called when all content is cleared, before it is forgotten."""
+        """Called before `clear` drops the content of the tiers."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
-        """Events about the content of each tier; None if they have no reader."""
+        """Writer of events about the content of each tier; None: no events are written."""
         self._replica_id = replica_id
         self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
         self._device: dict[Hashable, _OnDevice] = {}
         self._loaded: dict[Hashable, int] = {}
-        """Numbers of uses of content that is being loaded to the device from an exclusive tier."""
+        """Number of uses of each content that is being loaded to the device from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device content that no request can hit, by its first block: (name, blocks in order of content, request).
+        """Runs of idle device blocks whose content no request can hit, by first block: (number of the run, blocks in
+        order of content, request).
         """
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
-        """Copies into the first tier of blocks that the step being formed is to compute, or has found."""
+        """Copies into the first tier of content that the step being formed will compute or has found on the device."""
         self._is_evicting = False
 
     @property
@@ -126,23 +128,25 @@ class KvTiers:
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by a tier's retention policy; None: there was none."""
+        """Violation of the contract by a tier's retention policy; None if there was none."""
         return next((store.policy_error for store in self.stores if store.policy_error is not None), None)
 
     def report(self, events: Sequence[ContentEvents]) -> None:
-        """Record the content of each tier, and from now on its changes."""
+        """Report the present content of each tier to its element of `events`, and every change from now on."""
         self.events = events
         for store, one in zip(self.stores, events, strict=True):
             one.stored(store.contents())
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Read the present time, in seconds, from this clock from now on."""
+        """Use `clock`, which returns seconds on the run's clock, as the source of the present time from now on."""
         self._clock = clock
 
     # Device
 
     def cached(self, hashes: Sequence[Hashable], before: Hashable, request: Any) -> None:
-        """Content of a request was entered in the device's cache, as the continuation of `before`."""
+        """Note that consecutive blocks of a request, which continue the block `before`, were entered in the device's
+        cache.
+        """
         device = self._device
         known = None if before is None else device.get(before)
         depth, parent = 0 if known is None else known.depth + 1, before
@@ -186,7 +190,9 @@ class KvTiers:
                 self._computed[block_hash] = new
 
     def _is_kept(self, depth: int, request: Any) -> bool:
-        """Return True if a block of a request may be written to the tiers: any, or with `prompts_only` one of its prompt."""
+        """Return True if the request's block at this depth may be written to the tiers; with `prompts_only`, only
+        blocks within the prompt may.
+        """
         if not self._prompts_only:
             return True
         return bool((depth + 1) * self.block_size <= request.num_prompt_tokens)
@@ -198,15 +204,15 @@ class KvTiers:
             self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
-        """Call `reuse`; content that leaves the device's cache during the call counts as evicted. At other times,
-        leaving content has expired or was never computed.
+        """Call `reuse`; content that leaves the device's cache during the call counts as evicted. Content that leaves
+        the cache at other times has expired or was never computed.
         """
         self._is_evicting = True
         reuse(taken, count)
         self._is_evicting = False
 
     def gone(self, block_hash: Hashable, block: int) -> None:
-        """Note that content, held by this block, has left the device's cache."""
+        """Note that content has left the device's cache, in which `block` held it."""
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
@@ -216,8 +222,8 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Note that blocks became idle whose content no request can hit again (in order of content). It takes room and
-        bandwidth like any other content.
+        """Note that a run of blocks, in order of content, became idle whose content no request can hit again. Such
+        content takes up room and bandwidth in the tiers like any other.
         """
         self._num_runs += 1
         run = self._num_runs, blocks, request
@@ -227,7 +233,9 @@ class KvTiers:
             self._write_run(run)
 
     def run_evicted(self, first_block: int) -> None:
-        """Note that content which no request can name again was overwritten."""
+        """Note that the run of idle blocks that begins with `first_block` was evicted; no request can hit its content
+        again.
+        """
         run = self._runs.pop(first_block, None)
         if run is not None:
             self._write_run(run)
@@ -245,8 +253,8 @@ class KvTiers:
     # Writing
 
     def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
-        """Copy a block from the level above into a tier. `source`: the device block that holds it, if that block is
-        about to be overwritten.
+        """Copy a block from the level above into a tier, unless the tier has it. `source`: the device block that holds
+        the content, if that block is about to be overwritten.
         """
         if self.stores[level].get(block_hash) is not None:
             return
@@ -268,8 +276,8 @@ class KvTiers:
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of existing content decided since the last call, (level, block) in order; call `written`
-        when one has ended.
+        """Return the copies of existing content decided since the last call, as (level, block) in order. The caller
+        must call `written` when a copy has ended.
         """
         writes = self._writes
         if writes:
@@ -277,8 +285,8 @@ class KvTiers:
         return writes
 
     def take_computed(self) -> Sequence[TierBlock]:
-        """Return the copies to the first tier, decided since the last call, of content that is computed by now; see
-        `take_writes`.
+        """Return the copies to the first tier, decided since the last call, of content that has been computed by now;
+        see `take_writes`.
         """
         computed = self._computed
         if not computed:
@@ -299,7 +307,7 @@ class KvTiers:
         self._leave_exclusive(level + 1, one.block_hash)
 
     def _leave_exclusive(self, level: int, block_hash: Hashable) -> None:
-        """Remove content from an exclusive tier that is now held above it."""
+        """Remove content from an exclusive tier because the level above now holds it."""
         if level < len(self.stores) and self.rules[level].is_exclusive:
             below = self.stores[level].get(block_hash)
             if below is not None and not below.num_locks:
@@ -315,7 +323,9 @@ class KvTiers:
     # Lookups
 
     def levels_of(self, hashes: BlockHashes, start: int, limit: int) -> list[int]:
-        """Return the nearest tier of each block from `start` on, before `limit`, up to the first that no tier holds."""
+        """Return, for each block from `start` to `limit` - 1, the level of the nearest tier that holds it, up to the
+        first block that no tier holds.
+        """
         levels: list[int] = []
         width = FIRST_LOOKUP_BLOCKS
         while (at := start + len(levels)) < limit:
@@ -329,8 +339,8 @@ class KvTiers:
         return levels
 
     def hit_tokens(self, hashes: BlockHashes, num_known_tokens: int, num_on_device: int) -> Mapping[str, int]:
-        """Return the number of leading tokens of some content by the nearest memory that holds them, without changing
-        anything. `num_on_device`: those on the device.
+        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
+        memory that holds it. `num_on_device`: number of leading tokens that the device holds. Changes nothing.
         """
         size = self.block_size
         found = {DEVICE: num_on_device, **dict.fromkeys(self.names, 0)}
@@ -340,11 +350,11 @@ class KvTiers:
                 found[self.stores[level].name] += size
         return found
 
-    # Coming back
+    # Loading
 
     def begin_load(self, hashes: Sequence[Hashable], request: Any) -> TierLoad:
-        """Begin to load blocks from the first tier, which must hold them, for a request; an exclusive tier drops its
-        copies.
+        """Begin to load blocks for a request from the first tier, which must hold them and, if it is exclusive, drops
+        its copies.
         """
         store, now = self.stores[0], self._clock()
         blocks: list[TierBlock] = []
@@ -363,13 +373,15 @@ class KvTiers:
         return TierLoad(blocks, is_exclusive)
 
     def end_load(self, load: TierLoad) -> None:
-        """End a load: its content has arrived on the device."""
+        """End a load whose content has arrived on the device."""
         for one in load.blocks:
             self.stores[0].unlock(one, self._clock())
             self._leave_exclusive(0, one.block_hash)
 
     def call_off_load(self, load: TierLoad) -> None:
-        """Cancel an unneeded load; content that an exclusive tier had handed over returns to it if there is room."""
+        """Cancel an unneeded load; content that an exclusive tier dropped for the load returns to that tier if it has
+        room.
+        """
         store, now = self.stores[0], self._clock()
         for one in load.blocks:
             store.unlock(one, now)
@@ -382,8 +394,8 @@ class KvTiers:
                     self.written(0, again)
 
     def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
-        """Begin to fetch blocks of lower tiers into the first one, as far as it has room: one fetch for each tier,
-        nearest first.
+        """Begin to fetch blocks of lower tiers into the first one, as far as it has room; return one fetch for each
+        lower tier, nearest first.
         """
         now, first = self._clock(), self.stores[0]
         sources: list[tuple[int, TierBlock]] = []
@@ -391,8 +403,8 @@ class KvTiers:
             source = self.stores[level].get(block_hash)
             assert source is not None
             if level and first.get(block_hash) is not None:
-                break  # it is being written there
-            self.stores[level].lock(source)  # lock it before making room, so that it is not evicted for earlier blocks
+                break  # the first tier is receiving this block already
+            self.stores[level].lock(source)  # lock before making room, so that it is not evicted for earlier blocks
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
         has_room = True
@@ -409,7 +421,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """End a fetch; `num_arrived` leading blocks are in the first tier, the others will not arrive."""
+        """End a fetch: the first `num_arrived` blocks have arrived in the first tier, the others will not arrive."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)
@@ -422,15 +434,15 @@ class KvTiers:
         self.stores[level].remove(one, self._clock())
         self._notify_removed(level, one)
 
-    # Requests, and the whole content
+    # Requests, and all content
 
     def forget(self, request: Any) -> None:
-        """Forget a request that has left the replica or its queue."""
+        """Call `on_forget` for a request that has left the replica or its queue."""
         if self.on_forget is not None:
             self.on_forget(request)
 
     def give_up(self, request: Any) -> None:
-        """Drop the content that a request has loaded; the request will compute it."""
+        """Call `on_give_up` for a request whose loaded content is to be dropped; the request will compute it instead."""
         if self.on_give_up is not None:
             self.on_give_up(request)
 
@@ -450,7 +462,7 @@ class KvTiers:
                     events.cleared()
 
     def clear_shared(self) -> None:
-        """Also drop the content of shared tiers, which has become void."""
+        """Drop the content of shared tiers, which has become invalid."""
         for store, rules, events in zip(self.stores, self.rules, self.events, strict=True):
             if rules.is_shared:
                 store.clear(self._clock())
@@ -470,7 +482,9 @@ class KvTiers:
     # Invariants
 
     def check(self, cached: Sequence[Hashable]) -> None:
-        """Raise AssertionError if the counts disagree with each other, or with the content of the device's cache."""
+        """Raise AssertionError if the state is inconsistent, or disagrees with `cached`, the content of the device's
+        cache.
+        """
         require(self._device.keys() == set(cached), "tiers know other content of the device than its cache")
         for level, (store, rules) in enumerate(zip(self.stores, self.rules, strict=True)):
             store.check()

@@ -18,7 +18,7 @@ class Link:
         self.capacity = capacity
         """Grains per second."""
         self.transfers: dict[Flow, None] = {}
-        """Transfers that use the link, or wait for it (`exclusive`), in order."""
+        """Transfers that use the link or wait for it (`exclusive`), in the order in which they joined."""
 
 
 class Flow(Struct, eq=False):
@@ -27,19 +27,19 @@ class Flow(Struct, eq=False):
     transfer_id: Hashable
     number: int
     links: Sequence[Link]
-    """Links with a limit."""
+    """Links of limited bandwidth that the transfer uses."""
     work_left: int
     """Grains per second times ticks, as of `since`."""
     since: int
     rate: int | None = 0
     """Grains per second now; None: no limit."""
     version: int = 0
-    """Version of its events; events with another version are void."""
+    """Version of this transfer's valid events; events with another version are ignored."""
     is_flowing: bool = False
     """True once the latency has passed; False while an open transfer has nothing to send."""
     has_ended: bool = False
     feed: Feed | None = None
-    """Bytes that become available over time; None: all were there at the start."""
+    """Bytes that become available over time; None: all bytes were available at the start."""
 
     def work_left_at(self, now: int) -> int:
         """Return the work left at a tick, if the rate has not changed since `since`."""
@@ -60,7 +60,7 @@ class Release(Struct):
     num_done: int = 0
 
     def next_at(self) -> int:
-        """Tick of the next part."""
+        """Return the tick at which the next part becomes available."""
         return self.start - (-self.ticks * (self.num_done + 1) // self.num_parts)
 
     def take(self) -> int:
@@ -87,7 +87,7 @@ class Feed(Struct, eq=False):
 
     @property
     def goes_on(self) -> bool:
-        """True if more may come."""
+        """True if more bytes may become available."""
         return self.is_open or bool(self.releases)
 
     def take_due(self, now: int) -> int:
@@ -101,7 +101,7 @@ class Feed(Struct, eq=False):
 
 
 def alone_on(links: Iterable[Link]) -> dict[Flow, None] | None:
-    """Return the transfers of these links if none shares a link with another one; None if some do."""
+    """Return the transfers on these links if each of them is alone on all of its links; else None."""
     found: dict[Flow, None] = {}
     for link in links:
         for one in link.transfers:

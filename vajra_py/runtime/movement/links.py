@@ -1,12 +1,12 @@
 """Transfers over the links of a network: the bandwidth and the end of each transfer.
 
-A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only
-when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only the
-transfers connected with it by links, directly or through others; a transfer that has its links to itself ends when
-expected at its start.
+A replica has an outgoing and an incoming link, and there may be one fabric that all transfers pass through. Rates
+change only when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only
+transfers that share a link with the changed transfer, directly or through a chain of shared links; a transfer that is
+always alone on its links ends at the tick that was computed at its start.
 
-The bytes of a transfer are available at its start, or become available while it is under way (`Network.open`): such a
-transfer shares the bandwidth of its links only while it has something to send.
+The bytes of a transfer are available at its start, or become available while it is under way (`Network.open`). A
+transfer of the second kind takes a share of its links' bandwidth only while it has bytes to send.
 
 Bytes are conserved exactly: rates are multiples of 2^-20 bytes per second and times are whole ticks, so the amount sent
 is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, and no link exceeds its
@@ -41,14 +41,14 @@ _ENDS, _FLOWS, _RELEASES = 0, 1, 2
 
 
 class LinkOptions(Struct, frozen=True):
-    """Sizes of a network and its rule of sharing."""
+    """Bandwidths and latency of a network, and its rule for sharing bandwidth."""
 
     bandwidth: float | None = None
-    """Bandwidth of each replica's link out and link in, bytes per second; None: no limit."""
+    """Bandwidth of each replica's outgoing link, and of its incoming link, in bytes per second; None: no limit."""
     shared_bandwidth: float | None = None
     """Bandwidth of the fabric that all transfers pass through, bytes per second; None: no limit."""
     latency_ticks: int = 0
-    """Ticks from a transfer's start until its first byte flows; it holds no bandwidth meanwhile."""
+    """Ticks from a transfer's start until its first byte flows; the transfer uses no bandwidth meanwhile."""
     contention: Contention = "max_min"
     """max_min: max-min fair shares at every moment. none: each transfer gets the full bandwidth. fixed_share: the
     links' bandwidth divided by the number of transfers under way on them, fixed when a transfer starts. exclusive: one
@@ -56,7 +56,7 @@ class LinkOptions(Struct, frozen=True):
     """
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` unless bandwidth and latency are valid."""
+        """Raise `ValueError` if a bandwidth or the latency is invalid."""
         for name in ("bandwidth", "shared_bandwidth"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < inf:
@@ -88,34 +88,36 @@ class Network:
         self._now = 0
         self._num_started = 0
         self._num_final = 0
-        """Number of transfers under way whose size is final; open ones may grow."""
+        """Number of transfers under way to which no more bytes can be added, because they are not open."""
         self._out: dict[int, Link] = {}
         self._in: dict[int, Link] = {}
-        """Links of each replica."""
+        """Incoming link of each replica; `_out` has the outgoing links."""
         shared = _grains(options.shared_bandwidth)
         self._shared = () if shared is None else (Link(0, shared),)
         self._num_links = 1
         self._rate_alone = min((each for each in (shared, self._capacity) if each is not None), default=None)
-        """Grains per second of a transfer that has its links to itself; None: no limit."""
+        """Rate, in grains per second, of a transfer that is alone on its links; None: no limit."""
         self._transfers: dict[Hashable, Flow] = {}
         self._events: list[tuple[int, int, int, int, Any]] = []
-        """Events (tick, kind, number, version, transfer or feed): ends of transfers, then work becoming available."""
+        """Heap of events (tick, kind, number, version, transfer or feed); within a tick, ends of transfers come first
+        and releases last.
+        """
         self._starting: deque[tuple[int, int, int, int, Any]] = deque()
-        """Entries for transfers whose latency is not over, in order."""
+        """Events, in order, of transfers whose latency has not passed yet."""
         self._ended: list[Flow] = []
-        """Transfers that have ended and were not reported yet."""
+        """Transfers that have ended and were not returned by `ended` yet."""
         self._touched: dict[Link, None] = {}
         """Links whose transfers have changed since rates were last computed."""
 
     def __len__(self) -> int:
-        """Number of transfers under way, including ended ones that were not reported yet."""
+        """Number of transfers under way, including ended ones that `ended` has not returned yet."""
         return len(self._transfers)
 
     # Life of a transfer
 
     def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
-        """Begin a transfer between two replicas. Raises ValueError for an id that is under way, or if source and target
-        are the same.
+        """Begin a transfer between two replicas. Raises ValueError if the id is in use, if source and target are the
+        same, or if the number of bytes is negative.
         """
         one = self._begin(transfer_id, source, target, num_bytes, now)
         self._num_final += 1
@@ -131,7 +133,7 @@ class Network:
     def open(self, transfer_id: Hashable, source: int, target: int, now: int) -> None:
         """Begin a transfer whose bytes are announced by `release`. Raises as `start` does.
 
-        It ends when all of them have arrived and `close` was called.
+        The transfer ends when all announced bytes have arrived and `close` was called.
         """
         one = self._begin(transfer_id, source, target, 0, now)
         one.feed = Feed(one, one.number)
@@ -182,7 +184,9 @@ class Network:
         return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
-        """Cancel a transfer; its bandwidth goes to the others. An ended transfer that was not reported is forgotten."""
+        """Cancel a transfer; other transfers get its bandwidth. A transfer that has ended is no longer returned by
+        `ended`.
+        """
         self._known(transfer_id)
         self._advance(now)
         one = self._transfers.pop(transfer_id)
@@ -196,10 +200,10 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """Return the tick before which no transfer ends, unless one is cancelled or started; None if there is none to
-        end.
+        """Return a tick before which no transfer ends unless another one is started or cancelled; None if no end is in
+        sight.
 
-        With shared links or open transfers, the end may turn out to be later.
+        If links are shared or transfers are open, the next end may be later than this tick.
         """
         if self._touched:
             self._settle()
@@ -213,8 +217,8 @@ class Network:
         return events[0][0] if events else None
 
     def ended(self, now: int) -> list[Hashable]:
-        """Return the ids of transfers that have ended by now and were not returned before, in order of end, within a
-        tick in order of start.
+        """Return the ids of transfers that have ended by `now` and were not returned before, in order of end, and
+        within a tick in order of start.
         """
         self._advance(now)
         if not self._ended:
@@ -228,7 +232,7 @@ class Network:
     # Queries
 
     def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
-        """Return the number of bytes that have not arrived yet, including announced ones and those in flight."""
+        """Return the number of bytes that have not arrived yet, including announced bytes and bytes in flight."""
         one = self._known(transfer_id)
         self._advance(now)
         self._settle()
@@ -254,7 +258,7 @@ class Network:
     # Time
 
     def _advance(self, now: int) -> None:
-        """Handle all events up to and including a tick."""
+        """Handle all events up to and including the tick `now`."""
         if now < self._now:
             raise ValueError(f"Network: time goes back (from tick {self._now} to {now})")
         if self._touched and now > self._now:
@@ -286,7 +290,9 @@ class Network:
         self._now = now
 
     def _expect_end(self, one: Flow, flows_at: int) -> None:
-        """Schedule the end of a transfer that flows from this tick at its fixed share, or with its links to itself."""
+        """Schedule the end of a transfer that flows from tick `flows_at` on, at its fixed share or as if alone on its
+        links.
+        """
         rate = one.rate or self._rate_alone
         ticks = 0 if rate is None else -(-one.work_left // rate)
         self._push(one, flows_at + ticks, _ENDS)
@@ -410,7 +416,8 @@ class Network:
     def _fair_rates(touched: Iterable[Link]) -> dict[Flow, int]:
         """Return max-min fair rates of all transfers connected with these links, by progressive filling.
 
-        Shares grow together until a link is full; its transfers keep that share, the others keep growing.
+        All shares grow together until a link is full; that link's transfers keep their share, and the other shares keep
+        growing.
         """
         users = {link: [*link.transfers] for link in touched}
         unseen = list(users)

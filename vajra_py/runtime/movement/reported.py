@@ -12,24 +12,24 @@ class ReportedCopies:
         self._ended: list[Hashable] = []
 
     def start(self, key: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
-        """Do nothing: the copies are reported elsewhere."""
+        """Do nothing: the backend executes the copy and reports its end."""
 
     def cancel(self, key: Hashable, now: int) -> None:
-        """Do nothing: an end is reported only for a copy that a request waits for."""
+        """Do nothing: `report` is called only for copies that a request still waits for."""
 
     def report(self, key: Hashable) -> None:
         """Record the end of a copy, which the next call of `ended` returns."""
         self._ended.append(key)
 
     def ended(self, now: int) -> list[Hashable]:
-        """Return the copies that have ended since the last call."""
+        """Return the keys of the copies whose ends were reported since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def next_change(self) -> int | None:
-        """Return None: ends are events of their own."""
+        """Return None: the backend reports each end as an event."""
         return None
 
     def remaining_bytes(self, key: Hashable, now: int) -> int:
-        """Return 0: a copy arrives as a whole, and is not cut."""
+        """Return 0: a copy arrives as a whole, never in part."""
         return 0

@@ -1,4 +1,4 @@
-"""Rules of one replicaset for moving requests with their KV from replica to replica."""
+"""Rules of one replicaset for moving requests with their KV between replicas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class HandOffRules(Struct, frozen=True):
 
     @property
     def reserves_first(self) -> bool:
-        """True if a prompt is computed only after blocks of its target are reserved."""
+        """True if a prompt is computed only after blocks on the target replica are reserved."""
         return self.settings.reserve == "before_prompt"
 
     @property
     def overlaps(self) -> bool:
-        """True if KV is sent while its prompt is computed."""
+        """True if KV is sent while the prompt is still being computed."""
         return self.settings.overlap != "none"

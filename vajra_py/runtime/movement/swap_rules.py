@@ -8,9 +8,9 @@ from vajra_py.runtime.movement.links import LinkOptions
 
 
 class SwapRules(Struct, frozen=True):
-    """Link between a replica's device and its host memory, one way out and one way in; see `SwapLinkConfig`."""
+    """Rules for the links between a replica's device and its host memory, one in each direction; see `SwapLinkConfig`."""
 
     links: LinkOptions
     bytes_per_block: int
     frees_at_once: bool = False
-    """True if a preempted request's device blocks are free before they are copied."""
+    """True if a preempted request's device blocks become free at once, before they have been copied."""

@@ -1,8 +1,8 @@
 """Queues of waiting requests in exact priority order.
 
-One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is
-total, (key, arrival, index) or (key of the group, key, arrival, index), and always equals a plain sort of all waiting
-requests at the time of the query; the queues differ only in cost.
+All queues implement one protocol; which one is used depends on how keys can change (`KeyMotion`) and on whether
+requests are ordered by group. The order is total, (key, arrival, index) or (key of the group, key, arrival, index), and
+always equals a plain sort of all waiting requests at the time of the query; the queues differ only in cost.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
-    """Make the cheapest queue that keeps this prioritizer's order exact. `name`: the policy's name in errors.
+    """Create the cheapest queue that keeps this prioritizer's order exact. `name`: the policy's name in errors.
 
-    Raises `PolicyError` if the prioritizer declares no known key motion, linear keys without `line`, or named falls
-    without a list for them.
+    Raises `PolicyError` if the prioritizer's `key_motion` is not a `KeyMotion`, if it is TIME_LINEAR and `line` is
+    missing, or if it is NAMED_FALLS and `fallen_requests` is missing.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything
     if isinstance(prioritizer, GroupsRequests) and isinstance(motion, KeyMotion):

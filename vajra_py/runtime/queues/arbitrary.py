@@ -1,8 +1,8 @@
 """Queue for keys that may change at any event: keys are read again at each step.
 
-Every key is re-read once, in O(n), at a query for a new time and when a new step begins. The order is then computed
-only as far as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, they are not
-re-read while none has changed.
+All keys are re-read, in O(n), at a query for a new time and at the first query of a new step. The order is then
+computed only as far as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, keys
+are not re-read while the count is unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, RE
 
 
 class ArbitraryQueue(RankedQueue):
-    """`RequestQueue` for keys of any motion."""
+    """`RequestQueue` for keys of any `KeyMotion`."""
 
     is_arbitrary = True
 
@@ -58,7 +58,8 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            # Once keys were re-read, start again from the first rank: requests not yet yielded may now rank anywhere.
+            # After keys were re-read, start again from the first rank, since requests that were not yielded yet may now
+            # rank anywhere.
             if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)
@@ -88,7 +89,7 @@ class ArbitraryQueue(RankedQueue):
         self._read_at = None
 
     def _read(self, now: float) -> None:
-        """Re-read every key at `now`; if one breaks the contract, nothing changes."""
+        """Re-read every key at `now`, unless the keys are still valid; if a key breaks the contract, nothing changes."""
         if now == self._read_at:
             return
         epoch = None if self._epochs is None else self._epochs.epoch()
@@ -107,7 +108,7 @@ class ArbitraryQueue(RankedQueue):
         self._num_readings += 1
 
     def _extend(self) -> bool:
-        """Move the next rank from the heap to the sorted part; return False if there was none."""
+        """Move the next rank from the heap to the sorted part; return False if the heap has none."""
         while self._rest:
             rank = heappop(self._rest)
             if self._ranks.get(rank[REQUEST]) is rank:

@@ -1,7 +1,7 @@
 """Interface and common behaviour of all queues.
 
-Invariants: a request is in a queue at most once; a key that breaks the contract is refused before anything changes, so that
-the queue and every other request in it stay as they were.
+Invariants: a request is in a queue at most once; a key that breaks the contract is rejected before anything changes, so
+that the queue and all its requests stay as they were.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ class HitChanges(Protocol):
     """Prefix cache of one replica, as a queue's source of changed prefix hits."""
 
     def follow(self, request: RequestView) -> None:
-        """Follow a waiting request from its present hits on."""
+        """Track changes of a waiting request's prefix hits, starting from its present hits."""
 
     def drop(self, request: RequestView) -> None:
-        """Stop following a request; does nothing for one that is not followed."""
+        """Stop tracking a request; does nothing if it is not tracked."""
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return the requests whose hits may have changed since they were followed; they are followed no longer."""
+        """Return the requests whose hits may have changed since `follow`; these requests are no longer tracked."""
 
 
 class RequestQueue(Protocol):
-    """Waiting requests, most urgent first at any time.
+    """Waiting requests in exact order of urgency at any time.
 
-    Times are seconds on the run's clock. Any order of times is answered exactly; times that do not decrease are cheap.
+    Times are seconds on the run's clock. Queries for times in any order are exact; they are cheap if times do not
+    decrease.
     """
 
     is_arbitrary: bool
@@ -38,13 +39,13 @@ class RequestQueue(Protocol):
     is_volatile: bool
     """True if keys are also read again after each admission and preemption."""
     reads_hits: bool
-    """True if keys move with the prefix hits of their requests; with `use_hits`, only the keys of changed hits are
-    re-read.
+    """True if keys change with the prefix hits of their requests; with `use_hits`, only the keys of requests whose hits
+    have changed are re-read.
     """
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that wait, the same as the length."""
+        """Number of waiting requests, equal to the length."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,40 +58,45 @@ class RequestQueue(Protocol):
         """Remove a request from any position. KeyError if it does not wait."""
 
     def refresh(self, request: RequestView, now: float) -> None:
-        """Re-read the key of a request that has progressed. Raises like `remove` and `add`; after an invalid key, the
-        old one stays.
+        """Re-read the key of a request that has progressed. Raises the errors of `remove` and `add`; if the new key is
+        invalid, the old one stays.
         """
 
     def use_hits(self, hits: HitChanges | None) -> None:
         """Set the source that reports requests whose prefix hits have changed; only their keys are re-read. None: all
         keys are re-read.
 
-        Does nothing if keys do not move with hits.
+        Does nothing if keys do not change with prefix hits.
         """
 
     def touch(self, request: RequestView) -> None:
-        """Mark a request whose state has changed, so that its key is re-read with the next ones; does nothing if keys
-        do not move with hits.
+        """Mark a request whose state has changed, so that its key is re-read at the next query; does nothing if keys do
+        not change with prefix hits.
         """
 
     def begin_step(self) -> None:
-        """Have keys that may change at any event re-read, even for the time of the last query; called for each step."""
+        """Mark keys that may change at any event to be re-read at the next query, even if the time has not changed;
+        called for each step.
+        """
 
     def peek(self, now: float) -> RequestView | None:
         """Return the most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
-        """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
+        """Iterate over the requests that wait at the time of the call, most urgent first. The order is computed lazily,
+        so that reading only the first requests is cheap.
 
-        The queue may change while this is read: requests that are removed before their turn are
-        left out, and so are those that are added, added again, or refreshed with another key or number of tokens.
+        The queue may change during iteration: requests that are removed before their turn are left out, and so are
+        requests that are added, added again, or refreshed with another key or number of tokens.
         """
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """Return the total order's key of any request, waiting or not."""
+        """Return the key by which the total order ranks a request, (key, arrival, index); the request need not be
+        waiting.
+        """
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
 
     def __contains__(self, request: object) -> bool:
         """Return True if the request waits here."""
@@ -122,7 +128,7 @@ class RankedQueue(ABC):
 
     @abstractmethod
     def _rank(self, request: RequestView, now: float) -> Rank:
-        """Read the request's rank, with the next serial; PolicyError if its key breaks the contract."""
+        """Return the request's rank, with the next serial number; PolicyError if its key breaks the contract."""
 
     @abstractmethod
     def _enter(self, rank: Rank, now: float) -> None:
@@ -158,7 +164,7 @@ class RankedQueue(ABC):
             self._enter(new, now)
 
     def begin_step(self) -> None:
-        """See `RequestQueue.begin_step`; does nothing, since keys move only as declared."""
+        """Do nothing: keys change only as declared; see `RequestQueue.begin_step`."""
         return
 
     def use_hits(self, hits: HitChanges | None) -> None:
@@ -170,7 +176,7 @@ class RankedQueue(ABC):
         return
 
     def _standing(self, request: RequestView, now: float) -> Rank | None:
-        """Return the rank of a waiting request, if its key is valid at this time."""
+        """Return the rank of a waiting request if the rank is valid at `now`; else None."""
         return self._ranks.get(request)
 
     def __len__(self) -> int:

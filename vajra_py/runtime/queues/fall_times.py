@@ -1,4 +1,4 @@
-"""Times at which keys of waiting requests may fall by the passing of time, earliest first."""
+"""Times at which keys of waiting requests may fall because time passes, earliest first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from vajra_py.contract import FallsWithTime, RequestView
 from vajra_py.runtime.queues.keys import FallReader
 
 _SPARE = 64
-"""Times of requests that have left are deleted once they outnumber the waiting requests by this many."""
+"""Obsolete entries are deleted once there are this many more of them than valid entries."""
 
 
 class FallTimes:
-    """Times from which on keys are to be read again, as given by a prioritizer."""
+    """Times at which keys must be read again, as given by a prioritizer."""
 
     __slots__ = ("_at", "_due", "_reader")
 
@@ -23,7 +23,9 @@ class FallTimes:
         """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Store the prioritizer's next time for a request whose key is read at `now`; serials are unique."""
+        """Store the next time, given by the prioritizer, at which the key of a request that is read at `now` may fall.
+        `serial` must be unique.
+        """
         at = self._reader.falls_at(request, now)
         if at is None:
             self._at.pop(request, None)
@@ -32,14 +34,14 @@ class FallTimes:
             heappush(self._due, (at, serial, request))
 
     def drop(self, request: RequestView) -> None:
-        """Forget a request that has left."""
+        """Drop the time of a request that has left."""
         self._at.pop(request, None)
         if len(self._due) > 2 * len(self._at) + _SPARE:
             self._due = [one for one in self._due if self._at.get(one[2]) == one[0]]
             heapify(self._due)
 
     def take_due(self, now: float) -> list[tuple[float, int, RequestView]]:
-        """Remove and return the entries that are due at `now`; see `requests_of` and `put_back`."""
+        """Remove and return the entries that are due at `now`, for `requests_of` and `put_back`."""
         taken = []
         while self._due and self._due[0][0] <= now:
             taken.append(heappop(self._due))
@@ -50,6 +52,6 @@ class FallTimes:
         return dict.fromkeys(one for at, _, one in taken if self._at.get(one) == at)
 
     def put_back(self, taken: list[tuple[float, int, RequestView]]) -> None:
-        """Put back the entries of `take_due`, after a key could not be read."""
+        """Put back the entries that `take_due` returned, after a key could not be read."""
         self._due = [*taken, *self._due]
         heapify(self._due)

@@ -1,9 +1,9 @@
 """Queue for keys by group: (key of the group, key of the request, arrival, index).
 
-Two levels: the requests of each group in order, and the groups in the order of (key, head). A group is sorted by its
-key as last read. Keys only rise unless a fall is named, so a group is too early or at its right position, never too
-late. Its key is re-read when it would be next: if it has risen, the group moves back, in O(log groups), and the group
-after it is checked.
+Two levels: the requests of each group in order, and the groups in the order of (key, head). Groups are sorted by their
+keys as last read. Keys of groups only rise, except for falls that the prioritizer names, so a group may be placed too
+early but never too late. The key of the first group is re-read before its head is returned: if the key has risen, the
+group moves back, in O(log groups), and the next group is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from vajra_py.runtime.queues.keys import GroupReader, KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, REQUEST, SERIAL, Rank, SortedRanks
 
 _Next: TypeAlias = tuple[tuple[Any, Any], float, int, int, "_Cursor"]
-"""((key of the group, key), arrival, index, serial, cursor): place in the total order of a reader's next request of a group."""
+"""Place in the total order of the request that a cursor reaches next: ((key of the group, key), arrival, index, serial,
+cursor).
+"""
 
 
 class _Group:
@@ -37,25 +39,25 @@ class _Group:
     def __init__(self, name: str, key: Any) -> None:
         self.name = name
         self.key = key
-        """Key as last read; not greater than the present one, unless a fall was named."""
+        """Key as last read; not greater than the present key, unless a fall was named."""
         self.ranks = SortedRanks()
         self.head: Rank | None = None
-        """First of `ranks` when the group was placed."""
+        """First of `ranks` at the time when the group was placed."""
         self.place: Any = None
-        """Rank among the groups, ((key, key of the head), arrival, index, serial, group); None: it has none yet."""
+        """Rank among the groups, ((key, key of the head), arrival, index, serial, group); None: not placed yet."""
 
 
 class _Cursor:
-    """One reader's position in one group."""
+    """Position of one iteration over the queue in one group."""
 
     __slots__ = ("group", "next", "walk")
 
     def __init__(self, group: _Group, last: Rank | None = None) -> None:
-        """Create an iterator that continues after the rank `last`."""
+        """Create a cursor that begins after the rank `last` (None: at the first rank)."""
         self.group = group
         self.walk = group.ranks.walk(last)
         self.next: Rank | None = None
-        """Rank that was reached and not yet yielded."""
+        """Rank that was reached but not yielded yet."""
 
 
 class GroupedQueue(RankedQueue):
@@ -67,7 +69,7 @@ class GroupedQueue(RankedQueue):
         self._reader = GroupReader(prioritizer, name)
         self._fallen: FallenGroups | None = None
         self._num_read = 0
-        """Number of fallen groups' names read so far."""
+        """Number of names read so far from `_fallen`."""
         if isinstance(prioritizer, LowersGroups):
             self._fallen = prioritizer.fallen_groups
             self._num_read = self._fallen.num_named
@@ -78,7 +80,7 @@ class GroupedQueue(RankedQueue):
         self._headless: dict[_Group, None] = {}
         """Groups whose head may have changed since they were placed."""
         self._version = 0
-        """Counter of changes of the order of groups, and the serial of the latest place."""
+        """Counter that increases whenever the order of groups changes; also the serial number of the latest place."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -90,7 +92,7 @@ class GroupedQueue(RankedQueue):
         return self._ordered(self._newest)
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`: by the key of the group as it is now."""
+        """See `RequestQueue.urgency`; the group's present key is used."""
         rank = self._standing(request, now)
         if rank is not None:
             group_key, key = self._reader.key(self._group_of[request].name), rank[KEY]
@@ -104,7 +106,8 @@ class GroupedQueue(RankedQueue):
         del self._group_of[request]
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
-        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
+        # As long as every request yielded so far has left the queue, the next request to yield is the head of the
+        # queue.
         while True:
             head = self._head()
             if head is None:
@@ -120,12 +123,14 @@ class GroupedQueue(RankedQueue):
                 return
 
     def _merged(self, newest: int, cursors: dict[_Group, _Cursor]) -> Iterator[RequestView]:
-        """Merge the groups: yield the requests that no cursor has passed, always the first by the present order."""
+        """Merge the groups: yield the requests that no cursor has passed, each time the most urgent one by the present
+        order.
+        """
         ahead: list[_Next] = []
-        """Heap of the next request of each group reached since the order of the groups last changed."""
+        """Heap with the next request of each group that was reached since the order of groups last changed."""
         places: Iterator[Rank] = iter(())
         reached: Rank | None = None
-        """Place of the first group that was not reached yet."""
+        """Place of the first group that has not been reached yet."""
         version = -1
         while True:
             self._settle()
@@ -146,7 +151,7 @@ class GroupedQueue(RankedQueue):
                 return
             cursor = ahead[0][-1]
             rank = cursor.next
-            if rank is None or self._ranks.get(rank[REQUEST]) is not rank:  # it left after it was reached
+            if rank is None or self._ranks.get(rank[REQUEST]) is not rank:  # the request left after it was reached
                 heappop(ahead)
                 self._push(cursor, newest, ahead)
             elif not self._has_risen(cursor.group):
@@ -156,7 +161,9 @@ class GroupedQueue(RankedQueue):
                 self._push(cursor, newest, ahead)
 
     def _push(self, cursor: _Cursor, newest: int, ahead: list[_Next]) -> None:
-        """Add a cursor's next request to the merge, if there is one that this reader may see."""
+        """Push a cursor's next request onto the heap `ahead`, skipping requests that have left or were added after
+        serial number `newest`.
+        """
         rank = cursor.next or next(cursor.walk, None)
         while rank is not None and (rank[SERIAL] > newest or self._ranks.get(rank[REQUEST]) is not rank):
             rank = next(cursor.walk, None)
@@ -175,7 +182,7 @@ class GroupedQueue(RankedQueue):
         return None
 
     def _settle(self) -> None:
-        """Re-read the keys of groups that were reported as fallen, and re-insert groups whose key or head has changed."""
+        """Re-read the keys of groups that were named as fallen, and re-insert groups whose key or head has changed."""
         fallen = self._fallen
         if fallen is not None and fallen.num_named != self._num_read:
             names = fallen.since(self._num_read)
@@ -193,7 +200,7 @@ class GroupedQueue(RankedQueue):
             self._headless.clear()
 
     def _has_risen(self, group: _Group) -> bool:
-        """Re-read a group's key and return True if it has risen; the group then moves back."""
+        """Re-read a group's key and return True if it has risen; the group is then placed again, further back."""
         key = self._reader.key(group.name)
         if key == group.key:
             return False
@@ -249,7 +256,9 @@ class GroupedQueue(RankedQueue):
 
 
 class KeyedByGroup:
-    """A prioritizer by group, adapted to plain `VOLATILE` keys: (key of the group, key of the request)."""
+    """Adapter that turns a prioritizer by group into one with plain `VOLATILE` keys: (key of the group, key of the
+    request).
+    """
 
     key_motion = KeyMotion.VOLATILE
 

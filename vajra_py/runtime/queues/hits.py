@@ -1,8 +1,8 @@
 """Queues for keys that move with the prefix hits of their requests.
 
-At a query for a new time, or when a new step begins, the keys of requests are re-read whose hits have changed according
-to the memory, or whose time has come: O(log n) each. If the memory does not report changes, all keys are re-read.
-Between queries for the same time, keys stay the same.
+At a query for a new time, and at the first query of a new step, two kinds of keys are re-read, in O(log n) each: keys
+of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. If the
+memory does not report changes, all keys are re-read. Between queries for the same time, keys stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
 
 class NoHits:
-    """Hits that never change, as without a prefix cache."""
+    """`HitChanges` of a memory without prefix cache: hits never change."""
 
     def follow(self, request: RequestView) -> None:
         """Do nothing."""
@@ -31,7 +31,7 @@ class NoHits:
         """Do nothing."""
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return nothing."""
+        """Return no requests."""
         return ()
 
 
@@ -43,20 +43,20 @@ class Readings:
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
         self._hits: HitChanges | None = None
-        """Source of changes; None: there is none, and all keys are read."""
+        """Source of changed prefix hits; None: there is no source, and all keys are re-read."""
         self._read_at: float | None = None
-        """Time for which the keys are valid; None if they must be checked."""
+        """Time for which all keys are valid; None if they must be checked."""
         self._latest: float | None = None
-        """Latest time at which a key was read; None: all keys are to be read."""
+        """Latest time at which a key was read; None: all keys must be read."""
         self._changed: dict[RequestView, None] = {}
         """Requests whose keys must be re-read."""
 
     def use(self, hits: HitChanges | None) -> None:
-        """Use this source from now on; it follows no request yet."""
+        """Use this source from now on; it tracks no request yet."""
         self._hits, self._read_at, self._latest = hits, None, None
 
     def begin_step(self) -> None:
-        """Check the keys before the next answer."""
+        """Mark the keys to be checked at the next query."""
         self._read_at = None
 
     def stand_at(self, now: float) -> bool:
@@ -64,7 +64,9 @@ class Readings:
         return now == self._read_at
 
     def is_read(self, request: RequestView, now: float, serial: int) -> None:
-        """Note that a request's key is read at `now`. Raises PolicyError if its next time breaks the contract."""
+        """Note that a request's key is read at `now`, and the time at which it may fall. Raises PolicyError if that
+        time breaks the contract.
+        """
         if self._times is not None:
             self._times.note(request, now, serial)
 
@@ -78,7 +80,7 @@ class Readings:
             self._latest = now
 
     def left(self, request: RequestView) -> None:
-        """Remove a request that waits no more."""
+        """Remove a request that has left the queue."""
         if self._times is not None:
             self._times.drop(request)
         if self._hits is not None:
@@ -86,13 +88,15 @@ class Readings:
         self._changed.pop(request, None)
 
     def touch(self, request: RequestView) -> None:
-        """Read a request's key again with those that have changed."""
+        """Mark a request's key to be re-read at the next query."""
         self._changed[request] = None
 
     def read(
         self, now: float, waiting: Collection[RequestView], read: Callable[[list[RequestView], float], None]
     ) -> None:
-        """Call `read` with the requests whose keys at `now` may differ from those last read; if it raises, nothing changes."""
+        """Call `read` with the requests whose keys may have changed by `now`; if it raises, all keys stay marked as
+        they were.
+        """
         if now == self._read_at:
             return
         epoch = None if self._epochs is None else self._epochs.epoch()
@@ -121,22 +125,24 @@ class Readings:
 
 
 class HitsQueue(RankedQueue):
-    """Part of a queue that re-reads the keys of changed hits; another class keeps the ranks in order."""
+    """Base class that re-reads the keys of requests whose prefix hits have changed; a second base class keeps the ranks
+    in order.
+    """
 
     is_arbitrary = True
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial of each request's entry; its rank gets another one when its key moves."""
+    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key changes."""
     _num_moves: int
-    """Number of readings in which some key had moved."""
+    """Number of re-readings in which at least one key had changed."""
 
     def _start(self, readings: Readings) -> None:
         self._readings, self._entries, self._num_moves = readings, {}, 0
 
     @abstractmethod
     def _walk(self) -> Iterator[RequestView]:
-        """Iterate over all waiting requests in order; void when a key moves."""
+        """Iterate over all waiting requests in order; the iterator is invalid once a key has changed."""
 
     def use_hits(self, hits: HitChanges | None) -> None:
         """See `RequestQueue.use_hits`."""
@@ -154,7 +160,7 @@ class HitsQueue(RankedQueue):
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
         self._read(now)
-        return super().peek(now)  # type: ignore[safe-super]  # that of the class beside this one
+        return super().peek(now)  # type: ignore[safe-super] # of the second base class
 
     def ordered(self, now: float) -> Iterator[RequestView]:
         """See `RequestQueue.ordered`."""
@@ -165,7 +171,7 @@ class HitsQueue(RankedQueue):
         walk, num_moves = self._walk(), self._num_moves
         while True:
             self._read(now)
-            if num_moves != self._num_moves:  # start again: requests not yet yielded may now rank anywhere
+            if num_moves != self._num_moves:  # start again: requests not yielded yet may now rank anywhere
                 walk, num_moves = self._walk(), self._num_moves
             request = next(walk, None)
             if request is None:
@@ -233,7 +239,7 @@ class PrefixHitsQueue(HitsQueue, SortedQueue):
 class GroupedHitsQueue(HitsQueue, GroupedQueue):
     """A `RequestQueue` for keys by group, with `KeyMotion.PREFIX_HITS` within groups.
 
-    Keys are also read again after each admission and preemption; keys of groups are always up to date, as in
+    Keys of requests are also checked after each admission and preemption; keys of groups are always up to date, as in
     `GroupedQueue`.
     """
 

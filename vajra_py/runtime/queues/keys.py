@@ -1,4 +1,4 @@
-"""Read a request's priority key or line and check it against the contract.
+"""Readers of what a prioritizer returns (keys, lines, groups, times, slack), which check it against the contract.
 
 Every key that a queue uses is checked here: it must be a finite number, or a tuple of finite numbers of constant
 length; otherwise a `PolicyError` names the policy and the request.
@@ -38,7 +38,7 @@ class KeyReader:
         self._length: int | None = None
 
     def key(self, request: RequestView, now: float) -> Any:
-        """Return the request's key at `now`, checked."""
+        """Return the request's key at `now`, checked against the contract."""
         try:
             key = self._key(request, now)
         except PolicyError:
@@ -54,13 +54,13 @@ class KeyReader:
         return checked
 
     def blame(self, request: RequestView, message: str) -> NoReturn:
-        """Raise: a request's key breaks the contract."""
+        """Raise `PolicyError` because a request's key breaks the contract."""
         place = place_of_definition(self._key)
         raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
 
 
 class GroupReader:
-    """Reads the groups of requests and the keys of groups; all keys of groups must have the shape of the first key."""
+    """Reads the groups of requests and the keys of groups; all group keys must have the shape of the first one."""
 
     __slots__ = ("_group", "_key", "_length", "policy")
 
@@ -71,7 +71,7 @@ class GroupReader:
         self._length: int | None = None
 
     def group(self, request: RequestView) -> str:
-        """Return the name of the request's group, checked."""
+        """Return the name of the request's group, checked against the contract."""
         try:
             group = self._group(request)
         except PolicyError:
@@ -86,7 +86,7 @@ class GroupReader:
         return group
 
     def key(self, group: str) -> Any:
-        """Return the group's key now, checked."""
+        """Return the group's present key, checked against the contract."""
         try:
             key = self._key(group)
         except PolicyError:
@@ -100,7 +100,7 @@ class GroupReader:
         return checked
 
     def blame(self, message: str) -> NoReturn:
-        """Raise: a group's key breaks the contract."""
+        """Raise `PolicyError` because a group's key breaks the contract."""
         raise PolicyError(self.policy, message, place=place_of_definition(self._key))
 
 
@@ -114,7 +114,7 @@ class LineReader:
         self._line: Callable[[RequestView], tuple[float, float]] = prioritizer.line
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """(intercept, slope) of the request's key, checked."""
+        """Return (intercept, slope) of the request's key, checked against the contract."""
         try:
             line = self._line(request)
         except PolicyError:
@@ -137,7 +137,7 @@ class LineReader:
         self._blame(request, f"line() is not a line (got {line!r}). {allowed}")
 
     def reject(self, request: RequestView, key: float, now: float) -> NoReturn:
-        """Raise: the line has left the range of floating-point numbers."""
+        """Raise `PolicyError` because the line has left the range of floating-point numbers."""
         message = f"its key is not finite at {now!r} s (got {key!r}). Allowed: a line that stays finite while the request waits."
         self._blame(request, message)
 
@@ -147,7 +147,7 @@ class LineReader:
 
 
 class FallReader:
-    """Reads the times at which keys of one prioritizer may fall by themselves."""
+    """Reads the times at which keys of one prioritizer may fall because time passes."""
 
     __slots__ = ("_at", "policy")
 
@@ -156,7 +156,7 @@ class FallReader:
         self._at = prioritizer.falls_at
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the checked time in seconds at which the key may fall; None: never."""
+        """Return the time at which the key may fall next, in seconds on the run's clock and checked; None: never."""
         try:
             given = self._at(request, now)
         except PolicyError:
@@ -176,7 +176,7 @@ class FallReader:
 
 
 class EpochReader:
-    """Reads the number of times that keys of one prioritizer have changed."""
+    """Reads the number of changes of keys that one prioritizer counts."""
 
     __slots__ = ("_epoch", "policy")
 
@@ -185,7 +185,7 @@ class EpochReader:
         self._epoch = prioritizer.key_epoch
 
     def epoch(self) -> int:
-        """Return the validated epoch."""
+        """Return the present count of changes, checked against the contract."""
         try:
             epoch = self._epoch()
         except POLICY_EXCEPTIONS as error:
@@ -208,11 +208,11 @@ class SlackReader:
         self._fraction = prioritizer.slack_fraction
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Return the seconds of slack at `now`."""
+        """Return the slack at `now` in seconds."""
         return self._read(self._seconds, "slack_s", request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Slack at `now` as a fraction of the time from arrival to deadline."""
+        """Return the slack at `now` as a fraction of the time from arrival to deadline."""
         return self._read(self._fraction, "slack_fraction", request, now)
 
     def _read(
@@ -233,7 +233,9 @@ class SlackReader:
 
 
 def _checked_key(key: object, length: int | None, called: str, blame: Callable[[str], NoReturn]) -> tuple[Any, int]:
-    """Return (the key in Python's numbers, its length). `blame` is called with the error, also for a length other than this one."""
+    """Return the key as Python numbers, and its length. Calls `blame` with a message if the key is invalid or its
+    length is not `length` (None: any).
+    """
     parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
     if not parts or None in parts:
         allowed = "Allowed: a finite number, or a tuple of finite numbers."
@@ -246,8 +248,8 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
 
 
 def _number(part: object) -> float | int | None:
-    """Convert part of a key to a Python number (NumPy's compare slowly and overflow); None if it is not a finite
-    number.
+    """Convert part of a key to a Python number, since NumPy numbers compare slowly and overflow; return None if it is
+    not a finite number.
     """
     if type(part) is not float:
         if isinstance(part, Integral):

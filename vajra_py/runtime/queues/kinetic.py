@@ -20,7 +20,7 @@ from vajra_py.runtime.queues.ranks import KEY, REQUEST, SERIAL, SLOPE, Rank
 from vajra_py.runtime.queues.tournament import SlopeGroup, Tournament, tie
 
 _Place: TypeAlias = tuple[float, float, int, int]
-"""(computed key, arrival, index, serial): the total order at one time."""
+"""Place of a rank in the total order at one time: (computed key, arrival, index, serial)."""
 
 
 class KineticQueue(RankedQueue):
@@ -47,7 +47,8 @@ class KineticQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
+        # As long as every request yielded so far has left the queue, the next request to yield is the head of the
+        # queue.
         while True:
             group = self._tournament.winner(now)
             if group is None:
@@ -68,7 +69,7 @@ class KineticQueue(RankedQueue):
                 yield request
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`; a waiting request has the line with which it is sorted."""
+        """See `RequestQueue.urgency`; for a waiting request, the line by which it is sorted is used."""
         rank = self._ranks.get(request)
         intercept, slope = self._lines.line(request) if rank is None else (rank[KEY], rank[SLOPE])
         key = intercept + slope * now
@@ -107,11 +108,12 @@ class KineticQueue(RankedQueue):
 
 
 class _Frontier:
-    """All ranks in order at one time, best first, O(log n) each: a heap of the best rank of each part not read yet.
+    """Iteration over all ranks in their order at one time, in O(log n) each: a heap with the first rank of each unread
+    part.
 
     A part is a subtree of the tournament, represented by the head of its winner, or a group that is being read. The
-    tournament may change meanwhile: removals only make stored bounds too low, which costs an extra check; added
-    requests may be yielded too, at any position, and the reader must skip them.
+    tournament may change during iteration: removals only make the places stored in the heap too early, which costs an
+    extra check; added requests may be yielded too, at any position, and the caller must skip them.
     """
 
     def __init__(self, tournament: Tournament, now: float) -> None:

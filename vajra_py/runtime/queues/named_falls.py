@@ -1,8 +1,9 @@
 """Queue for keys that may rise at any event and fall only if their policy names the request.
 
-A request is sorted by its key as last read. Falls are named, or occur at a known time, and are read before every query,
-so a request is too early or at its right position, never too late. Its key is re-read when it would be next: if it has
-risen, the request moves back, in O(log n), and the one after it is checked.
+Requests are sorted by their keys as last read. Keys that may have fallen, because the policy named the request or a
+known time has come, are re-read before every query, so a request may be placed too early but never too late. The key of
+the first request is re-read before the request is returned: if the key has risen, the request moves back, in O(log n),
+and the next request is checked.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ class NamedFallsQueue(RankedQueue):
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._fallen = prioritizer.fallen_requests
         self._num_read = self._fallen.num_named
-        """Number of fallen requests' names read so far."""
+        """Number of names read so far from `_fallen`."""
         self._order = SortedRanks()
         self._entries: dict[RequestView, int] = {}
-        """Serial of each request's entry; its rank gets another one when its key moves."""
+        """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key
+        changes.
+        """
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
-        """Number of requests that have moved forward."""
+        """Number of times that a request has moved forward."""
         self._asked_at = -inf
-        """Latest time of a query: before it, keys may be lower without a named fall."""
+        """Latest time of a query; at an earlier time, a key may be lower although no fall was named."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -48,7 +51,8 @@ class NamedFallsQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         given: set[int] = set()
-        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
+        # As long as every request yielded so far has left the queue, the next request to yield is the head of the
+        # queue.
         while True:
             head = self._head(now)
             if head is None:
@@ -61,7 +65,7 @@ class NamedFallsQueue(RankedQueue):
         walk, num_falls = self._order.walk(), self._num_falls
         while True:
             self._settle(now)
-            if num_falls != self._num_falls:  # a request may have moved before the position reached
+            if num_falls != self._num_falls:  # a request may have moved ahead of the position reached
                 walk, num_falls = self._order.walk(), self._num_falls
             rank = next(walk, None)
             if rank is None:
@@ -94,7 +98,7 @@ class NamedFallsQueue(RankedQueue):
             self._entries[request] = self._newest
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`: by the key as it is now."""
+        """See `RequestQueue.urgency`; the request's present key is used."""
         return (self._keys.key(request, now), request.arrived_at, request.index)
 
     def _head(self, now: float) -> Rank | None:
@@ -107,7 +111,9 @@ class NamedFallsQueue(RankedQueue):
         return None
 
     def _settle(self, now: float) -> None:
-        """Re-read the keys of requests that were named, and of those whose time has come."""
+        """Re-read the keys of requests that were named as fallen, and of requests whose keys may have fallen because
+        time passed.
+        """
         fallen = self._fallen
         if fallen.num_named != self._num_read or now < self._asked_at:
             names = fallen.since(self._num_read) if now >= self._asked_at else None
@@ -125,7 +131,7 @@ class NamedFallsQueue(RankedQueue):
             self._move(moved)
 
     def _move(self, ranks: list[tuple[Rank, Rank]]) -> None:
-        """Put requests where their keys belong now."""
+        """Move each request whose key has changed to its new position."""
         for old, new in ranks:
             if new[KEY] != old[KEY]:
                 self._replace(old, new)

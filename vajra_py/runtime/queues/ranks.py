@@ -1,4 +1,4 @@
-"""Rank of a request among those whose mutual order does not change with time.
+"""Ranks of requests whose mutual order does not change with time.
 
 A rank is a plain tuple, because tuples compare at C speed and comparisons are most of what a queue does.
 """
@@ -16,8 +16,8 @@ from vajra_py.contract import RequestView
 Rank: TypeAlias = tuple[Any, float, int, int, RequestView, float, int]
 """(key or intercept, arrival, index, serial, request, slope, tokens left).
 
-The serial counts entries into one queue, so no comparison goes beyond it, and later entries have larger ones. The slope
-is 0 if keys do not move with time.
+Serial numbers are unique within a queue and rise with each entry, so comparisons never reach the fields after the
+serial number. The slope is 0 if keys do not change with time.
 """
 
 KEY: Final = 0
@@ -35,12 +35,13 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 
 
 class SortedRanks:
-    """Ranks in ascending order: O(log n) to add, O(1) to read or remove the first, and to abort any other.
+    """Ranks in ascending order: adding one costs O(log n); reading or removing the first, and marking another as
+    removed, O(1).
 
-    Stored in sorted blocks, like a sortedcontainers list. A sortedcontainers list itself would be half of a queue's
-    cost; finding a rank in the middle, with a cache miss per comparison, would be most of the cost of an abort. With
-    more than one block, ranks removed from the middle are therefore only marked; marked ones are deleted when they
-    reach the front, or when they outnumber the others. The first rank is never marked.
+    Ranks are stored in sorted blocks, as in a sortedcontainers list, which itself would make up half of a queue's cost.
+    Finding a rank in the middle takes a cache miss per comparison and would be most of the cost of an abort. With more
+    than one block, ranks removed from the middle are therefore only marked; marked ranks are deleted when they reach
+    the front, or when they outnumber the others. The first rank is never marked.
     """
 
     __slots__ = ("_blocks", "_gone", "_lasts", "_num_listed", "_version")
@@ -65,19 +66,21 @@ class SortedRanks:
         return self._blocks[0][0]
 
     def first_two(self) -> tuple[Rank, Rank | None]:
-        """Return the first rank, and the second or one between the two that was removed; IndexError if there is none."""
+        """Return the first rank and the next listed one, which may be marked as removed (None: no other is listed);
+        IndexError if there are no ranks.
+        """
         block = self._blocks[0]
         if len(block) > 1:
             return block[0], block[1]
         return block[0], self._blocks[1][0] if len(self._blocks) > 1 else None
 
     def first_after_key(self, key: object) -> Rank | None:
-        """Return the first rank with a greater key, or one before it that was removed."""
+        """Return the first listed rank with a greater key, which may be marked as removed; None if there is none."""
         after: Any = (key, inf)  # greater than every rank with this key, since arrivals are finite
         return next(self._after(after), None)
 
     def add(self, rank: Rank) -> None:
-        """Put a new rank in its place."""
+        """Insert a new rank."""
         self._version += 1
         self._num_listed += 1
         blocks, lasts = self._blocks, self._lasts
@@ -142,7 +145,9 @@ class SortedRanks:
             self._version += 1
 
     def walk(self, last: Rank | None = None) -> Iterator[Rank]:
-        """Yield the ranks after `last` in order; each is the next one at that time, also after changes."""
+        """Yield the ranks after `last` in order; if ranks are added or removed meanwhile, each yielded rank is the next
+        one at that moment.
+        """
         while True:
             version = self._version
             for rank in self._after(last):
@@ -156,7 +161,9 @@ class SortedRanks:
                 return
 
     def _after(self, last: Rank | None) -> Iterator[Rank]:
-        """Return the ranks greater than `last`, marked ones too, valid until the next change."""
+        """Return an iterator over the ranks greater than `last`, including marked ones; it is valid until the next
+        change.
+        """
         blocks = self._blocks
         if last is None or not blocks or blocks[0][0] > last:
             return chain.from_iterable(blocks)

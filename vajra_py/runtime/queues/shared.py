@@ -1,4 +1,4 @@
-"""Access of a replica to the requests that its replicaset has not bound to a replica."""
+"""Access of a replica to the requests that its replicaset has not yet bound to a replica."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class SharedAccess(Protocol):
 
     @property
     def queue(self) -> RequestQueue:
-        """The shared queue as it is now; for reading."""
+        """The present shared queue, only for reading."""
 
     def __len__(self) -> int:
-        """Requests in the shared queue."""
+        """Return the number of requests in the shared queue."""
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """Return the requests that the replicaset scheduler lets this replica take now; lazy."""
+        """Iterate lazily over the requests that the replicaset scheduler allows this replica to take at `now`."""
 
     def __contains__(self, request: object) -> bool:
         """Return True if the request is in the shared queue."""
@@ -29,4 +29,4 @@ class SharedAccess(Protocol):
         """Begin a step of this replica: see `RequestQueue.begin_step`."""
 
     def take(self, request: RequestView) -> None:
-        """Remove a request that the replica has admitted."""
+        """Remove a request that the replica has admitted from the shared queue."""

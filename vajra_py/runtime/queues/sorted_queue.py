@@ -1,7 +1,7 @@
 """Queue for keys that change only with a request's own progress.
 
-The rank is read when a request is added or has progressed, and is constant in between: adding, removing and aborting
-cost O(log n), the head O(1).
+A request's key is read when the request is added or has progressed, and is constant in between. Adding and removing a
+request cost O(log n), reading the head O(1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class SortedQueue(RankedQueue):
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # As long as every request yielded so far has left the queue, the head of the queue is the next one.
+        # As long as every request yielded so far has left the queue, the next request to yield is the head of the
+        # queue.
         while self._ranks:
             head = self._order.first()
             if head is last or head[SERIAL] > newest:
@@ -46,7 +47,7 @@ class SortedQueue(RankedQueue):
                 yield rank[REQUEST]
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """See `RequestQueue.urgency`; a waiting request has the key with which it is sorted."""
+        """See `RequestQueue.urgency`; for a waiting request, the key by which it is sorted is used."""
         rank = self._standing(request, now)
         if rank is not None:
             return (rank[KEY], rank[ARRIVED_AT], rank[INDEX])

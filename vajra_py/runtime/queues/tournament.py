@@ -1,12 +1,13 @@
 """Kinetic tournament: the lowest of many lines, and the time until which it stays the lowest.
 
 A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
-parallel lines. Every match caches its winner and a certificate: the time until which the same group wins. Keys are
-compared as computed in floating point, intercept + slope * now, so a certificate ends early by a bound on the rounding
-of both sides; from there until the lines are clearly apart again, the match is replayed at each new time. The winner is
-thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
+parallel lines. Every match caches its winner and a certificate: the time until which this group stays the winner. Keys
+are compared as computed in floating point, intercept + slope * now, so a certificate ends early by a bound on the
+rounding of both sides; from there until the lines are clearly apart again, the match is replayed at each new time. The
+winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
 
-Time may jump anywhere; going back costs O(groups), going forward only the changed matches.
+Queries may be for any time: a time before the last query costs O(groups), a later time only the matches that have
+changed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ covers the arithmetic on the bound.
 """
 
 _TINY = 1e-300
-"""Covers rounding among subnormal numbers, which is not relative."""
+"""Absolute bound on the rounding of subnormal numbers, for which the relative bound does not hold."""
 
 _DISTINCT = 2.0**50
-"""Parallel lines have different computed keys while these are below the distance of the lines times this."""
+"""Two parallel lines have different computed keys as long as the keys' magnitude is below the distance of the lines
+times this factor.
+"""
 
 _LARGEST = 1e300
 """Largest magnitude for which keys cannot overflow and bounds on rounding hold."""
@@ -66,7 +69,7 @@ class SlopeGroup:
         self.seat(now)
 
     def seat(self, now: float) -> None:
-        """Find the head at `now`."""
+        """Find the head at `now`, and the time until which it stays the head."""
         head, other = self.ranks.first_two()
         intercept: float = head[KEY]
         if other is not None and other[KEY] == intercept:
@@ -95,7 +98,7 @@ class SlopeGroup:
         return head
 
     def add(self, rank: Rank, now: float) -> bool:
-        """Add a rank; returns True if the head, or its `until`, has changed."""
+        """Add a rank; return True if the head or `until` has changed."""
         self.ranks.add(rank)
         shift = self.slope * now
         key, head_key = rank[KEY] + shift, self.intercept + shift
@@ -109,7 +112,7 @@ class SlopeGroup:
         return True
 
     def remove(self, rank: Rank, now: float) -> bool:
-        """Remove a rank that is not the last one; returns True if the head has changed."""
+        """Remove a rank, which must not be the only one; return True if the head has changed."""
         ranks = self.ranks
         ranks.remove(rank)
         if rank is not self.head:
@@ -123,7 +126,9 @@ class SlopeGroup:
 
 
 class Tournament:
-    """The winner among groups of different slopes at `now`; groups come and go in O(log n)."""
+    """Tournament among groups of different slopes, won by the group with the lowest key at `now`; adding or removing a
+    group costs O(log n).
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -135,7 +140,7 @@ class Tournament:
         self._until: list[float] = [inf, inf]
 
     def restart(self, now: float) -> None:
-        """Move an empty tournament to any time at no cost."""
+        """Set the time of an empty tournament, at no cost."""
         self.now = now
 
     def enter(self, group: SlopeGroup) -> None:
@@ -162,14 +167,14 @@ class Tournament:
         self._climb(leaf, group)
 
     def winner(self, now: float) -> SlopeGroup | None:
-        """Return the group whose head is the least at `now`."""
+        """Return the group whose head has the lowest key at `now`; None if there are no groups."""
         if now != self.now:
             self._advance(now)
         return self.winners[1]
 
     def match(self, level: int, position: int) -> int:
-        """Return a match's index in `winners` from its level, counted from the groups (level 0) so that it stays valid
-        after growth.
+        """Return the index in `winners` of the match at `position` of a level. Levels are counted from the groups
+        (level 0), so that a match keeps its level when the tournament grows.
         """
         return (self._capacity >> level) + position
 
@@ -189,7 +194,7 @@ class Tournament:
             self._repair(1)
 
     def _repair(self, match: int) -> None:
-        """Play every match below again whose certificate has expired."""
+        """Replay every match of this subtree whose certificate has expired."""
         if match >= self._capacity:
             self._seat(match)
             return
@@ -207,8 +212,8 @@ class Tournament:
             self._until[leaf] = group.until
 
     def _climb(self, place: int, changed: SlopeGroup | None, final: int = 1) -> None:
-        """Play matches from an index up to `final`, or until `changed` neither was nor is the winner, since nothing
-        changes above.
+        """Replay the matches above `place` up to `final`, or up to the first match that `changed` neither won before
+        nor wins now: nothing changes above it.
 
         This is the inner loop of every step: one match costs a third of a microsecond.
         """
@@ -242,7 +247,8 @@ class Tournament:
             winners[place], until[place] = group, holds
             if before is not changed and group is not changed:
                 break
-        # Certificates above may expire earlier now. Those that could hold longer stay: they are renewed when they expire.
+        # Certificates of matches above may have to expire earlier. Certificates that could hold longer are left as they
+        # are and renewed when they expire.
         while place > final:
             place >>= 1
             if until[place] <= holds:

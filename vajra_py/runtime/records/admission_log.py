@@ -26,7 +26,7 @@ class AdmissionLog(JsonLinesFile, Observer):
     wants_step_ends = False
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
-        """Write a line."""
+        """Write the line of a decision."""
         values = {one.name: getattr(decision, one.name) for one in fields(decision)}
         row = {
             "at": now,
@@ -44,13 +44,13 @@ class AdmissionLog(JsonLinesFile, Observer):
 
 
 def _plain(value: Any) -> Any:
-    """A number of any library as Python's own."""
+    """Return a number of any library as a Python number."""
     return value.item() if hasattr(value, "item") else value
 
 
 def read_admissions(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the decisions of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
-    broken.
+    """Yield the decisions of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if the
+    file is broken.
     """
     if not path.exists():
         return

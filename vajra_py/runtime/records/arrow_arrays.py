@@ -1,8 +1,8 @@
 """Arrow arrays of numbers, flags, texts and lists of texts, made without pandas, and computations on them.
 
 `pyarrow.array` always imports pandas at its first call: on a small run, this takes as much time as everything else
-together. `pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it: a tenth of a small
-run's time. `call` takes them from the module below it.
+together. `pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it, which takes a tenth
+of a small run's time. `call` uses the module that `pyarrow.compute` wraps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None = None) -> Any:
-    """Return values as an Arrow array, of this Arrow type if one is given.
+    """Return values as an Arrow array, of the Arrow type `kind` if it is given.
 
     `values`: numbers or flags (an array), or texts and None, or an Arrow array. `is_null`: True for numbers that are
     unknown. Raises `ArrowInvalid` for a number that the type cannot hold.
@@ -83,7 +83,7 @@ def _texts(texts: Sequence[str | None]) -> Any:
 def numpy_array(column: Any) -> NDArray[Any]:
     """Return an Arrow column as a numpy array, without a copy if its numbers are contiguous.
 
-    The same as its `to_numpy`, which imports pandas and is used only for columns of numbers with nulls.
+    Equivalent to the column's `to_numpy`, which imports pandas and is used only for number columns with nulls.
     """
     import pyarrow as pa
 
@@ -107,7 +107,7 @@ def numpy_array(column: Any) -> NDArray[Any]:
 def one_array(column: Any) -> Any:
     """Return a chunked column as one array, without a copy if it has one chunk.
 
-    The same as its `combine_chunks`, which imports pandas if there is no chunk.
+    Equivalent to the column's `combine_chunks`, which imports pandas if there is no chunk.
     """
     import pyarrow as pa
 
@@ -127,7 +127,7 @@ def cast(values: Any, kind: Any) -> Any:
 
 
 def is_among(values: Any, texts: Sequence[str]) -> NDArray[np.bool_]:
-    """Return a mask of the entries of an Arrow column that are one of these texts."""
+    """Return a mask that is True for each entry of an Arrow column that is one of these texts."""
     found = call("is_in", values, options=_compute().SetLookupOptions(arrow_array(texts)))
     mask: NDArray[np.bool_] = numpy_array(found)
     return mask
@@ -141,6 +141,6 @@ def rows_with(table: Any, column: str, text: str) -> Any:
 def _compute() -> Any:
     try:
         import pyarrow._compute as compute
-    except ImportError:  # its place may change between versions
+    except ImportError:  # the module may move between versions of pyarrow
         import pyarrow.compute as compute
     return compute

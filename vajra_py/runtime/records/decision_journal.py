@@ -1,7 +1,7 @@
 """Journal of a decision log: records on disk during the run, so that they survive a killed process.
 
-A Parquet file cannot be read before it is finished. The journal is an Arrow stream beside it, in which every batch is
-readable as soon as it is written; it is deleted when the log is closed.
+A Parquet file cannot be read before it is finished. The journal is an Arrow stream beside the Parquet file, in which
+every batch is readable as soon as it is written; the journal is deleted when the log is closed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def journal_path(log: Path) -> Path:
 
 
 class Journal:
-    """Writer of batches of records, each readable at once."""
+    """Writer of batches of records, each of which is readable as soon as it is written."""
 
     def __init__(self, file: BinaryIO, compression: str | None = None) -> None:
-        """`compression`: name of an Arrow stream codec; None: none."""
+        """Create the writer. `compression`: name of an Arrow stream codec; None: no compression."""
         self._file = file
         self._compression = compression
         self._writer: Any = None
@@ -59,7 +59,7 @@ class Journal:
 
 
 def _one(data: bytes) -> Any:
-    """Return an Arrow array of this value alone, without a copy."""
+    """Return an Arrow array with this value as its only element, without a copy."""
     import pyarrow as pa
 
     ends = array("q", (0, len(data)))
@@ -67,7 +67,7 @@ def _one(data: bytes) -> Any:
 
 
 def read_journal(path: Path) -> Iterator[Batch]:
-    """Return the batches of a journal, up to where it was cut off."""
+    """Yield the batches of a journal, up to the point where it was cut off."""
     import pyarrow as pa
 
     with path.open("rb") as file:

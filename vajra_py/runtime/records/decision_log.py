@@ -1,9 +1,8 @@
-"""Decision log: the policies' decisions, in a Parquet file of records; a run of repeated decode steps is one record.
+"""Decision log: the policies' decisions as records in a Parquet file; a run of repeated decode steps is one record.
 
 A record has the changes since the replica's previous record: requests that joined and left the decodes, the chunks,
 preempted requests, ended requests, and the end of each step of a run. `decision_reader` makes a row for each step. The
-same run gives the same bytes: the file has no time of writing, and decisions come before fields that depend on the
-machine.
+same run gives the same bytes: the file does not contain the time of writing.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 class DecisionFile:
-    """A decision log's file; it appears under its name when it is closed.
+    """File of a decision log, which appears under its final name when it is closed.
 
     A row group holds all records of a stretch of time, and records of one tick stay together: the bytes therefore
-    depend neither on the order of events within a tick, nor on the times at which records are handed over.
+    depend neither on the order of events within a tick, nor on when records are passed to `take`.
     """
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
@@ -86,7 +85,7 @@ class DecisionFile:
         self._num_held, self._enough = 0, RECORDS_AT_ONCE
 
     def take(self, records: Records) -> bool:
-        """Take records in any order; returns True if it is time to call `write`."""
+        """Take records in any order; return True if it is time to call `write`."""
         self._held.append(records)
         self._num_held += len(records)
         return self._num_held >= self._enough
@@ -109,7 +108,7 @@ class DecisionFile:
         self._enough = self._num_held + RECORDS_AT_ONCE if self._num_held >= RECORDS_AT_ONCE else RECORDS_AT_ONCE
 
     def close(self) -> None:
-        """Write the rest, and finish the file."""
+        """Write the remaining records, and finish the file."""
         self.write()
         for rest in self._held:
             if len(rest):
@@ -123,7 +122,7 @@ class DecisionFile:
 
 
 class DecisionLog(StepLog):
-    """Writes `decisions.parquet` during the run; the file appears under its name when complete, at the close.
+    """Writes `decisions.parquet` during the run; the file appears under its final name when the log is closed.
 
     Until then, a journal beside it has the records, so that they can be read after the process was killed.
     """
@@ -142,7 +141,7 @@ class DecisionLog(StepLog):
         self._open: dict[StepPlan, tuple[str, PoolMoves]] = {}
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """Note the id of an arriving request, which records name by index."""
+        """Note the id of an arriving request; records identify requests by index."""
         self._tick = max(self._tick, to_ticks(now))
         self._ids.append(request.request_id)
         self._arrived.extend((request.index, self._tick))
@@ -157,7 +156,7 @@ class DecisionLog(StepLog):
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
-        """Make one record of all these steps."""
+        """Write one record for the plan and its repetitions."""
         super().on_plan_repeats(replicaset, plan, repeats, num_waiting, now)
         self._open[plan] = replicaset, NO_MOVES
 
@@ -173,7 +172,7 @@ class DecisionLog(StepLog):
     def _count_lists(
         self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]
     ) -> Numbers:
-        """Append the decisions of the step to `lists`, as numbers; returns the number of entries in each list."""
+        """Append the decisions of the step to `lists`, as numbers; return the number of entries in each list."""
         _, moves = self._open.pop(plan)
         if moves is NO_MOVES and not finished and not plan.chunks and not plan.preempted:
             return NO_LISTS
@@ -210,7 +209,7 @@ class DecisionLog(StepLog):
 
 
 class PartialDecisionLog(DecisionLog):
-    """Keeps the records of a part of a run, in the order in which they were taken, for `merge_decision_logs`."""
+    """Decision log of a part of a run, which keeps the records in the order of recording for `merge_decision_logs`."""
 
     def _keep(self, batch: Batch) -> None:
         if self._journal is None:
@@ -266,14 +265,16 @@ class PoolMoves(NamedTuple):
     joined: Numbers
     left: Numbers
     chunks: Numbers | None
-    """None: the chunks of the plan, in its order."""
+    """Chunks in batch order; None: the chunks of the plan, in the plan's order."""
 
 
 NO_MOVES = PoolMoves((), (), None)
 
 
 def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
-    """Return the pool's changes in numbers; called before the requests progress, since these numbers are then lost."""
+    """Return the pool's changes as numbers; called before the requests progress, because progress changes these
+    numbers.
+    """
     joined: list[int] = []
     for one in changes.joined:
         # In a step with the pool, the token of this step already counts as computed.

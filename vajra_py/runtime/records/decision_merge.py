@@ -11,7 +11,7 @@ from vajra_py.runtime.records.decision_records import Records
 
 
 def merge_decision_logs(parts: Sequence[Path], path: Path) -> None:
-    """Write the log at `path` from the records that `PartialDecisionLog` kept of each part. Needs memory for about
+    """Write the log at `path` from the files that `PartialDecisionLog` wrote for each part. Needs memory for about
     twice the records that are written together.
     """
     file = DecisionFile(path)
@@ -27,12 +27,12 @@ def merge_decision_logs(parts: Sequence[Path], path: Path) -> None:
 
 
 class _PartReader:
-    """Reads the records of a part, which come in the order in which they were taken."""
+    """Reads the records of a part in the order of recording."""
 
     def __init__(self, path: Path) -> None:
         self._batches = read_journal(path)
         self.tick = 0
-        """Tick before which all records were read."""
+        """Tick before which all records have been read."""
 
     def read(self) -> Records | None:
         """Return the next records; None at the end."""

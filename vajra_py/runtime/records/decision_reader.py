@@ -25,9 +25,10 @@ _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
-    """Iterate over the rows of a log; steps that never completed are last. Ties between replicas go by name and id.
+    """Iterate over the rows of a log; steps that never completed come last. Ties between replicas are broken by
+    replicaset and id.
 
-    For a log that a killed process left unfinished (`is_cut`), the rows of its journal.
+    If a killed process left the log unfinished (`is_cut`), the rows of its journal are read.
 
     Raises pyarrow's errors if the file is missing or cut off (`OSError`, `pyarrow.ArrowException`), and `ValueError` if
     its records are inconsistent.
@@ -116,14 +117,14 @@ class _Group:
         self._lists = {name: _Lists(table, columns) for name, columns in LISTS.items()}
 
     def column(self, name: str) -> list[Any]:
-        """A column's values."""
+        """Return the values of a column."""
         found = self._columns.get(name)
         if found is None:
             found = self._columns[name] = list(self._table.column(name).to_pylist())
         return found
 
     def ids(self) -> Iterator[tuple[int, str]]:
-        """(index, id) of the requests that arrived."""
+        """Return (index, id) of each request that arrived."""
         indices = self._table.column("arrived").combine_chunks().flatten().to_pylist()
         return zip(indices, self._table.column("arrived_ids").combine_chunks().flatten().to_pylist(), strict=True)
 
@@ -132,7 +133,7 @@ class _Group:
         return int(self._formed[self._starts[number]])
 
     def times(self, number: int, num_steps: int) -> Iterator[tuple[int, int]]:
-        """(formed, ended) of each step of a record, ticks."""
+        """Return (formed, ended) in ticks of each step of a record."""
         start = int(self._starts[number])
         part = slice(start, start + num_steps)
         return zip(self._formed[part].tolist(), self._ended[part].tolist(), strict=True)
@@ -143,7 +144,7 @@ class _Group:
 
 
 class _Lists:
-    """Columns of lists of equal lengths."""
+    """Columns whose lists have equal lengths within each record."""
 
     def __init__(self, table: Any, names: Sequence[str]) -> None:
         arrays = [table.column(name).combine_chunks() for name in names]
@@ -156,7 +157,7 @@ class _Lists:
 
 
 class _ReplicaReader:
-    """Follows one replica from record to record, in the order in which its steps were formed."""
+    """Reads one replica's records in the order in which its steps were formed."""
 
     def __init__(
         self,
@@ -172,13 +173,15 @@ class _ReplicaReader:
         # only preempts may be in an earlier group.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
-        """Request to (admission, computed tokens when the replica had run no step of decodes)."""
+        """Decodes, by request index: (index of admission, computed tokens minus the number of decode steps that the
+        replica had run).
+        """
         self._ordered: list[tuple[str, int]] = []
         self._num_decode_steps = 0
         self._num_rows = 0
 
     def rows(self) -> Iterator[tuple[_Key, Row]]:
-        """Return the rows with keys in rising order."""
+        """Yield the rows with their keys, in rising order of keys."""
         held: list[tuple[_Key, Row]] = []
         following = [group.first_formed(number) for group, number in self._records[1:]]
         for (group, number), next_formed in zip(self._records, [*following, NEVER], strict=True):
@@ -259,7 +262,9 @@ _STEP, _STATUS, _NUM_STEPS = (SCALARS.index(name) for name in ("step", "status",
 
 
 def _formation(record: tuple[_Group, int]) -> tuple[int, bool]:
-    """Return the sort key of a record: the time at which its first step was formed."""
+    """Return the sort key of a record in order of formation: the index of its first step; of records with equal
+    indices, one that only preempted comes first.
+    """
     group, number = record
     scalars = group.scalars[number]
     return scalars[_STEP], scalars[_STATUS] in (CAME_BACK, NEVER_CAME_BACK)

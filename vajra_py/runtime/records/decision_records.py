@@ -1,4 +1,4 @@
-"""Records of a decision log as columns: the form in which they are put in order, written, journaled and merged."""
+"""Records of a decision log as columns, the form in which they are sorted, written and merged."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SCALARS = (
     *("replica_id", "step", "num_steps", "status", "num_decodes", "decodes_at"),
     *("free_blocks", "num_waiting", "num_waiting_after", "num_running"),
 )
-"""Fields of a record's `FIELDS` that are written unchanged."""
+"""Names of those `FIELDS` of a record that are written unchanged."""
 KINDS = ("running", "admitted", "resumed", "moved")
 MODES = ("recompute", "swap")
 REASONS = tuple(reason.value for reason in EndReason)
 NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}
-"""Number type of columns of lists; the others have 64 bits."""
+"""Number type of list columns; list columns without an entry have 64-bit numbers."""
 _COLUMN_OF = {name: column for column, name in enumerate(FIELDS)}
 DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
-"""Lists whose numbers rarely repeat, but are close to their neighbours."""
+"""List columns whose numbers rarely repeat but are close to their neighbours."""
 
 
 class Arrivals(Struct, frozen=True):
-    """Requests that arrived; records name them by index, and the file gives each id once."""
+    """Requests that arrived; records identify a request by index, and the file has each id once."""
 
     indices: Ints
     ticks: Ints
@@ -51,11 +51,12 @@ class Records(Struct, frozen=True):
 
     Attributes:
         replicasets: names, by number.
-        rows: (records, len(FIELDS)).
-        ends: ticks at which steps ended, those of all records after one another.
-        lists: by name, (entries, columns of this list), those of all records after one another.
-        notes: one text a record.
-        arrivals: requests that arrived meanwhile.
+        rows: array of shape (records, len(FIELDS)).
+        ends: ticks at which steps ended, record after record.
+        lists: by name, array of shape (entries, columns of this list) with the entries of all records, record after
+            record.
+        notes: one text per record.
+        arrivals: requests that arrived in the time of these records.
     """
 
     replicasets: Sequence[str]
@@ -67,7 +68,7 @@ class Records(Struct, frozen=True):
 
     @classmethod
     def of(cls, batch: Batch) -> Records:
-        """Return the records of a journal's batch."""
+        """Return the records of a batch."""
         rows = np.frombuffer(batch.rows, dtype=np.int64).reshape(-1, len(FIELDS))
         lists = {
             name: np.frombuffer(batch.lists[name], dtype=np.int64).reshape(-1, len(columns))
@@ -111,7 +112,7 @@ class Records(Struct, frozen=True):
         """Return the selected records in the given order, and the selected arrivals."""
         return Records(
             self.replicasets,
-            np.asfortranarray(self.rows.take(order, axis=0)),  # whose columns are read
+            np.asfortranarray(self.rows.take(order, axis=0)),  # columns are read one at a time
             reordered(self.ends, self.field("num_steps"), order),
             {name: reordered(values, self.field(f"num_{name}"), order) for name, values in self.lists.items()},
             self.notes[order],
@@ -180,7 +181,7 @@ class Records(Struct, frozen=True):
 
 
 def schema() -> Any:
-    """Return the columns of the file."""
+    """Return the Arrow schema of the file."""
     import pyarrow as pa
 
     fields = [("replicaset", pa.string()), *((name, pa.int64()) for name in SCALARS)]

@@ -54,8 +54,8 @@ class DraftLog(Observer):
 
 
 def read_drafts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
-    broken.
+    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if the file
+    is broken.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Figures that policies emit: a counter, a level, a prediction."""
+"""Figures that policies emit, such as counters, levels and predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from vajra_py.contract import EmitFigure, RequestView
 
 MAX_ROWS = 5_000_000
-"""Most figures that a run keeps, 24 bytes each; the rest are only counted."""
+"""Maximum number of figures that a run keeps, at 28 bytes each; further figures are only counted."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -21,23 +21,23 @@ class EmittedFigures:
     def __init__(self) -> None:
         self.is_kept = False
         self.series: list[tuple[str, str, str]] = []
-        """(replicaset, policy, name) by number."""
+        """Series of figures, (replicaset, policy, name); a row refers to a series by its position here."""
         self.numbers = array("I")
-        """The series of each row."""
+        """Number of the series of each row."""
         self.at = array("d")
-        """Seconds on the run's clock."""
+        """Time of each row, in seconds on the run's clock."""
         self.values = array("d")
         self.indices = array("q")
-        """Index of the request that the figure belongs to; -1: none."""
+        """Index of the request to which each row belongs; -1: no request."""
         self.num_lost = 0
-        """Number of figures beyond `MAX_ROWS`."""
+        """Number of figures dropped because `MAX_ROWS` were kept already."""
 
     def __len__(self) -> int:
-        """Figures that are kept."""
+        """Return the number of kept figures."""
         return len(self.at)
 
     def of(self, replicaset: str, policy: str) -> EmitFigure:
-        """Return the function by which one policy emits."""
+        """Return the function with which one policy emits figures."""
         numbers: dict[str, int] = {}
 
         def emit(name: str, value: float, now: float, request: RequestView | None = None) -> None:
@@ -73,4 +73,4 @@ class PolicyDiary(Struct, frozen=True):
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)
     asked_for_lengths: set[str] = field(default_factory=set)
-    """Names of policies that request output lengths although the predictor has none."""
+    """Names of policies that requested output lengths although the predictor has none."""

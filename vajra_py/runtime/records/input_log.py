@@ -1,7 +1,8 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line per input, in the order in which they were handled. With the settings, the steps' durations (in the decision
-log) and the generated tokens, they determine all decisions of a run. Complete up to the last flush.
+One JSON line per input, in the order in which they were handled. Together with the settings, the steps' durations (in
+the decision log) and the generated tokens, these inputs determine all decisions of a run. The log is complete up to the
+last flush.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
 _LAST = ("metadata", "tbt_slo_s")  # written last, as in the first logs of this version; readers find fields by name
 _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
-"""Facts of programs; a row has them only if they are stated."""
+"""Defaults of facts that a row has only if the client stated them, such as facts of programs."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
     *(fact.name for fact in FACTS if fact.name not in _LAST),
@@ -54,8 +55,10 @@ class Arrival(Struct, frozen=True):
         content: segments that identify its prompt in the prefix cache, if it is known by segments.
         prompt_token_ids: its prompt, if it is known by tokens. A request with neither shares no blocks.
         num_output_tokens: its output length, if it was known beforehand.
-        salt: only requests with equal salts share prefixes; None: as in the settings.
-        reads_cache: True if it may reuse KV blocks of the prefix cache; its own are cached for others in either case.
+        salt: salt of the prompt's hashes, since only requests with equal salts share prefixes; None: as in the
+            settings.
+        reads_cache: True if it may reuse KV blocks of the prefix cache; its own blocks are cached for other requests in
+            either case.
     """
 
     tick: int
@@ -68,7 +71,7 @@ class Arrival(Struct, frozen=True):
     reads_cache: bool = True
 
     def spec(self) -> RequestSpec:
-        """Return the request as one of a workload; an unknown output length becomes the longest allowed one."""
+        """Return the request as an entry of a workload; an unknown output length becomes the longest allowed one."""
         return RequestSpec(
             arrived_at=self.arrived_at,
             num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
@@ -100,7 +103,7 @@ class ProgramIdle(Struct, frozen=True):
 
 
 class Readmission(Struct, frozen=True):
-    """The admission policy was called again for a request that it had deferred until then."""
+    """A new call of the admission policy for a request that the policy had deferred until this tick."""
 
     tick: int
     request_id: str
@@ -110,8 +113,9 @@ class Failure(Struct, frozen=True):
     """The loss of a replica.
 
     Attributes:
-        max_reruns: number of times that its requests could be recomputed elsewhere; None: they ended.
-        guilty: requests for which this counts, because it computed them alone when it was lost; None: all that it held.
+        max_reruns: maximum number of times that a request is recomputed after losses; None: its requests ended.
+        guilty: ids of the requests for which the loss counts, because the replica was computing only them; None: all
+            requests that it held.
     """
 
     tick: int
@@ -131,7 +135,7 @@ class Restart(Struct, frozen=True):
 
 
 class Abandonment(Struct, frozen=True):
-    """The end of the requests that waited for a replica while none was up."""
+    """The end of all requests that waited for a replica while no replica was up."""
 
     tick: int
     replicaset: str
@@ -155,7 +159,9 @@ class Swap(Struct, frozen=True):
 
 
 class PolicyViolation(Struct, frozen=True):
-    """A policy's violation of the contract, which put its replicaset out of service; a replay reproduces it by itself."""
+    """A policy's violation of the contract, which took its replicaset out of service; a replay reproduces it without
+    this entry.
+    """
 
     tick: int
     replicaset: str
@@ -163,7 +169,7 @@ class PolicyViolation(Struct, frozen=True):
 
 
 class Gate(Struct, frozen=True):
-    """A change of the work that the executing side allows a replica.
+    """A change of the work that the executing side allows a replica to do.
 
     Attributes:
         admits: True if waiting requests may get KV blocks.
@@ -195,7 +201,7 @@ class Stall(Struct, frozen=True):
 
 
 class WakeUp(Struct, frozen=True):
-    """A policy was woken.
+    """The wake-up of a policy.
 
     Attributes:
         replicaset: name of the policy's replicaset; empty for a policy of the whole system.
@@ -212,10 +218,12 @@ class WakeUp(Struct, frozen=True):
 
 
 class ReplicaChange(Struct, frozen=True):
-    """Change of a replica's state by a scaler: start, up, drain or down. A replay makes it without calling the scaler.
+    """Change of a replica's state by a scaler: start, up, drain or down. A replay applies the change without calling
+    the scaler.
 
     Attributes:
-        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it is empty.
+        state: value of the replica's new `ReplicaState`. A draining replica goes down without an entry when it is
+            empty.
     """
 
     tick: int
@@ -263,19 +271,20 @@ class TierEnd(Struct, frozen=True):
 
 
 class Retry(Struct, frozen=True):
-    """Another attempt of requests whose target was full (`hand_off.when_full: retry`)."""
+    """Another attempt to hand off requests whose target was full (`hand_off.when_full: retry`)."""
 
     tick: int
     replicaset: str
 
 
 class Answer(Struct, frozen=True):
-    """News about a request from the server to which a router sent it.
+    """Progress of a request, reported by the server to which a router sent the request.
 
     Attributes:
         replica_id: the server.
-        num_tokens: output tokens so far.
-        end: empty while it continues; else the reason of its end, "again" if to be placed again, "prompt" if its prompt is done.
+        num_tokens: number of output tokens so far.
+        end: empty while the request continues; else the reason of its end, "again" if it is to be placed again, or
+            "prompt" if its prompt is computed.
     """
 
     tick: int
@@ -302,7 +311,7 @@ class CacheReport(Struct, frozen=True):
 
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
-        begins: True if it replaces all content known before.
+        begins: True if the report replaces all content known before.
         ends: True if no more reports come; `stored` and `removed` are then empty.
     """
 
@@ -389,7 +398,7 @@ class InputLog(JsonLinesFile):
         self.write({"version": INPUTS_VERSION})
 
     def note(self, entry: Input) -> None:
-        """Write one more line."""
+        """Write the line of one input."""
         if isinstance(entry, Arrival):
             self.write(_arrival_row(entry))
         else:
@@ -450,7 +459,7 @@ def _input_of(row: dict[str, Any]) -> Input:
 
 
 def _facts_of(row: Mapping[str, Any]) -> RequestFacts:
-    """Return the facts of a row; JSON has lists for tuples."""
+    """Return the facts of a row; lists of JSON become tuples."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     return RequestFacts(**given)
 
@@ -460,15 +469,15 @@ def _segment(name: Any) -> SegmentId:
 
 
 class RecordedOutput(Struct):
-    """Output of one request."""
+    """Recorded output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
-    """Reason of its end; empty: it did not end."""
+    """Reason of the request's end; empty if it did not end."""
     detail: str = ""
     failed_at: int | None = None
-    """Number of computed tokens when the request itself failed; None if it did not."""
+    """Number of computed tokens at the time when the request itself failed; None if it did not fail."""
     proposals: dict[int, int] = field(default_factory=dict)
-    """Drafts proposed for the next tokens, by the number of output tokens before them."""
+    """Number of drafts proposed for the next tokens, by the number of output tokens before them."""
     accepted: dict[int, int] = field(default_factory=dict)
-    """Drafts accepted in each step, by the number of output tokens before them."""
+    """Number of drafts accepted in each step, by the number of output tokens before them."""

@@ -33,7 +33,7 @@ class JsonLinesFile:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file. Raises `OSError`, `EOFError` or `ValueError` if it is broken."""
+    """Yield the rows of a file. Raises `OSError`, `EOFError` or `ValueError` if the file is broken."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

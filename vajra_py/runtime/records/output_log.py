@@ -19,8 +19,8 @@ class OutputLog(JsonLinesFile):
     def note(self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool) -> None:
         """Write a request's line.
 
-        `reason`: the reason of its end, empty if it has not ended; `is_faulty`: True if the request itself failed, in
-        the token after these.
+        `reason`: the reason of its end, empty if it has not ended; `is_faulty`: True if the request itself failed while
+        the token after `token_ids` was computed.
         """
         row: dict[str, Any] = {
             "index": request.index,

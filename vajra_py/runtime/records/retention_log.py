@@ -3,8 +3,8 @@ together.
 
 `{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`,
 `"unpinned": name, "why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that
-used a block last, and the number of blocks before it. Lines are in order of time; the same run gives the same bytes.
-Without pins and evictions there is no file.
+used each block last, and the number of blocks before the block. Lines are in order of time; the same run gives the same
+bytes. Without pins and evictions there is no file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RetentionLog(Observer):
         self._write(now, replicaset, replica_id, unpinned=name, why=why.value)
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
-        """Collect the block for one line per group of simultaneous evictions."""
+        """Collect the block; blocks evicted at the same time share one line."""
         if self._evicted_at != (now, replicaset, replica_id):
             self._end_evictions()
             self._evicted_at = (now, replicaset, replica_id)
@@ -76,8 +76,8 @@ class RetentionLog(Observer):
 
 
 def read_retention(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if it is
-    broken.
+    """Yield the lines of a log; nothing if there is no file. Raises `OSError`, `EOFError` or `ValueError` if the file
+    is broken.
     """
     if not path.exists():
         return

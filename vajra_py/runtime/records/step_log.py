@@ -1,7 +1,7 @@
 """Step log: one record for each completed plan, and one for a run of decode steps that repeat it.
 
-An `Observer` gets every step separately, which a log of a long simulation cannot afford. The data of a step is packed
-once and shared by all logs (`share`).
+An `Observer` gets every step separately, which would take too much time in long simulations. The data of a step is
+packed once and shared by all logs (`share`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vajra_py.runtime.requests.running_set import PoolChanges
 from vajra_py.runtime.step.plan import StepPlan
 
 RECORDS_PER_BATCH = 4_096
-"""Number of records that are passed on together."""
+"""Number of records that are passed on to the logs together."""
 CAME_BACK, ONLY_PREEMPTED, NEVER_CAME_BACK = 0, 1, 2
 """Values of a record's `status`."""
 LISTS = {
@@ -32,8 +32,9 @@ LISTS = {
     "preempted": ("preempted", "preempted_mode"),
     "finished": ("finished", "finished_reason"),
 }
-"""Lists of a record, with the columns of each; an entry has one number per column. Requests are named by index.
-`chunk_after`: number of decodes before the chunk; -1: none for the first `decodes_at` chunks, all for the others.
+"""Lists of a record, with the columns of each; an entry has one number per column. Requests are identified by index.
+`chunk_after`: number of decodes before the chunk; -1: the first `decodes_at` chunks precede all decodes, the others
+follow them.
 """
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
@@ -49,32 +50,32 @@ FIELDS = (
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
 """Integers of a record: those of the plan, of its features (from `batch_decodes` on), of its outcome, and the number of
-entries of each list. `kept`: tick at which it was taken; `decodes_at`: number of chunks before the pool's decodes;
-`num_waiting_after`: waiting requests after the later steps of a run.
+entries of each list. `kept`: tick at which the record was taken; `decodes_at`: number of chunks before the pool's
+decodes; `num_waiting_after`: number of waiting requests in the steps after the first, if the record is a run of steps.
 """
 _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
 _pack = _ROW.pack
 NO_LISTS = (0,) * (len(LISTS) - 1)
-"""Lengths of the lists after the first, for a record without entries in them."""
+"""Numbers of entries in `LISTS` after the first one, for a record without such entries."""
 
 Numbers: TypeAlias = Sequence[int]
 _Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
 
 
 class Batch(NamedTuple):
-    """Records that are passed on together; rows, ends and lists as 64-bit numbers."""
+    """Records that are passed on together; rows, ends and lists are packed 64-bit numbers."""
 
     replicasets: Sequence[str]
     rows: bytes
     ends: bytes
-    """End ticks of the records' steps; for one that never came back, the tick at which it was formed."""
+    """End ticks of the records' steps; for a step that never completed, the tick at which it was formed."""
     notes: Sequence[str]
-    """Notes, one for each record; empty when no record has any."""
+    """Notes, one for each record; empty if no record has notes."""
     ids: Sequence[str]
     """Ids of the requests that arrived."""
     arrived: bytes
-    """Index and arrival tick of each."""
+    """Index and arrival tick of each of these requests."""
     lists: Mapping[str, bytes]
 
     def columns(self) -> dict[str, NDArray[np.int64]]:
@@ -89,7 +90,9 @@ class PlanRepeats(NamedTuple):
     ended_at: array[int]
     """Tick at which each step ended."""
     growth: array[int]
-    """Number of members that took a block in each step after the first; repeated cyclically for more steps."""
+    """Number of decodes that took a block in each step after the first; the numbers repeat cyclically if there are more
+    steps.
+    """
 
 
 class StepLog(Observer):
@@ -99,27 +102,27 @@ class StepLog(Observer):
 
     wants_step_ends = False
     wants_plans = True
-    """True if plans are reported to it; read once, before the run."""
+    """True if plans are reported to this observer; read once, before the run."""
 
     def __init__(self, records_per_batch: int | None = None) -> None:
-        """`records_per_batch`: number of records passed on together; None: `RECORDS_PER_BATCH`."""
+        """Create an empty log. `records_per_batch`: number of records passed on together; None: `RECORDS_PER_BATCH`."""
         self._keepers: list[Callable[[Batch], None]] = [self._keep]
         self._replicasets: dict[str, int] = {}
         self._batch_size = records_per_batch or RECORDS_PER_BATCH
         self._rows: list[bytes] = []
-        """Packed records; joined when they are passed on, since a growing buffer is copied again and again."""
+        """Packed records; joined only when they are passed on, because a growing buffer is copied again and again."""
         self._ends = array("q")
         self._growth = array("q")
         self._lists: dict[str, list[int]] = {name: [] for name in LISTS if name != "growth"}
         self._notes: dict[int, str] = {}
-        """Notes by record of this batch."""
+        """Notes of the batch being collected, by position of the record."""
         self._ids: list[str] = []
         self._arrived: list[int] = []
         self._tick = 0
         """Tick of the latest record."""
 
     def share(self, keeper: Callable[[Batch], None]) -> None:
-        """Pass all records to this log too."""
+        """Pass all batches of records to `keeper` too."""
         self._keepers.append(keeper)
 
     def hand_on(self) -> None:
@@ -147,7 +150,7 @@ class StepLog(Observer):
             keep(batch)
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Note a new plan; one without entries only preempts, and never completes."""
+        """Note a new plan; a plan without entries only preempts and never completes."""
 
     def on_plan_end(
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
@@ -158,10 +161,10 @@ class StepLog(Observer):
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, num_waiting: int, now: int
     ) -> None:
-        """Record a plan of decodes and its repetitions, which are applied now; the plan then stands for one more
-        repetition, in flight.
+        """Record a plan of decodes and its repetitions, which are applied now; from now on, `plan` represents one more
+        repetition, which is in flight.
 
-        `num_waiting`: waiting requests during the repetitions.
+        `num_waiting`: number of waiting requests during the repetitions.
         """
         if now > self._tick:
             self._tick = now
@@ -171,7 +174,7 @@ class StepLog(Observer):
         self._record(replicaset, plan, CAME_BACK, (), num_waiting, (len(ended_at), len(growth)))
 
     def _take(self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: _Finished) -> None:
-        """Record one step, which ended at this tick."""
+        """Record one step, which ended at tick `ended`."""
         if ended > self._tick:
             self._tick = ended
         self._ends.append(ended)
@@ -186,7 +189,9 @@ class StepLog(Observer):
         num_waiting: int,
         counts: tuple[int, int] = (1, 0),
     ) -> None:
-        """Pack a record. `counts`: numbers of steps, whose ends have been noted, and of entries in `growth`."""
+        """Pack a record. `counts`: number of steps (their ends have been noted already), and number of entries in
+        `growth`.
+        """
         code = self._replicasets.get(replicaset)
         if code is None:
             code = self._replicasets[replicaset] = len(self._replicasets)
@@ -227,8 +232,10 @@ class StepLog(Observer):
             self.hand_on()
 
     def _keep(self, batch: Batch) -> None:
-        """Keep these records."""
+        """Store these records; does nothing here."""
 
     def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
-        """Return a record's number of entries in each of `LISTS` after the first; a subclass may append them to `lists`."""
+        """Return a record's number of entries in each of `LISTS` after the first; a subclass may append the entries to
+        `lists`.
+        """
         return (0, 0, 0, len(plan.preempted), len(finished)) if plan.preempted or finished else NO_LISTS

@@ -1,8 +1,9 @@
 """LoRA adapters of one replica: the contents of its slots, and the requests that use them.
 
 A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter
-is not loaded: into a free slot, else into that of the least recently used idle adapter. The adapter stays until the
-request is admitted or leaves, so that two requests cannot take the slot from each other forever.
+is not loaded: into a free slot, else into the slot of the least recently used idle adapter. A loaded adapter stays
+until the request for which it was loaded is admitted or leaves, so that two requests cannot take the slot from each
+other forever.
 
 Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does not fit a step.
 """
@@ -24,16 +25,18 @@ _GONE = (RequestState.RUNNING, RequestState.HELD, RequestState.ENDED)
 
 
 class MergeRules(NamedTuple):
-    """Duration of steps with several adapters in simulations."""
+    """Rules for the duration of simulated steps with several adapters."""
 
     unmerged_factor: float
-    """Ratio of the time of a step with several adapters to that with one, whose weights are merged."""
+    """Ratio of the time of a step with several adapters to the time of a step with one adapter, whose weights are
+    merged.
+    """
     switch_s: float
     """Additional time of a step that merges or unmerges weights, seconds."""
 
 
 ChoosesVictim: TypeAlias = Callable[[Sequence[str], float], str]
-"""`EvictsAdapters.evict_adapter`."""
+"""Signature of `EvictsAdapters.evict_adapter`."""
 
 
 class AdapterLoad(Struct, eq=False):
@@ -66,14 +69,16 @@ class Adapters:
         self.names = frozenset(load_s)
         self.num_blocks: Mapping[str, int] = num_blocks or {}
         self.chooses: ChoosesVictim | None = None
-        """Choice of the replica scheduler among idle adapters; None: the least recently used one."""
+        """Method of the replica scheduler that chooses the idle adapter to evict; None: the least recently used one is
+        evicted.
+        """
         self.max_loras = max_loras
         self.loads: list[AdapterLoad] = []
-        """Loads that have begun and that were not reported yet."""
+        """Loads that have begun and that `take_loads` has not returned yet."""
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
-        """Time that a load takes, by name."""
+        """Time that a load takes in ticks, by the adapter's name."""
         self.merging: MergeRules | None = None
-        """Rules for the duration of steps with several adapters; None: adapters take no time."""
+        """Rules for the duration of simulated steps with several adapters; None: adapters take no time."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0
@@ -82,7 +87,7 @@ class Adapters:
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
-        """Requests for which adapters were loaded that have not been used since, by adapter."""
+        """Request for which each adapter was loaded, until the adapter is first used."""
 
     def wait_for_loads(self) -> None:
         """Make every load last until `end_load`, regardless of its predicted time."""
@@ -97,7 +102,7 @@ class Adapters:
         return tuple(name for name, load in self._slots.items() if load.has_ended)
 
     def num_available(self) -> int:
-        """Return the number of slots into which another adapter could be loaded."""
+        """Return the number of slots that are free or hold an idle adapter."""
         return self.max_loras - len(self._slots) + sum(map(self._is_idle, self._slots))
 
     def is_loading(self) -> bool:
@@ -105,7 +110,9 @@ class Adapters:
         return not all(load.has_ended for load in self._slots.values())
 
     def fits(self, request: RequestView) -> bool:
-        """Return True if a waiting request can run, or its adapter can be loaded."""
+        """Return True if a waiting request has no adapter, a slot holds its adapter, or the load of its adapter can
+        begin.
+        """
         name = request.adapter
         if not name:
             return True
@@ -120,7 +127,9 @@ class Adapters:
         return not name or (name in self._slots and self._slots[name].has_ended)
 
     def admit(self, request: Request, now: float) -> Refusal | None:
-        """Return the reason why a request cannot run at `now`; its adapter's load begins if a slot is available."""
+        """Return the reason why a request cannot run at `now`, None if it can; the load of its adapter begins if it is
+        not loaded and a slot is available.
+        """
         name = request.adapter
         load = self._slots.get(name)
         if load is None:
@@ -147,7 +156,7 @@ class Adapters:
             self._slots[name] = self._slots.pop(name)
 
     def release(self, request: Request) -> None:
-        """Release the slot of a request that has stopped running; does nothing for one without an adapter."""
+        """Note that a request has stopped running with its adapter; does nothing for a request without one."""
         users = self._users.get(request.adapter)
         if users is not None:
             users.discard(request)
@@ -158,7 +167,7 @@ class Adapters:
         return loads
 
     def is_under_way(self, number: int) -> bool:
-        """Return True if a load has not ended and was not voided by emptying its slot."""
+        """Return True if a load has not ended and its slot was not emptied."""
         return any(load.number == number and not load.has_ended for load in self._slots.values())
 
     def end_load(self, number: int) -> None:
@@ -167,7 +176,7 @@ class Adapters:
             load.has_ended = load.has_ended or load.number == number
 
     def clear(self) -> None:
-        """Forget everything: the replica is empty."""
+        """Empty all slots, because the replica has lost its memory."""
         self._slots.clear()
         self._free = list(range(self.max_loras))
         self._users.clear()
@@ -175,7 +184,7 @@ class Adapters:
         self.loads = []
 
     def check(self) -> None:
-        """Raise `RuntimeError` if slots are not accounted for, or an adapter is in use that is not loaded."""
+        """Raise `RuntimeError` if a slot is lost or counted twice, or if an adapter that is not loaded is in use."""
         used = {name for name, users in self._users.items() if users}
         slots = sorted([*self._free, *(load.slot for load in self._slots.values())])
         if slots != list(range(self.max_loras)) or not used <= set(self.loaded()):
@@ -194,7 +203,9 @@ class Adapters:
         return chosen
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if no request uses a loaded adapter, and none for which it was loaded waits."""
+        """Return True if an adapter is loaded, no request uses it, and the request for which it was loaded does not
+        wait for it.
+        """
         if not self._slots[name].has_ended or self._users.get(name):
             return False
         request = self._awaiting.get(name)

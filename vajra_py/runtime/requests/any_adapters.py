@@ -1,4 +1,4 @@
-"""LoRA adapters whose loads are managed elsewhere: every adapter that a request names counts as loaded.
+"""LoRA adapters whose loads are managed by the engine: every adapter that a request names counts as loaded.
 
 Source: vLLM's scheduler, which counts the adapters of the requests that run (`max_loras`), and leaves loading to its workers.
 """
@@ -13,7 +13,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class AnyAdapters(Adapters):
-    """Adapters of one replica without loads; an adapter occupies a slot while running requests use it."""
+    """Adapters of one replica, without loads: an adapter occupies a slot while running requests use it."""
 
     def __init__(self, replica_id: int, max_loras: int) -> None:
         super().__init__(replica_id, max_loras, {})
@@ -27,7 +27,7 @@ class AnyAdapters(Adapters):
         return self.fits(request)
 
     def admit(self, request: Request, now: float) -> Refusal | None:
-        """See `Adapters`; nothing is kept for a request that is not admitted after all."""
+        """See `Adapters`; no slot is kept for a request that is not admitted after all."""
         return None if self.fits(request) else Refusal.ADAPTER
 
     def acquire(self, request: Request) -> None:
@@ -39,7 +39,7 @@ class AnyAdapters(Adapters):
         super().acquire(request)
 
     def release(self, request: Request) -> None:
-        """See `Adapters`; the last one to go frees the slot."""
+        """See `Adapters`; the slot becomes free when its last user is released."""
         super().release(request)
         name = request.adapter
         if name in self._slots and not self._users[name]:

@@ -1,14 +1,14 @@
-"""KV from outside a replica, through a connector of its engine: loads, and ended requests that keep their blocks until
-a copy has left.
+"""KV that a replica exchanges through a connector of its engine: loads, and ended requests that keep their blocks until
+the connector has sent them.
 
-Each time that a waiting request is considered, the connector states how much of its KV it has. It loads within the step
-that admits the request (synchronous), or while steps run (asynchronous): then the request gets the blocks of all loaded
-tokens, waits, and takes no slot and no tokens of a step. An asynchronous load may not take blocks that prompts in
-progress still need, since a load makes no progress that would free blocks. A request whose load does not fit ends
-admission, like one that lacks blocks.
+Each time that a waiting request is considered, the connector is queried for the number of the request's tokens that it
+can load. Tokens are loaded within the step that admits the request (synchronous), or while steps run (asynchronous): an
+asynchronously loading request gets the blocks of all loaded tokens and waits, without taking a slot or tokens of a
+step. An asynchronous load may not take blocks that prompts in progress still need, because a load makes no progress
+that would free blocks. A request whose load does not fit ends admission, like a request that lacks blocks.
 
-Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py`
-(`kv_holding_waiting`) and `KVConnectorBase_V1`.
+Waiting requests that hold blocks are offered for admission before others. Source: vLLM 0.33,
+`vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and `KVConnectorBase_V1`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vajra_py.runtime.requests.running_set import RunningSet
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
 _ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
-"""States of waiting requests that hold no KV anywhere."""
+"""States of waiting requests that hold no KV blocks."""
 
 
 class Match(NamedTuple):
@@ -48,13 +48,17 @@ class KvConnector(Protocol):
         """Return the tokens (whole blocks) that can be loaded after the cached ones; None: unknown yet, call again."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Announce that a request is about to get blocks, after its cached tokens, for an asynchronous load."""
+        """Announce that a request is about to get blocks for an asynchronous load of the `num_tokens` tokens after its
+        cached ones.
+        """
 
     def allocated(self, request: Request, num_tokens: int) -> None:
-        """Begin to load `num_tokens` (0: none) into the blocks allocated to a request."""
+        """Begin to load `num_tokens` tokens (0: none) into the blocks allocated to a request."""
 
     def ended(self, request: Request, num_blocks: int) -> bool:
-        """Return True if an ending request keeps its blocks until the connector has sent those with computed tokens."""
+        """Return True if an ending request must keep its blocks until the connector has sent the first `num_blocks`,
+        which hold its computed tokens.
+        """
 
 
 class FormedStep(Protocol):
@@ -65,7 +69,7 @@ class FormedStep(Protocol):
 
 
 class KvReport(Struct, frozen=True):
-    """Report of a connector's workers with a step."""
+    """Report of a connector's workers."""
 
     received: Collection[Request] = ()
     """Requests whose loads are over, successful or failed."""
@@ -74,7 +78,7 @@ class KvReport(Struct, frozen=True):
     failed: Collection[Request] = ()
     """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
-    """Blocks to which nothing was loaded."""
+    """Blocks whose load failed, so that their content is invalid."""
     num_returned: int = 0
     """Number of steps that have completed with the report, if steps are formed ahead."""
 
@@ -135,8 +139,8 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns True if the step being formed takes no more requests; `leaving`: aborted requests, which
-        end with their step.
+        """Create the state of one replica. `is_full` returns True if the step being formed takes no more requests;
+        `leaving`: aborted requests, which end with their step.
         """
         self.rules = rules
         self._connector = connector
@@ -145,7 +149,9 @@ class ConnectedKv:
         self._is_full = is_full
         self._leaving = leaving
         self._loads: dict[Request, _Load] = {}
-        """Loads under way, over or failed, of requests that were not admitted since, in order of their start."""
+        """Loads in order of their start, whether under way, over or failed, of requests that have not been admitted
+        since.
+        """
         self._matches: dict[Request, tuple[int, Match] | None] = {}
         """Cached tokens and the connector's answer for requests considered in this step; None: no answer yet."""
         self._kept: dict[Request, _Kept] = {}
@@ -171,7 +177,7 @@ class ConnectedKv:
     # Offering waiting requests
 
     def start_step(self) -> None:
-        """Forget the answers of the last step."""
+        """Drop the connector's answers of the last step."""
         self._matches.clear()
         self._whole.clear()
 
@@ -220,14 +226,14 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """End the loads that are over and have not been seen by a scheduler."""
+        """End the loads that are over and whose requests were not offered to a scheduler since."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
 
     def _ask(self, request: Request) -> Match | None:
-        """Query the connector about a waiting request that holds nothing; return None if the request waits for the
-        answer.
+        """Query the connector about a waiting request that holds no blocks; return its match, None if the answer is
+        unknown yet.
         """
         num_local = self._running_set.memory.cached_tokens(request)
         match = NOTHING if request in self._computes else self._connector.matched(request, num_local)
@@ -240,8 +246,8 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return the known match of a waiting request without blocks; queries the connector for one of a shared queue,
-        which it has not seen yet.
+        """Return (cached tokens, match) of a waiting request without blocks, None if the answer is unknown yet. Queries
+        the connector if the request was not considered in this step yet, as in a shared queue.
         """
         if request not in self._matches:
             self._ask(request)
@@ -250,7 +256,9 @@ class ConnectedKv:
     # Admission
 
     def loads_beside_steps(self, request: Request) -> bool:
-        """Return whether a waiting request has an asynchronous load; it computes nothing until that has ended."""
+        """Return True if a waiting request has an asynchronous load; the request computes nothing until the load has
+        ended.
+        """
         found = self._matches.get(request)
         return found is not None and found[1].is_async and found[1].num_tokens > 0
 
@@ -261,8 +269,9 @@ class ConnectedKv:
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
-        """Return the number of free blocks that admission needs: those that it takes (at their maximum, if in several steps) and
-        those reserved for prompts in progress.
+        """Return the number of free blocks that admission needs: the blocks that the request takes (with `in_steps`,
+        the most that it holds at any one time) and, for an asynchronous load, the blocks reserved for prompts in
+        progress.
         """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
@@ -288,7 +297,9 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin an asynchronous load of a request's KV; return None if it has none, False if blocks are lacking."""
+        """Begin an asynchronous load of a request's KV, or bind the request if the connector's answer is unknown yet,
+        and return True; return None if there is no asynchronous load, False if blocks are lacking.
+        """
         found = self._match(request)
         if found is None:
             self._lifecycle.bind(request, now)
@@ -308,7 +319,7 @@ class ConnectedKv:
         return True
 
     def admitted(self, request: Request, num_loaded_tokens: int, *, is_whole: bool) -> None:
-        """Note that a request has got memory to run; `is_whole`: its first step computes all but the loaded tokens."""
+        """Note that a request got memory to run; `is_whole`: its first step computes all tokens that were not loaded."""
         was_loaded = self._loads.pop(request, None) is not None
         if is_whole and not was_loaded:
             self._whole.add(request)
@@ -316,14 +327,16 @@ class ConnectedKv:
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """Drop the KV that was loaded for a request, or came from another replica, because no request can run."""
+        """Note that KV that was loaded for a request, or came from another replica, is dropped because no request can
+        run.
+        """
         self._loads.pop(request, None)
         self._computes.add(request)
 
     # Reports
 
     def report_of(self, news: KvNews) -> KvReport:
-        """Return a recorded report, reduced to requests that are known here."""
+        """Return a recorded report, reduced to requests that load or keep blocks here."""
         known = {one.index: one for one in (*self._loads, *self._kept)}
         received, sent, failed = (
             [known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)
@@ -363,7 +376,7 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send, a step or an answer that is not known yet may be why no request can run."""
+        """True if a pending load, send, step or answer of the connector may be the reason why no request can run."""
         return bool(self._kept or self._ahead) or (
             any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )
@@ -386,7 +399,7 @@ class ConnectedKv:
     def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
         kept = self._kept.get(request)
         if kept is None:
-            return  # the load was lost with its replica
+            return  # the load was dropped when the replica lost its memory
         kept.reasons.discard(reason)
         if not kept.reasons:
             del self._kept[request]
@@ -414,7 +427,8 @@ class ConnectedKv:
         return FailedLoads(list(failed), self.find_void(report.bad_blocks, num_scheduled))
 
     def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
-        """Return the running requests whose step is void because they hold a bad block, with their valid tokens.
+        """Return the running requests whose step is invalid because they hold a bad block, with the number of their
+        valid tokens.
 
         `num_scheduled` gives the tokens of a request in the reporting step, which is not completed yet.
         """
@@ -424,7 +438,9 @@ class ConnectedKv:
         return self._cut(running, bad_blocks)
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
-        """Return the valid tokens of the requests that hold a bad block, given each one's computed tokens."""
+        """Return the number of valid tokens of each request that holds a bad block, given each request's number of
+        computed tokens.
+        """
         memory = self._running_set.memory
         marked: set[int] = set()
         cut: dict[Request, int] = {}
@@ -458,7 +474,7 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """Forget everything, since the replica has lost its memory."""
+        """Drop all state, because the replica has lost its memory."""
         self._loads.clear()
         self._matches.clear()
         self._whole.clear()

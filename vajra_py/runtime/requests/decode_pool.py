@@ -1,7 +1,7 @@
 """Pool of requests that decode together, with counters shared by all members.
 
-A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool moves two
-integers; only what changes costs anything: requests that need a block, that finish, that join or leave.
+A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool increments
+two integers; only requests that need a block, end, join or leave cost more.
 
 Invariants: between steps `num_committed == num_emitted`; a member's computed tokens are `num_committed + offset`, and
 exactly one of its known tokens is not computed.
@@ -59,7 +59,7 @@ class DecodePool:
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
         self._log = array("q")
-        """Ticks at which the tokens of pool steps were produced, in successive logs."""
+        """Present log: ticks at which the tokens of pool steps were produced, since the log was started."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -72,11 +72,11 @@ class DecodePool:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in KV over all members, before the step under construction."""
+        """Number of tokens whose KV is in memory before the step being formed, over all members."""
         return self._offset_sum + self.num_committed * len(self.members)
 
     def in_admission_order(self) -> Sequence[Request]:
-        """Members, earliest admission first."""
+        """Return the members in order of admission."""
         if self._ordered is None:
             self._ordered = sorted(self.members, key=by_admission)
         return self._ordered
@@ -102,7 +102,7 @@ class DecodePool:
             due.append(request)
 
     def leave(self, request: Request) -> int:
-        """Remove a member and return its counters to it; returns the number of its remaining tokens."""
+        """Remove a member, give it its own counters again, and return the number of its remaining tokens."""
         del self.members[request]
         if self.joined is not None:
             if request in self.joined:
@@ -123,27 +123,27 @@ class DecodePool:
         return num_steps_left
 
     def needing_blocks(self) -> Collection[Request]:
-        """Members whose next token is the first of a block."""
+        """Return the members whose next token is the first of a block."""
         return self._growing[self.num_committed % self._block_size]
 
     def at_place(self, place: int) -> Collection[Request]:
-        """Members whose next token has this position in its block, from 0."""
+        """Return the members whose next token has the position `place` in its block, from 0."""
         return self._growing[(self.num_committed - place) % self._block_size]
 
     def began_blocks(self) -> Collection[Request]:
-        """Members whose token of the last planned step is the first of a block."""
+        """Return the members whose token in the last planned step is the first of a block."""
         return self._growing[(self.num_committed - 1) % self._block_size]
 
     def filling_blocks(self) -> Collection[Request]:
-        """Members whose next token is the last of a block."""
+        """Return the members whose next token is the last of a block."""
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """Return the number of further steps (after the last completed one) after which the next member ends."""
+        """Return the number of steps, counted from the last completed one, until the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:
-        """Members whose last token comes from the step in flight."""
+        """Return the members that end with the step in flight."""
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
@@ -178,7 +178,9 @@ class DecodePool:
         self.num_committed += 1
 
     def emit(self, now: int) -> list[Request]:
-        """Count a step completed at tick `now`; returns the members whose last token this was (they are still members)."""
+        """Count a step completed at tick `now`; return the members that end with it, which stay members until they
+        leave.
+        """
         self.num_emitted += 1
         self._log.append(now)
         if len(self._log) >= STEPS_PER_LOG:

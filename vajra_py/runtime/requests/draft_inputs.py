@@ -1,4 +1,4 @@
-"""Accepted drafts as an input, for runs whose steps are formed before the outcome of the last one is known."""
+"""Accepted drafts as an input of a run, if steps are formed before the outcome of the previous step is known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Verification(Struct, frozen=True):
     """Outcome of a step that ended earlier: its accepted drafts.
 
     Attributes:
-        step: the step.
-        accepted: (index of the request, number of accepted drafts) of requests with any.
+        step: index of the step.
+        accepted: (index of the request, number of accepted drafts) of each request with accepted drafts.
     """
 
     tick: int

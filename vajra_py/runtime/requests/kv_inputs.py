@@ -11,8 +11,8 @@ class KvAnswer(Struct, frozen=True):
     """An answer of the connector about a waiting request.
 
     Attributes:
-        num_tokens: tokens that it can load after the prefix hit; None: unknown yet.
-        is_async: True if it loads while steps run.
+        num_tokens: number of tokens that the connector can load after the prefix hit; None: unknown yet.
+        is_async: True if the tokens are loaded while steps run.
     """
 
     tick: int
@@ -38,7 +38,7 @@ class KvEnd(Struct, frozen=True):
 
 
 class KvLook(Struct, frozen=True):
-    """An attempt to form a step on an idle replica, since answers may have changed."""
+    """An attempt to form a step on an idle replica, because the connector's answers may have changed."""
 
     tick: int
     replicaset: str
@@ -49,7 +49,8 @@ class KvNews(Struct, frozen=True):
     """Report of the connector's workers; see `KvReport`.
 
     Attributes:
-        step: the step with which it came; None: it came without a step, or with an earlier step than the one in flight.
+        step: index of the step with which the report came; None: it came without a step, or with an earlier step than
+            the one in flight.
     """
 
     tick: int

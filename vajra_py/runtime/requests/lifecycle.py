@@ -31,30 +31,30 @@ class Held(Struct, frozen=True, eq=False):
     """KV that stays on a replica when its request leaves."""
 
     num_tokens: int
-    """Number of tokens whose KV is on this replica; elsewhere the request may have computed more."""
+    """Number of tokens whose KV is on this replica; the request may have computed more on another one."""
 
 
 class KeepsEnded(Protocol):
-    """Connector that needs the blocks of requests beyond their end."""
+    """Connector that may need the blocks of requests after they have ended."""
 
     def keeps(self, request: Request) -> bool:
         """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept` is called."""
 
     def give_up(self, request: Request) -> None:
-        """Drop the KV that was loaded for a waiting request, because no request can run."""
+        """Note that the KV that was loaded for a waiting request is dropped because no request can run."""
 
     def clear(self) -> None:
-        """Forget everything, since the replica has lost its memory."""
+        """Drop all state, because the replica has lost its memory."""
 
 
 class Lifecycle:
-    """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
+    """The only writer of request states on a replica; updates running set, memory, queues and observers together."""
 
     def __init__(
         self, replica_id: int, running_set: RunningSet, replicaset: str = "", pins: PinSeconds | None = None
     ) -> None:
-        """`pins`: the retention policy's choice of the time for which an ended request's content is pinned; None: it
-        pins nothing.
+        """Create the lifecycle. `pins`: function of the retention policy that returns how long an ended request's
+        content is pinned; None: nothing is pinned.
         """
         self.replica_id = replica_id
         self.pinning = Pinning(replicaset, replica_id, running_set.memory)
@@ -63,27 +63,28 @@ class Lifecycle:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self.held: dict[Request, Held] = {}
-        """Requests that have left the running set and whose KV stays here until another replica has it."""
+        """Requests that have left the running set and whose KV stays on this replica until another replica has it."""
         self.on_memory_taken: Callable[[Request], None] | None = None
-        """Called when a running request is preempted, before its blocks are free."""
+        """Called when a running request is preempted, before its blocks are freed."""
         self.connected: KeepsEnded | None = None
-        """Connector to KV outside the replica; None: there is none."""
+        """Connector to KV outside the replica; None if there is none."""
         self.holding: list[Request] = []
-        """Ended requests that still hold their blocks, because an asynchronous scheduler has not seen their ends yet.
+        """Ended requests that still hold their blocks, because an asynchronous scheduler has not processed their ends
+        yet.
         """
         self.keeps_as_cached = False
-        """True if an ended request leaves only those blocks in the cache that were entered when its steps were formed,
-        without drafts accepted later.
+        """True if freeing a request's blocks caches no further ones: only blocks that were cached when steps were
+        formed stay cached, without drafts accepted later.
         """
 
     def _num_valid(self, request: Request) -> int | None:
-        """Return the number of leading tokens that other requests can hit once this request frees its blocks; None:
-        those already in the cache.
+        """Return the number of leading tokens whose blocks are cached when this request's blocks are freed; None: only
+        blocks that are cached already stay so.
         """
         return None if self.keeps_as_cached else request.num_computed_tokens
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
-        """Record that a waiting request was admitted; returns the kind of its first chunk."""
+        """Record that a waiting request was admitted; return the kind of its first chunk."""
         running_set = self._running_set
         kind = _KINDS.get(request.state, "resumed")
         if request in running_set.queue:
@@ -112,8 +113,8 @@ class Lifecycle:
         return kind
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
-        """Free a running request's device memory and make it wait again; returns the number of blocks that move to the
-        host.
+        """Free a running request's device memory and make the request wait again; return the number of blocks that move
+        to the host.
         """
         running_set, memory = self._running_set, self._running_set.memory
         if self.on_memory_taken is not None:
@@ -140,8 +141,8 @@ class Lifecycle:
         return num_moved
 
     def give_up_kv(self, request: Request, now: float) -> None:
-        """Free the KV with which a waiting request arrived, or that was loaded for it, so that others can run; it will
-        be recomputed here.
+        """Free the KV with which a waiting request arrived, or that was loaded for it, so that other requests can run;
+        this replica will recompute it.
         """
         running_set = self._running_set
         if running_set.memory.tiers is not None:
@@ -160,7 +161,9 @@ class Lifecycle:
         self._notify_preempted(request, now)
 
     def lose_memory(self, request: Request, now: float) -> None:
-        """Make a running request whose KV is void wait again with nothing computed; does not count as a preemption."""
+        """Make a running request whose KV is invalid wait again with no computed tokens; does not count as a preemption
+        of the request.
+        """
         running_set = self._running_set
         running_set.drop(request)
         if self._running_set.adapters is not None:
@@ -186,8 +189,8 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count the drafts of the step that gave a request its newest token, and those that became output; the request
-        may be waiting again by now.
+        """Count the drafts of the step that produced a request's newest token, and the drafts that became output; the
+        request may have been preempted since.
         """
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
@@ -225,7 +228,7 @@ class Lifecycle:
         self._notify_end(request, reason, detail, now)
 
     def release_ended(self) -> None:
-        """Free the blocks of requests that have ended."""
+        """Free the blocks of the ended requests in `holding`."""
         memory = self._running_set.memory
         for request in self.holding:
             memory.free(request, self._num_valid(request), for_good=True)
@@ -257,13 +260,17 @@ class Lifecycle:
         self.held[request] = Held(request.num_computed_tokens)
 
     def release_held(self, request: Request) -> None:
-        """Free the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks can still be hit."""
+        """Free the blocks of a held request that has ended or whose KV another replica has; its cached blocks can still
+        be hit.
+        """
         num_tokens = min(self.held.pop(request).num_tokens, request.num_computed_tokens)
         self._running_set.memory.free(request, num_tokens, for_good=True)
         self._running_set.memory.forget(request)
 
     def register(self, request: Request, now: float) -> None:
-        """Register a request that was bound to this replica; blocks held since it was here before are freed first."""
+        """Register a request that was bound to this replica; blocks that this replica still holds for it from an
+        earlier stay are freed first.
+        """
         if request in self.held:
             self.release_held(request)
             for observer in self.observers:
@@ -289,7 +296,9 @@ class Lifecycle:
         return False
 
     def wait_with_kv(self, request: Request, now: float) -> None:
-        """Make a resumed request wait for its adapter with its KV, like one that came from another replica."""
+        """Make a resumed request wait for its adapter while it keeps its KV, like a request that came from another
+        replica.
+        """
         self._running_set.drop(request)
         request.move_to(_HELD)
         self.arrived(request, now)
@@ -297,7 +306,8 @@ class Lifecycle:
     def reserve(self, request: Request, num_tokens: int, now: float) -> int | None:
         """Reserve blocks for a request that will arrive with the KV of its first tokens.
 
-        Returns the number of these that the prefix cache holds here; None, changing nothing, if blocks are lacking.
+        Returns the number of these tokens that this replica's prefix cache holds; returns None and does not register
+        the request if blocks are lacking.
         """
         memory = self._running_set.memory
         self.register(request, now)
@@ -338,7 +348,7 @@ class Lifecycle:
         self._running_set.queue.add(request, now)
 
     def expect_no_more(self, request: Request) -> None:
-        """Undo `expect`, and free the blocks reserved for the request."""
+        """Undo `expect`, and free the blocks that were reserved for the request."""
         self._running_set.queue.remove(request)
         if request in self._running_set.loading:
             del self._running_set.loading[request]
@@ -349,8 +359,8 @@ class Lifecycle:
     # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
-        """Move a request, already registered in memory, from the shared queue to this replica's. Does nothing for one
-        in this queue.
+        """Move a request that is registered in memory from the shared queue to this replica's queue, unless it is in
+        this queue already.
         """
         running_set = self._running_set
         if request not in running_set.queue:
@@ -378,7 +388,7 @@ class Lifecycle:
         running_set.queue.add(request, now)
 
     def load_again(self, request: Request, now: float) -> None:
-        """Undo a load that brought nothing: the request waits as before, without blocks."""
+        """Undo a load that loaded no tokens: the request waits as before, without blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         running_set.memory.free(request, 0)
@@ -389,8 +399,8 @@ class Lifecycle:
     # Ends
 
     def requeue(self, request: Request) -> None:
-        """Detach a request, resident or waiting here, from the replica, whose memory is lost; the request has no
-        computed tokens then.
+        """Detach a request that runs or waits on this replica, which has lost its memory; the request then has no
+        computed tokens.
         """
         running_set = self._running_set
         if request in running_set.queue:
@@ -431,7 +441,7 @@ class Lifecycle:
         self._notify_end(request, reason, detail, now)
 
     def drop(self, request: Request, detail: str, now: float) -> None:
-        """End a request that waits in the replica's own queue or in the shared one, because a scheduler dropped it."""
+        """End a request that waits in the replica's own queue or in the shared queue, because a scheduler dropped it."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)

@@ -1,4 +1,4 @@
-"""Deliver request events to policies and attribute their failures."""
+"""Delivery of request events to policies; errors in their callbacks are attributed to the policies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vajra_py.contract import EndedRun, EndedStep
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Callback = Callable[..., None]
-"""A listening method of `ListensToRequests`, with errors attributed to its policy."""
+"""A method of `ListensToRequests`, wrapped so that errors are attributed to its policy."""
 
 
 class Listeners(Struct, frozen=True):
-    """Methods to call by event, in the order of the policies' layers.
+    """Callbacks for each kind of event, in the order of the policies' layers.
 
     See `vajra_py.contract.ListensToRequests` and `ListensToCaches`.
     """
@@ -34,13 +34,13 @@ class Listeners(Struct, frozen=True):
     tier_blocks_removed: tuple[Callback, ...] = ()
     tiers_cleared: tuple[Callback, ...] = ()
     program_ends: tuple[tuple[Any, Callback], ...] = ()
-    """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
+    """Pairs of policy and callback, because a policy may be among the listeners of several replicasets."""
     across_replicas: bool = False
     """True if a listener may receive events of several replicas."""
 
     @property
     def listen_only_to_steps(self) -> bool:
-        """True if no listener listens to any event other than the ends of steps."""
+        """True if there are no callbacks for events other than ends of steps."""
         return structs.replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property
@@ -63,7 +63,7 @@ NOBODY = Listeners()
 
 
 def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
-    """Return the listening methods of these policies, each policy with its name for errors."""
+    """Return the callbacks of these policies, which are given as (policy, name for errors)."""
     named = list(policies)
 
     def of(method: str) -> tuple[Callback, ...]:

@@ -12,16 +12,18 @@ from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
 
 FURTHEST_S = 1e9
-"""Longest time of a pin, seconds."""
+"""Maximum duration of a pin in seconds."""
 
 
 def pin_name(request: RequestView) -> Hashable:
-    """Return the name of a request's pin: the one of its session and tenant, or its own."""
+    """Return the name of a request's pin: its tenant and session, or its id if it has no session."""
     return (request.tenant, request.session_id) if request.session_id else request.request_id
 
 
 def checked_seconds(seconds: object) -> float:
-    """Return a time to live in seconds. Raises `ValueError` if it is not a number or is negative."""
+    """Return a time to live in seconds, at most `FURTHEST_S`. Raises `ValueError` if it is negative or not a finite
+    number.
+    """
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not isfinite(seconds) or seconds < 0:
         raise ValueError(f"a pin lasts a number of seconds (got {seconds!r}). Allowed: 0 to {FURTHEST_S:.0f}")
     return min(float(seconds), FURTHEST_S)
@@ -36,8 +38,8 @@ class Pinning:
         self.observers: Sequence[Observer] = ()
 
     def pin(self, request: Request, seconds: float, now: float) -> bool:
-        """Pin the content of a registered request for this time; return False and change nothing if pins would hold too
-        much.
+        """Pin the content of a registered request for this time; return False and change nothing if pins would hold
+        more blocks than they may.
         """
         name, memory = pin_name(request), self._memory
         if not memory.pin(name, request, now + seconds):
@@ -47,18 +49,18 @@ class Pinning:
         return True
 
     def unpin(self, request: RequestView, now: float) -> None:
-        """End the pin of a request's session, or its own, if there is one."""
+        """End the pin that has the name of the request's pin (`pin_name`), if there is one."""
         name = pin_name(request)
         if self._memory.unpin(name):
             self._notify(name, PinEnd.RELEASED, now)
 
     def settle(self, now: float) -> None:
-        """End the pins whose time has come, and drop content that has expired."""
+        """End the pins that are due, and drop content that has expired."""
         for name in self._memory.settle_due():
             self._notify(name, PinEnd.EXPIRED, now)
 
     def release_one(self, now: float) -> bool:
-        """End the pin that would last longest; return False if no pin holds a block that would be free otherwise."""
+        """End the pin that would last longest; return False if no block would be free without pins."""
         name = self._memory.release_pin()
         if name is None:
             return False

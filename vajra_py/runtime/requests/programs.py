@@ -1,8 +1,8 @@
-"""Programs of a run: the requests that are their calls, the cost of these, and the programs' ends.
+"""Programs of a run: their calls, which are requests, the costs of the calls, and the programs' ends.
 
-A program changes when one of its calls arrives or ends. It ends, once no call of it is alive, if its client has
-declared that no further one comes, or after a time without calls. Ends are events of the driver, which notifies
-observers and policies.
+A program changes when one of its calls arrives or ends. When none of its calls is alive, it ends if its client has
+declared that no further call comes, or else after an idle time. Ends are events of the driver, which notifies observers
+and policies.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Program:
         self.run_s = 0.0
         self.wait_s = 0.0
         self.activity = 0
-        """Number of arrivals and ends so far; an event scheduled at another number is void."""
+        """Number of arrivals and ends of calls so far; an event that was scheduled at another number is ignored."""
         self.failed: dict[str, EndReason] = {}
         """Calls that ended without a result, by id."""
         self.replicasets: dict[str, None] = {}
-        """Replicasets of its calls, in the order of their first calls."""
+        """Replicasets of the calls, each once, in order of first use."""
         self._slo_s: float | None = None
         self._has_last = False
         self._arrived: dict[tuple[str, ...], list[str]] = {}
@@ -73,22 +73,22 @@ class Program:
 
     @property
     def deadline_at(self) -> float | None:
-        """Deadline, seconds."""
+        """Deadline in seconds on the run's clock; None without one."""
         return None if self._slo_s is None else self.arrived_at + self._slo_s
 
     @property
     def service_tokens(self) -> int:
-        """Tokens computed for ended calls."""
+        """Number of tokens computed for ended calls."""
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
     def siblings(self, request: RequestView) -> Sequence[str]:
-        """Return the ids of the calls with the same parents, without this one."""
+        """Return the ids of the other calls with the same parents."""
         same = self._arrived.get(request.parent_calls, ())
         return tuple(one for one in same if one != request.request_id)
 
     @property
     def due_end(self) -> ProgramEnd | None:
-        """Reason of its end according to its client's declarations; None if it continues."""
+        """Reason for which the program ends now, according to its client's declarations; None if it continues."""
         if self.num_alive:
             return None
         if self._has_last:
@@ -138,25 +138,27 @@ class Programs:
     """The programs of a run that have not ended, by id."""
 
     def __init__(self, idle_s: float | None = None) -> None:
-        """`idle_s`: seconds without a call after which a program ends; None: it ends only when its client declares it."""
+        """Create an empty collection. `idle_s`: seconds without a call after which a program ends; None: a program ends
+        only by its client's declarations.
+        """
         self.idle_s = idle_s
         self.on_pause: Callable[[Program], None] | None = None
-        """Callback of the driver: no call of this program is alive any more."""
+        """Callback of the driver, called with a program when the last of its alive calls has ended."""
         self._open: dict[str, Program] = {}
 
     def __len__(self) -> int:
-        """Programs that have not ended."""
+        """Return the number of programs that have not ended."""
         return len(self._open)
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._open.values())
 
     def find(self, program_id: str) -> Program | None:
-        """Return the program of this id that has not ended."""
+        """Return the program with this id that has not ended; None if there is none."""
         return self._open.get(program_id)
 
     def join(self, request: Request) -> None:
-        """Add an arrived request to the program that it states, as a call."""
+        """Add an arrived request, as a call, to the program that its client named."""
         program = self._open.get(request.program_id)
         if program is None:
             program = self._open[request.program_id] = Program(request.program_id, request.arrived_at)
@@ -164,7 +166,9 @@ class Programs:
         program.add(request)
 
     def why_never(self, facts: RequestFacts) -> str | None:
-        """Return the reason why a call cannot be served (a call whose result it needs has none); None if it can."""
+        """Return the reason why a call can never be served, because a call whose result it needs ended without one;
+        None if it can.
+        """
         program = self._open.get(facts.program_id)
         if program is None or not program.failed:
             return None

@@ -1,21 +1,21 @@
-"""Kinds of rejection, and the prefixes of details that do not concern the rejected request alone."""
+"""Kinds of rejection, and the beginnings of details whose cause is not the rejected request itself."""
 
 from __future__ import annotations
 
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
 OUT_OF_SERVICE = "out of service"
-"""Beginning of the detail of requests whose policies broke the contract."""
+"""Beginning of the detail of requests of a replicaset that is out of service because a policy broke the contract."""
 SHED = "shed by the admission policy"
 
 SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND = "shed", "queue_full", "no_replica", "cannot_run"
 REJECTION_KINDS = (SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND)
-"""Kinds of rejection: by the admission policy; by the bounds of the queues; because no replica is there; because the
-request can never run, or a scheduler dropped it.
+"""Kinds of rejection: by the admission policy; by the bounds of the queues; because no replica is available; because
+the request can never run, or a scheduler dropped it.
 """
 TURNED_AWAY = (QUEUE_FULL, ALL_FAILED, SHED)
-"""Rejections that are the purpose of a setting or the result of a failure; all others are caused by the request or
-wrong settings.
+"""Beginnings of the details of rejections that a setting intends or a failure causes; all other rejections are caused
+by the request or by wrong settings.
 """
 
 

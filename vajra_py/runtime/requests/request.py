@@ -25,19 +25,21 @@ _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 class RequestState(Enum):
-    """State of a request; `Request.move_to` allows only the moves of the life cycle."""
+    """State of a request; `Request.move_to` allows only the changes of the life cycle."""
 
     CREATED = "created"
     DEFERRED = "deferred"
-    """Waiting at the gate, outside every queue, until the admission policy is called again."""
+    """Waiting outside every queue until the admission policy is called again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again after a preemption, without KV."""
     SWAPPED = "swapped"
-    """Waiting again, its KV in host memory."""
+    """Waiting again, with its KV in host memory."""
     HELD = "held"
-    """Leaving its replica after its prompt is computed; the replica holds its KV until another one has it."""
+    """Leaving its replica after its prompt was computed; the replica holds the request's KV until another replica has
+    it.
+    """
     REMOTE = "remote"
     """Waiting on its target replica, with its KV still on the source."""
     ARRIVED = "arrived"
@@ -53,7 +55,7 @@ class RequestState(Enum):
 
 _CREATED = RequestState.CREATED
 _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTED)
-"""States of requests that have no KV anywhere."""
+"""States of requests without KV in any memory."""
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
@@ -142,27 +144,29 @@ class SharedCounters(Protocol):
 
     @property
     def num_committed(self) -> int:
-        """Steps that were put into a plan so far."""
+        """Number of steps that were put into a plan so far."""
 
     @property
     def num_emitted(self) -> int:
-        """Steps completed so far."""
+        """Number of steps completed so far."""
 
 
 class LooksUpPrefixes(Protocol):
     """Lookup of a request's prefix in the memory of the replica that it is bound to."""
 
     def prefix_hits(self, request: Request) -> int:
-        """Leading tokens of a request in its replica's prefix cache."""
+        """Return the number of leading tokens of a request that its replica's prefix cache holds."""
 
     def tier_hits(self, request: Request) -> Mapping[str, int]:
-        """Leading tokens of a request by the nearest memory tier of its replica that holds them; empty without tiers."""
+        """Return the number of leading tokens of a request in each memory of its replica, by name; each token counts
+        for the nearest memory that holds it. Empty without tiers.
+        """
 
 
 class Request(_Stated):
     """State of one request; policies see it as `vajra_py.contract.RequestView`.
 
-    The true output length is not here: the executor has it, so that no policy can read it.
+    The true output length is known only to the executor, so that no policy can read it.
     """
 
     __slots__ = (
@@ -221,21 +225,27 @@ class Request(_Stated):
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
         self.caches: LooksUpPrefixes | None = None
-        """Lookup in the memory of the replica where it waits or has waited; None if it was never bound to one."""
+        """Lookup in the memory of the replica where the request waits or has waited; None if it was never bound to a
+        replica.
+        """
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Numbers of drafts that steps have verified so far, and of those that became output."""
+        """Number of drafts that became output so far; `num_draft_tokens` is the number of drafts that steps have
+        verified.
+        """
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
-        """(number of output tokens before, drafts proposed for the next ones), if drafts are real tokens."""
+        """Pairs (number of output tokens before the drafts, number of drafts proposed), if drafts are real tokens."""
         self.num_preemptions = 0
         self.num_losses = 0
-        """Replicas that failed while it ran on them."""
+        """Number of replica failures that count for this request (`Failure.guilty`)."""
         self.stays_at = -1
-        """Replica where its transferred KV was given up; it is not moved from there with KV again. -1: none."""
+        """Id of the replica that dropped the request's transferred KV; the request is not moved from this replica with
+        KV again. -1: none.
+        """
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False
@@ -247,8 +257,8 @@ class Request(_Stated):
         self.end_reason: EndReason | None = None
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
-        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, step after the last; -1: still
-        in the pool).
+        """Times of the request's tokens: single ticks, and runs as (log of a decode pool, first step, step after the
+        last; -1: the request is still in the pool).
         """
         self._computed = 0
         self._output = 0
@@ -262,32 +272,32 @@ class Request(_Stated):
         )
 
     def move_to(self, state: RequestState) -> None:
-        """Change state; a move outside the life cycle is a bug of the mechanism and raises."""
+        """Change the state. Raises `RuntimeError` for a move outside the life cycle, which is a bug of the mechanism."""
         if state not in _MOVES[self.state]:
             raise RuntimeError(f"request {self.request_id}: no move from {self.state.value} to {state.value}")
         self.state = state
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV is in memory or is being written by a step in flight."""
+        """Number of leading tokens whose KV is in memory or is being written by a step in flight."""
         pool = self._pool
         return self._computed if pool is None else pool.num_committed + self._offset
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         pool = self._pool
         return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus generated tokens."""
+        """Number of prompt and generated tokens."""
         pool = self._pool
         return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens not computed yet."""
+        """Number of known tokens that are not computed yet."""
         pool = self._pool
         if pool is None:
             return self.num_prompt_tokens + self._output - self._computed
@@ -295,33 +305,37 @@ class Request(_Stated):
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
-        """Prompt tokens not computed yet."""
+        """Number of prompt tokens that are not computed yet."""
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
 
     @property
     def draft_log(self) -> Sequence[tuple[int, int, int]]:
-        """(output tokens before, drafts, those that became output) of each step that verified any."""
+        """For each step that verified drafts: (output tokens before the step, drafts verified, drafts that became
+        output).
+        """
         log: Sequence[int] = self._draft_log or ()
         return list(zip(log[::3], log[1::3], log[2::3], strict=True))
 
     @property
     def num_drafts(self) -> int:
-        """Steps that verified drafts of it."""
+        """Number of steps that verified drafts of this request."""
         return len(self._draft_log or ()) // 3
 
     @property
     def is_resident(self) -> bool:
-        """True if it holds KV blocks on its replica."""
+        """True if the request is running, so that it holds KV blocks on its replica."""
         return self.state is RequestState.RUNNING
 
     @property
     def is_swapped(self) -> bool:
-        """True if its KV lies in host memory."""
+        """True if the request's KV is in host memory."""
         return self.state is RequestState.SWAPPED
 
     @property
     def is_decode(self) -> bool:
-        """True if it is one of its replica's decodes: prompt done, exactly one token left to compute."""
+        """True if the request is one of its replica's decodes: its prompt is computed, and exactly one known token is
+        not.
+        """
         return self._pool is not None or self.is_skipped
 
     @property
@@ -331,7 +345,7 @@ class Request(_Stated):
 
     @property
     def last_token_at(self) -> float | None:
-        """Time at which its newest token was delivered, seconds; None before the first."""
+        """Time in seconds at which the newest token was produced; None before the first token."""
         for entry in reversed(self.token_log):
             if isinstance(entry, int):
                 return to_seconds(entry)
@@ -343,26 +357,30 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """Deadline of its next token by its SLOs, seconds; None if it has none."""
+        """Deadline of the next token by the request's TTFT or TBT SLO, in seconds; None without that SLO."""
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at
         return None if self.tbt_slo_s is None or last_at is None else last_at + self.tbt_slo_s
 
     def prefix_hit_tokens(self) -> int:
-        """Leading tokens that the prefix cache of the replica where it waits holds now."""
+        """Return the number of leading tokens that the prefix cache of the request's replica holds now; 0 unless the
+        request waits there without KV.
+        """
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
         return caches.prefix_hits(self) if is_bound and caches is not None else 0
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Leading tokens, by the nearest memory tier that holds them on the replica where it waits."""
+        """Return the number of leading tokens in each memory of the request's replica, by name; empty unless the
+        request waits there without KV.
+        """
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
         return caches.tier_hits(self) if is_bound and caches is not None else {}
 
     def block_hashes(self) -> Sequence[Hashable]:
-        """Hashes of the prompt's full blocks; empty if no other request can have the same content."""
+        """Return the hashes of the prompt's full blocks; empty if no other request can have the same content."""
         return () if self.hashes is None else self.hashes.shared_prompt_hashes(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
@@ -378,7 +396,9 @@ class Request(_Stated):
         return self._output
 
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
-        """Count the drafts of the step that gave the newest token, and those that became output after it."""
+        """Count the drafts verified by the step that produced the newest token, and the drafts that became output after
+        that token.
+        """
         assert self._pool is None
         if num_drafts:
             self._count_drafts(self._output - 1, num_drafts, num_accepted)
@@ -386,7 +406,7 @@ class Request(_Stated):
             return
         self._output += num_accepted
         self.token_log += [tick] * num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise its KV was freed meanwhile
+        if self.state is RequestState.RUNNING:  # otherwise the request's KV was freed meanwhile
             self._computed += num_accepted
 
     def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
@@ -399,7 +419,7 @@ class Request(_Stated):
         log += (num_before, num_drafts, num_accepted)
 
     def note_proposal(self, num_drafts: int) -> None:
-        """Record the drafts proposed for the next tokens."""
+        """Record the number of drafts proposed for the next tokens."""
         entry, log = (self._output, num_drafts), self.proposals
         if isinstance(log, list):
             log.append(entry)
@@ -407,7 +427,7 @@ class Request(_Stated):
             self.proposals = [entry]
 
     def take_back_output(self) -> None:
-        """Uncount the newest generated token; only outside a decode pool."""
+        """Undo the count of the newest generated token; only outside a decode pool."""
         assert self._pool is None
         self._output -= 1
         newest = self.token_log.pop()
@@ -417,7 +437,7 @@ class Request(_Stated):
                 self.token_log.append((log, first, end - 1))
 
     def join_pool(self, pool: SharedCounters) -> int:
-        """Hand the counters over to the pool; returns the number by which the computed tokens exceed the pool's
+        """Let the pool's counters replace the request's own; return the number of computed tokens minus the pool's
         committed steps.
         """
         self._offset = self._computed - pool.num_committed
@@ -425,7 +445,7 @@ class Request(_Stated):
         return self._offset
 
     def leave_pool(self) -> int:
-        """Take the counters back from the pool; returns what `join_pool` did."""
+        """Use the request's own counters again; return the number that `join_pool` returned."""
         computed, output = self.num_computed_tokens, self.num_output_tokens
         self._pool = None
         self._computed, self._output = computed, output
@@ -433,7 +453,7 @@ class Request(_Stated):
 
 
 def num_computed_of(requests: Sequence[Request]) -> list[int]:
-    """Return the computed tokens of requests that are not in a decode pool."""
+    """Return the number of computed tokens of each of these requests, which must not be in a decode pool."""
     return [one._computed for one in requests]
 
 
@@ -446,10 +466,12 @@ def count_planned(requests: Sequence[Request]) -> None:
 def add_outputs(
     requests: Sequence[Request], num_drafts: Sequence[int], num_accepted: Sequence[int], num_new: int, tick: int
 ) -> list[int]:
-    """Count the tokens that decodes got from a step at this tick; returns the number of known tokens of each request.
+    """Count the tokens that a step at this tick produced for decodes; return the number of known tokens of each
+    request.
 
-    Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted
-    before. One loop over the requests' fields, since every decode of a step with drafts passes here.
+    Each request gets its accepted drafts, after one more token that is counted here if `num_new` is 1 and was counted
+    before if it is 0. All is done in one loop over the requests' fields, because every decode of a step with drafts is
+    counted here.
     """
     ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
     num_before, num_known = 1 - num_new, list[int]()

@@ -1,7 +1,7 @@
 """Requests that hold memory on a replica, in the orders that policies need.
 
 A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step), the partial
-prefills, or in flight (part of a step that has not come back, under pipeline parallelism).
+prefills, or in flight (part of a step that has not completed, under pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vajra_py.runtime.requests.request import Request
 
 class PoolChanges(NamedTuple):
     """Requests that joined and left a replica's decode pool since its last plan. A request that left and joined again
-    is in both.
+    is in both lists.
     """
 
     joined: Sequence[Request]
@@ -33,7 +33,7 @@ NO_CHANGES = PoolChanges((), ())
 
 
 class Unverified(NamedTuple):
-    """Drafts of a request's last step, which has ended although it is not yet known which of them are accepted."""
+    """Drafts of a request's last step, which has ended although it is not known yet which drafts are accepted."""
 
     num_drafts: int
     is_padding: bool = False
@@ -41,15 +41,17 @@ class Unverified(NamedTuple):
 
 
 class OffersWaiting(Protocol):
-    """Connector by whose answers waiting requests may be admitted."""
+    """Connector that determines which waiting requests may be admitted."""
 
     def offered(
         self, in_order: Iterator[RequestView], urgency: Callable[[RequestView], PriorityKey], now: float
     ) -> Iterator[RequestView]:
-        """Iterate over the waiting requests that may be admitted, most urgent first."""
+        """Iterate over the waiting requests that may be admitted: first those that hold blocks, then the others, most
+        urgent first.
+        """
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks; such requests run although no new one is admitted."""
+        """Return True if a waiting request holds blocks; such requests may run even if no new request is admitted."""
 
     @property
     def num_holding(self) -> int:
@@ -70,15 +72,15 @@ class RunningSet:
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}
-        """Waiting requests that arrived with their KV, or whose prefix was loaded. They hold blocks, and are offered
-        before the others so that these need not wait for their blocks.
+        """Waiting requests that arrived with their KV, or whose prefix was loaded. They hold blocks and are offered
+        before other requests, which might otherwise wait for these blocks.
         """
         self.loading: dict[Request, None] = {}
-        """Admitted requests that wait for their KV to arrive; they hold blocks, and are not offered."""
+        """Waiting requests whose KV is being transferred or loaded; they hold blocks and are not offered."""
         self.connected: OffersWaiting | None = None
-        """Connector to KV outside the replica; None: there is none."""
+        """Connector to KV outside the replica; None if there is none."""
         self.adapters: Adapters | None = None
-        """LoRA adapters; None: there are none."""
+        """LoRA adapters of the replica; None if it has none."""
         self.num_running = 0
         """Number of requests that hold KV blocks."""
         self.num_admissions = 0
@@ -90,9 +92,9 @@ class RunningSet:
         self.bars_preempted = False
         """True if a request that a step preempts may be admitted again only by a later step."""
         self.unverified: dict[Request, Unverified] = {}
-        """Requests that got a token in a step with drafts whose outcome is not known yet."""
+        """Requests that got a token in a step with drafts, as long as it is unknown which drafts are accepted."""
         self.barred: set[Request] = set()
-        """Requests preempted in this step, which must not be admitted in it."""
+        """Requests preempted in this step, which must not be admitted again in it."""
 
     def lets_in(self, request: RequestView) -> bool:
         """Return True if this waiting request may be admitted now, provided that memory suffices."""
@@ -106,24 +108,24 @@ class RunningSet:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the replica's own queue and in the shared one."""
+        """Number of requests in the replica's own queue and in the shared queue."""
         return self.queue.num_requests + self.shared.queue.num_requests
 
     def admit(self, request: Request) -> None:
-        """Add a request that has got KV blocks: a partial prefill, and the latest admission."""
+        """Add a request that got KV blocks, as a partial prefill and the latest admission."""
         self.num_running += 1
         self.num_admissions += 1
         request.admitted_index = self.num_admissions
         self.partial[request] = None
 
     def decodes(self) -> Sequence[Request]:
-        """Pool members and skipped decodes in order of admission."""
+        """Return the pool members and skipped decodes in order of admission."""
         if not self.skipped:
             return self.pool.in_admission_order()
         return sorted([*self.pool, *self.skipped], key=by_admission)
 
     def read_keys_again(self) -> None:
-        """Have keys that may change at any event re-read."""
+        """Mark keys that may change at any event to be re-read at the next query."""
         self.queue.begin_step()
         self.shared.begin_step()
 
@@ -164,7 +166,7 @@ class RunningSet:
         self.pool.join(request, request.end_epoch)
 
     def log_pool(self, *, on: bool) -> None:
-        """Track joining and leaving of the decode pool, for `take_pool_changes`."""
+        """Start or stop tracking which requests join and leave the decode pool, for `take_pool_changes`."""
         self.pool.joined = dict(self.pool.members) if on else None
 
     def take_pool_changes(self) -> PoolChanges:
@@ -195,7 +197,7 @@ class RunningSet:
             self.adapters.clear()
 
     def check(self) -> None:
-        """Raise `RuntimeError` unless every running request is in one of the sets."""
+        """Raise `RuntimeError` unless the sets together have as many requests as are running."""
         held = len(self.pool) + len(self.skipped) + len(self.partial) + len(self.in_flight)
         if held != self.num_running:
             raise RuntimeError(f"{self.num_running} requests run, and {held} are in the sets of those that do")
@@ -215,7 +217,7 @@ class RunningSet:
             del self.partial[request]
 
     def compute_again(self, request: Request, num_valid_tokens: int) -> None:
-        """Make a running request recompute the tokens after its valid ones, like a prompt's."""
+        """Make a running request recompute the tokens after its valid ones, as if they were prompt tokens."""
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:
@@ -227,7 +229,9 @@ class RunningSet:
         self.partial[request] = None
 
     def take_back_token(self, request: Request) -> None:
-        """Undo the token that the pool's last step counted for a member and that never came."""
+        """Undo the token that the pool's last step counted for a member but that was never produced; the member becomes
+        a partial prefill.
+        """
         if request in self.pool.members:
             self._leave_pool(request)
             self.partial[request] = None
@@ -235,7 +239,7 @@ class RunningSet:
 
 
 class StateView:
-    """`LocalReplicaView` over the running set, for a replica scheduler that forms a step."""
+    """`LocalReplicaView` of the running set, for a replica scheduler that forms a step."""
 
     __slots__ = ("_running_set", "limits", "now", "replica_id", "slack")
 
@@ -246,11 +250,11 @@ class StateView:
         self.now = 0.0
         """Time at which the step is formed, seconds."""
         self.slack: SlackReader | None = None
-        """Slack by the prioritizer in force; None if it predicts none."""
+        """Reader of the slack that the present prioritizer predicts; None if it predicts none."""
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks, cached idle ones included."""
+        """Number of free KV blocks, including idle cached ones."""
         return self._running_set.memory.free_blocks
 
     @property
@@ -270,24 +274,24 @@ class StateView:
 
     @property
     def num_waiting(self) -> int:
-        """Own queue and shared queue."""
+        """Number of requests in the replica's own queue and in the shared queue."""
         running_set = self._running_set
         return running_set.queue.num_requests + running_set.shared.queue.num_requests
 
     @property
     def loaded_adapters(self) -> Sequence[str]:
-        """Adapters that slots hold, the least recently used first."""
+        """Names of the adapters that slots hold, the least recently used first."""
         adapters = self._running_set.adapters
         return () if adapters is None else adapters.loaded()
 
     @property
     def num_adapter_slots(self) -> int:
-        """Number of slots into which another adapter could be loaded."""
+        """Number of slots that are free or hold an idle adapter."""
         adapters = self._running_set.adapters
         return 0 if adapters is None else adapters.num_available()
 
     def adapter_blocks(self, name: str) -> int:
-        """Size of an adapter, KV blocks."""
+        """Return the size of an adapter in KV blocks."""
         adapters = self._running_set.adapters
         return 0 if adapters is None else adapters.num_blocks.get(name, 0)
 
@@ -296,18 +300,20 @@ class StateView:
         return self._running_set.running()
 
     def decodes(self) -> Sequence[RequestView]:
-        """Decodes in order of admission."""
+        """Return the decodes in order of admission."""
         return self._running_set.decodes()
 
     def partial_prefills(self) -> Sequence[RequestView]:
-        """Partial prefills, most urgent first."""
+        """Return the partial prefills, most urgent first."""
         partial = self._running_set.partial
         if len(partial) < 2:
             return list(partial)
         return sorted(partial, key=self.urgency)
 
     def waiting(self) -> Iterator[RequestView]:
-        """Return the waiting requests that may be admitted, most urgent first, own and shared queue merged."""
+        """Iterate over the waiting requests of own and shared queue that may be admitted: first those that hold blocks,
+        then the others, most urgent first.
+        """
         running_set = self._running_set
         if running_set.connected is not None:
             others = self._in_order() if running_set.admits else iter(())
@@ -351,17 +357,19 @@ class StateView:
                 right = next(pulled, None)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks that `num_tokens` tokens occupy."""
+        """Return the number of KV blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.limits.block_size)
 
     def urgency(self, request: RequestView) -> PriorityKey:
-        """Return the prioritizer's key now, ties broken by arrival and index."""
+        """Return the request's present key in the total order: the prioritizer's key, arrival and index."""
         return self._running_set.queue.urgency(request, self.now)
 
     def slack_s(self, request: RequestView) -> float | None:
-        """Return the seconds of slack now."""
+        """Return the present slack in seconds; None if the prioritizer predicts none."""
         return None if self.slack is None else self.slack.slack_s(request, self.now)
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """Slack now as a fraction of the time from arrival to deadline."""
+        """Return the present slack as a fraction of the time from arrival to deadline; None if the prioritizer predicts
+        none.
+        """
         return None if self.slack is None else self.slack.slack_fraction(request, self.now)

@@ -1,8 +1,8 @@
-"""Admission gate: calls the admission policy for arriving requests, and holds those that it defers.
+"""Admission gate: calls the admission policy for arriving requests, and keeps the requests that the policy defers.
 
 One gate serves all replicasets of a run. A deferred request is alive and in no queue: it may be aborted or expire, and
-policies of the layers see it once it is accepted. The policy is called for it again at the time that it set, or,
-without a time, when a request ends or the policy is woken.
+the policies of the three layers see it only after it is accepted. The admission policy is called again for a deferred
+request at the time that the policy set, or, without a time, when a request ends or the policy is woken.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 MAX_FRUITLESS = 100_000
-"""Number of consecutive deferrals allowed to a policy with no other event in between."""
+"""Maximum number of deferrals by a policy without any other event in between."""
 
 MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
-"""Largest number of deferrals of one request until a time, within this many seconds: on average one per 10 us, shorter
-than any step.
+"""Maximum number of deferrals of one request to a set time within `DEFERRALS_S` seconds: on average one per 10 us,
+which is shorter than any step.
 """
 
 MakeHashes = Callable[[int], BlockHashes | None]
@@ -53,11 +53,12 @@ class Deferral(Struct, eq=False):
     """One deferred request.
 
     Attributes:
-        make_hashes: function of a block size that returns the hashes of its prompt's blocks.
-        until: tick at which the policy is called again; None: when something changes.
-        counted_from: tick from which its deferrals until a time are counted.
-        num_counted: number of these.
-        holds_rest: True if deferred requests after this one wait as long as it does, unless `until` is set.
+        make_hashes: function of a block size that returns the hashes of the prompt's blocks.
+        until: tick at which the policy is called again; None: it is called when a request ends or the policy is woken.
+        counted_from: tick from which the request's deferrals to a set time are counted.
+        num_counted: number of these deferrals.
+        holds_rest: True if requests deferred after this one wait until it is accepted or leaves; without effect if
+            `until` is set.
         is_void: True if the policy was called again, or the request has ended.
     """
 
@@ -74,11 +75,11 @@ class Deferral(Struct, eq=False):
         return now <= self.counted_from + _COUNTED_TICKS and self.num_counted > 0
 
     def is_last(self, now: int) -> bool:
-        """Return True if another deferral until a time would exceed the limit."""
+        """Return True if another deferral to a set time would exceed the limit."""
         return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
 
     def following(self, until: int | None, holds_rest: bool, now: int) -> Deferral:
-        """Return the deferral that follows this one."""
+        """Return the request's next deferral, which begins at tick `now`."""
         if until is None:
             return structs.replace(self, until=None, holds_rest=holds_rest, is_void=False)
         counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
@@ -95,12 +96,14 @@ class AdmissionGate:
         replicasets: Mapping[str, Replicaset],
         models: Mapping[str, object] | None = None,
     ) -> None:
-        """`models`: the model of each replicaset, if requests cannot be sent from one model to another; None: they can."""
+        """Create the gate. `models`: model of each replicaset, if requests cannot be sent from one model to another;
+        None: they can.
+        """
         self.name = name
         self.error: PolicyError | None = None
-        """Violation of the contract by the policy; None: none."""
+        """Violation of the contract by the policy; None if there was none."""
         self.on_room: Callable[[], None] | None = None
-        """Callback of the driver, to decide again in this tick about deferred requests without a time."""
+        """Callback of the driver that calls the policy again in this tick for deferred requests without a time."""
         self.num_fruitless = 0
         """Number of deferrals since any other event."""
         self._make_policy = make_policy
@@ -120,7 +123,7 @@ class AdmissionGate:
                     bind_all(one, one.policies, None)
 
     def renew(self) -> None:
-        """Rebuild the policy; it listens to requests once the replicasets' policies are bound again."""
+        """Rebuild the policy; the new one receives request events once the replicasets' policies are bound again."""
         before, self.policy = getattr(self, "policy", None), self._make_policy()
         self.error = None
         self.own: Listeners = listeners_among(((self.policy, self.name),))
@@ -133,11 +136,11 @@ class AdmissionGate:
     # Deferred requests
 
     def __len__(self) -> int:
-        """Deferred requests."""
+        """Return the number of deferred requests."""
         return len(self._deferred)
 
     def num_deferred(self, replicaset: str) -> int:
-        """Return the number of deferred requests of one replicaset."""
+        """Return the number of deferred requests of one replicaset, by name."""
         return self._num_deferred[replicaset]
 
     @property
@@ -180,14 +183,18 @@ class AdmissionGate:
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
-        """Return True if a request is deferred without a time, and those after it wait as long as it does."""
+        """Return True if a request is deferred without a time, and requests deferred after it wait until it is accepted
+        or leaves.
+        """
         deferral = self._deferred.get(request)
         return deferral is not None and deferral.until is None and deferral.holds_rest
 
     # Calling the policy
 
     def ask(self, request: Request, now: float) -> AdmissionDecision:
-        """Return the policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
+        """Call the policy for a request and return its decision, checked. Raises `PolicyError`, which is also stored as
+        `error`.
+        """
         try:
             decision: object = self.policy.admit(request, self._views, now)
             return self._checked(decision, request, now)
@@ -234,7 +241,7 @@ class AdmissionGate:
         return None
 
     def wake(self, key: str, now: float) -> None:
-        """Call the policy's wake-up. Raises `PolicyError`, which is also stored as `error`."""
+        """Call the policy's `on_wake`, if it has one. Raises `PolicyError`, which is also stored as `error`."""
         on_wake = getattr(self.policy, "on_wake", None)
         if on_wake is None:
             return
@@ -247,7 +254,7 @@ class AdmissionGate:
             raise self.error from error
 
     def violation(self, message: str, request: Request) -> PolicyError:
-        """Return the error for a decision of the policy on a request."""
+        """Return the error for an invalid decision of the policy about a request."""
         place = place_of_definition(self.policy.admit)
         return PolicyError(self.name, message, request_id=request.request_id, place=place)
 
@@ -273,13 +280,13 @@ class AdmissionGate:
         return was_deferred or bool(before.degraded)
 
     def detail_of(self, decision: Refuse) -> str:
-        """Reason that the client of a refused request gets."""
+        """Return the reason that the client of a refused request gets."""
         return f"{SHED} {self.name}: {decision.reason}"
 
 
 def _degrade(request: Request, decision: Accept) -> str:
-    """Reduce a request as the policy decided; return a description of the reductions, empty if there are none. The
-    controller changes the replicaset.
+    """Reduce a request's limits as the policy decided; return a description of the changes, empty if there are none.
+    The replicaset is only described here; the controller changes it.
     """
     found = []
     if decision.max_tokens is not None and decision.max_tokens < request.max_tokens:
@@ -340,12 +347,12 @@ class _ReplicasetSight:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Replicas, by id."""
+        """Loads of the replicas, by id."""
         return self._replicaset.live_loads()
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests of all queues."""
+        """Number of requests in all queues of the replicaset."""
         return self._replicaset.num_queued
 
     @property
@@ -355,5 +362,5 @@ class _ReplicasetSight:
 
     @property
     def num_deferred(self) -> int:
-        """Number of requests of the replicaset that are deferred."""
+        """Number of deferred requests of the replicaset."""
         return self._num_deferred[self.name]

@@ -13,7 +13,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Largest number of calls of one policy at one tick, or at consecutive ticks; more count as an endless loop."""
+"""Maximum number of calls of one policy at one tick or at consecutive ticks; more calls count as an endless loop."""
 
 
 class Repeats(Struct, eq=False):
@@ -23,7 +23,7 @@ class Repeats(Struct, eq=False):
     num_calls: int = 0
 
     def are_without_end(self, now: int) -> bool:
-        """Count a call; return True if the limit is exceeded."""
+        """Count a call at tick `now`; return True if the limit is exceeded."""
         if now > self.last_tick + 1:
             self.num_calls = 0
         self.last_tick = now
@@ -35,14 +35,14 @@ class Sleeper(Struct, eq=False):
     """A policy that may set wake-ups."""
 
     replicaset: str
-    """Empty for policies of the whole system."""
+    """Name of the policy's replicaset; empty for policies of the whole system."""
     slot: str
     """Key of the policy under `scheduling:` in YAML."""
     policy_name: str
     index: int = 0
-    """Position among the policies of its layer; for a replica scheduler the replica's id."""
+    """Position of the policy in its layer; for a replica scheduler, the replica's id."""
     policy: Any = None
-    """The object; None while it is being built."""
+    """The policy object; None while it is being built."""
     wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:
@@ -58,7 +58,7 @@ class Alarm(Struct, eq=False):
 
     sleeper: Sleeper
     key: str | None
-    """Key given by the policy; None: its replica's next step is due (`BatchBuilder.idle_until`)."""
+    """Key given by the policy; None: the policy's replica is to form a step (`BatchBuilder.idle_until`)."""
     tick: int
     is_void: bool = False
 
@@ -70,13 +70,13 @@ class AlarmClock(Struct, eq=False):
     _push: Callable[[Alarm], None] | None = None
 
     def connect(self, push: Callable[[Alarm], None]) -> None:
-        """Pass each wake-up to `push` from now on, which calls `rang` when the time has come."""
+        """Pass each wake-up, including those set before, to `push`; the driver calls `rang` when its time has come."""
         self._push = push
         for alarm in self._pending.values():
             push(alarm)
 
     def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
-        """Set the wake-up of this key to a tick, replacing an earlier one."""
+        """Set the policy's wake-up with this key to a tick; it replaces an earlier one."""
         old = self._pending.get((sleeper, key))
         if old is not None:
             if old.tick == tick:
@@ -87,13 +87,13 @@ class AlarmClock(Struct, eq=False):
             self._push(alarm)
 
     def cancel(self, sleeper: Sleeper, key: str | None) -> None:
-        """Forget the wake-up of this key."""
+        """Cancel the policy's wake-up with this key, if there is one."""
         alarm = self._pending.pop((sleeper, key), None)
         if alarm is not None:
             alarm.is_void = True
 
     def rang(self, alarm: Alarm) -> None:
-        """Handle the wake-up whose time has come."""
+        """Remove a wake-up whose time has come."""
         del self._pending[alarm.sleeper, alarm.key]
 
 

@@ -2,7 +2,7 @@
 
 A backend launches a plan and responds, on its own clock, by pushing `Phase.STEP_END` and passing the result to
 `Driver.complete`. The simulator, the engine and other backends (another system's workers, remote actors) differ only in
-this.
+how they do so.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from vajra_py.runtime.step.plan import StepPlan
 
 @dataclass(eq=False, slots=True)
 class BackendReplica:
-    """One replica as driver and backend see it; backends add fields of their own."""
+    """One replica as driver and backend see it; backends add their own fields."""
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Its position in the run, which breaks ties: replicasets as configured, replicas by id."""
+    """Position of the replica in the run, which breaks ties: replicasets in the order of the settings, replicas by id."""
     free_at: int = field(default=0, kw_only=True)
-    """Tick from which it can take another step; `NEVER`: only after the step in flight has ended, or not at all."""
+    """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
+    all.
+    """
     is_idle: bool = field(default=True, kw_only=True)
-    """True if it executes nothing because no step could be formed."""
+    """True if the replica executes nothing because no step could be formed."""
     form_pending: bool = field(default=False, kw_only=True)
-    """True if it forms a step after all other events of this tick."""
+    """True if the replica forms a step after all other events of this tick."""
     epoch: int = field(default=0, kw_only=True)
-    """Number of times that its steps were cancelled; step ends of an earlier epoch are void."""
+    """Number of times that the replica's steps were cancelled; step ends of an earlier epoch are ignored."""
     num_stages: int = field(init=False)
-    """Number of pipeline stages, which is the number of steps that it executes at once."""
+    """Number of pipeline stages, which is the number of steps that the replica can execute at once."""
 
     def __post_init__(self) -> None:
         """Read the sizes that do not change."""
@@ -86,18 +88,19 @@ class Backend(Protocol[S]):
     # Execution
 
     def launch(self, replica: S, plan: StepPlan) -> int:
-        """Begin to execute a plan; returns the tick from which the replica can take another one.
+        """Begin to execute a plan; return the tick from which the replica can take another one.
 
-        `NEVER`: once this one has completed, or with pipeline stages, once its `Phase.STAGE_END` was pushed. Its end is
-        pushed as `(replica, anything, replica.epoch)`, with the replica's rank.
+        `NEVER`: the replica can take another plan once this one has completed or, with pipeline stages, once
+        `Phase.STAGE_END` of this one was pushed. The backend pushes the step's end as `(replica, anything,
+        replica.epoch)`, with the replica's rank.
         """
 
     def cancel(self, replica: S) -> int:
-        """Cancel the replica's steps; returns the tick from which it is free, `NEVER` if the backend will report that
-        later.
+        """Cancel the replica's steps; return the tick from which the replica is free, `NEVER` if the backend will
+        report that later.
         """
 
-    # Handlers of events whose payload is the backend's own
+    # Handlers of events whose payload the backend defines
 
     def on_arrival(self, payload: Any) -> None:
         """Pass a request that arrived to `Driver.submit`."""
@@ -106,7 +109,7 @@ class Backend(Protocol[S]):
         """Pass the step's result to `Driver.complete`."""
 
     def on_policy_change(self, payload: Any) -> None:
-        """Pass a change of policy to `Driver.swap_policy`."""
+        """Pass the change of policy to `Driver.swap_policy`."""
 
     # Notifications about requests
 
@@ -117,10 +120,10 @@ class Backend(Protocol[S]):
         """Note that the request waits, and may run on any of these replicas."""
 
     def on_transfer(self, transfer: Transfer[Any]) -> None:
-        """Begin to move KV; its replicas are the backend's.
+        """Begin to move KV between two of the backend's replicas.
 
-        Unless the driver models the links (`DriverOptions.times_transfers`), its end is an event of a later tick:
-        `Phase.TRANSFER` with a `TransferEnd`.
+        Unless the driver models the links (`DriverOptions.times_transfers`), the backend pushes the transfer's end at a
+        later tick: `Phase.TRANSFER` with a `TransferEnd`.
         """
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
@@ -129,20 +132,21 @@ class Backend(Protocol[S]):
     def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
         """Begin to load an adapter into its slot, which is used only by steps launched before.
 
-        Called unless the driver times loads (`DriverOptions.times_transfers`); the end is an event of a later tick: `Phase.TIER` with an
-        `AdapterEnd`.
+        Called unless the driver times loads (`DriverOptions.times_transfers`); the backend pushes the load's end at a
+        later tick: `Phase.TIER` with an `AdapterEnd`.
         """
 
     def on_tier_copy(self, copy: TierCopy[Any]) -> None:
-        """Begin to copy KV between memory tiers; its replica is the backend's. Not called if the driver models the links.
+        """Begin to copy KV between memory tiers of one of the backend's replicas. Not called if the driver models the
+        links.
 
         A copy downwards reads the blocks' content before the replica's next step. A copy upwards writes blocks that no
-        step uses before the copy's end, an event of a later tick: `Phase.TIER` with a `TierEnd`.
+        step uses before the copy's end. The backend pushes the end at a later tick: `Phase.TIER` with a `TierEnd`.
         """
         raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
 
     def on_tier_copy_cancelled(self, copy: TierCopy[Any]) -> None:
-        """Note that no request waits for this copy any more: its blocks may be reused from the replica's next step on."""
+        """Note that no request waits for this copy any more: the blocks may be reused from the replica's next step on."""
         return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
@@ -164,19 +168,24 @@ class FastForward(Protocol[S]):
         """
 
     def on_queued(self, replica: S) -> None:
-        """Apply a replica's ended steps, since a request has joined its queue; end the run if it depends on the queue."""
+        """Apply a replica's ended steps, because a request has joined its queue; end the run of steps if it depends on
+        the queue.
+        """
 
     def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
-        """Apply a replica's ended steps and end the run with the step in flight, since its requests are about to change.
+        """Apply a replica's ended steps and end the run of steps with the step in flight, because the replica's
+        requests are about to change.
 
-        `up_to_now`: also apply a step that ends now; it precedes what happens now.
+        `up_to_now`: also apply a step that ends now, as it precedes the change.
         """
 
     def catch_up(self, replica: S, *, up_to_now: bool = True) -> None:
-        """Apply a replica's ended steps; its run of steps continues. `up_to_now`: see `interrupt`."""
+        """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run with the last step that is certainly a repetition, because blocks were taken after `catch_up`."""
+        """End the run with the last step that is certain to be a repetition, because blocks were taken after
+        `catch_up`.
+        """
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

@@ -1,4 +1,4 @@
-"""Build a controller with its replicas and policies from an experiment's settings."""
+"""Building of a controller with its replicas and policies from an experiment's settings."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 
 class ModelFacts(Struct, frozen=True):
-    """Sizes that follow from the model and its device, used if the settings leave them open."""
+    """Sizes that follow from the model and its device, used if the settings do not state them."""
 
     num_blocks: Callable[[int, float], int] | None = None
-    """Function of (block size, memory fraction) that returns the KV blocks of a replica; None: the settings must state
-    them.
+    """Function of (block size, memory fraction) that returns the number of KV blocks of a replica; None: the settings
+    must state it.
     """
     max_model_len: int | None = None
     kv_bytes_per_token: int = 0
@@ -117,10 +117,12 @@ class Services(Struct, frozen=True):
     draft_times_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that drafting adds to each step with drafts, and for each draft in it."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
-    """Builds the KV memory of a replica; None: `build_memory`."""
+    """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
     make_load: Callable[[Replica], LiveLoad] = LiveLoad
-    """Classes of replicas and of their loads; a router's are servers."""
+    """Function that creates a replica's load view, as `make_replica` creates the replica; a router replaces both,
+    because its replicas are servers.
+    """
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
@@ -154,8 +156,8 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """Build the admission policy of these replicasets. It gets the largest of all limits, and the predictors of the
-    first replicaset.
+    """Build the admission gate of these replicasets. The policy's context has the largest of all limits, and the
+    predictors of the first replicaset.
     """
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
@@ -205,7 +207,7 @@ def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFact
 
 
 def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
-    """Return the sizes of a replica: those of the settings, or else those that follow from model and device."""
+    """Return the sizes of a replica: those that the settings state, else those that follow from model and device."""
     memory = settings.memory
     groups = settings.kv_parallel
     num_blocks = memory.num_blocks
@@ -241,7 +243,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def _check_drafts(where: str, limits: ReplicaLimits) -> None:
-    """Raise `ConfigError` for drafts that are not made on a replica of these sizes."""
+    """Raise `ConfigError` if drafts are enabled and cannot be used on a replica of these sizes."""
     if not limits.max_draft_tokens:
         return
     if limits.max_draft_tokens >= limits.max_model_len:
@@ -262,7 +264,7 @@ def build_memory(
     kind: type[PagedKvMemory] = PagedKvMemory,
 ) -> KvMemory:
     """Build an empty KV memory of these sizes; `retention` orders its idle content (None: as in the settings), `tiers`
-    are the tiers below it.
+    are the memory tiers below it.
 
     `kind`: class of a memory without KV parallelism.
     """
@@ -305,14 +307,14 @@ class ReplicaPlan(Struct, frozen=True):
     limits: ReplicaLimits
     latency: LatencyModel
     scheduler: PolicyChoice
-    """Its replica scheduler."""
+    """Policy choice of the replica scheduler."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
     num_layers: int | None = None
-    """Number of layers of its model; None: unknown."""
+    """Number of layers of the replica's model; None: unknown."""
     tiers: KvTiers | None = None
-    """Memory tiers below its device; None if there are none, or they are not built yet."""
+    """Memory tiers below the replica's device; None if there are none, or if they are not built yet."""
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
@@ -369,7 +371,7 @@ def build_replicaset(
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
         if layer is Layer.REPLICA_SCHEDULER:
             own = replace(own, limits=plans[index].limits, latency=plans[index].latency)
-        elif index:  # the second instance, for requests whose prompts are computed
+        elif index:  # the layer's second instance, for requests whose prompts are computed
             own = replace(own, random_stream=seeds.child("after_prompt").stream)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
@@ -429,7 +431,7 @@ def _with_memory_below(
 
 
 def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
-    """Return True if some replicas compute prompts alone, or decodes alone."""
+    """Return True if some replicas compute only prompts, or only decodes."""
     return any(plan.role is not PoolRole.MIXED for plan in plans)
 
 
@@ -447,8 +449,8 @@ def _let_requests_move(
 def _build_scaling(
     replicaset: str, settings: ReplicasetConfig, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> ReplicasetScaling | None:
-    """Return the scaler of a replicaset with the bounds of its pools; None without one. Raises the errors of building
-    it.
+    """Return the scaler of a replicaset with the bounds of its pools; None if the settings name none. Raises the errors
+    of building a scaler.
     """
     choice = settings.scheduling.scaling
     if choice is None:
@@ -470,8 +472,8 @@ def _build_scaling(
 def _build_retention(
     replicaset: str, plan: ReplicaPlan, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> Retention | None:
-    """Return the retention policy of one replica; None without one. Raises `ConfigError`, and the errors of building
-    it.
+    """Return the retention policy of one replica; None if the settings name none. Raises `ConfigError`, and the errors
+    of building a policy.
     """
     choice = plan.retention
     if choice is None:
@@ -503,7 +505,7 @@ def _order_of(retention: Retention | None, registry: Registry) -> Retention | No
 
 
 def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
-    """Return the rules by which requests move. Raises `ConfigError` if they are incompatible with the replicas."""
+    """Return the rules for moving requests. Raises `ConfigError` if they are incompatible with the replicas."""
     where = f"replicasets.{name}"
     links = LinkOptions.of(settings.links)
     num_bytes = settings.hand_off.kv_bytes_per_token
@@ -521,7 +523,9 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
 
 
 def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
-    """Return `HandOffRules.num_parts`. Raises `ConfigError` if KV cannot be sent while its prompt is computed."""
+    """Return `HandOffRules.num_parts`. Raises `ConfigError` if the settings require KV to be sent while its prompt is
+    computed and this is impossible.
+    """
     overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers
     if overlap != "none" and any(plan.limits.pipeline_stages > 1 for plan in plans):
         message = f"KV is not sent while its prompt goes through pipeline stages (got {overlap})"
@@ -600,7 +604,9 @@ def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
 
 
 def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
-    """Return the prefill times of each kind of replica; replicas with equal plans are one kind."""
+    """Return the table of prefill times of each kind of replica; replicas of equal model, limits and scheduler are one
+    kind.
+    """
     kinds: list[ReplicaPlan] = []
     tables = []
     for plan, scheduler in zip(plans, schedulers, strict=True):

@@ -1,4 +1,4 @@
-"""Build the memory tiers below the devices of a replicaset's replicas from its settings."""
+"""Building of the memory tiers below the devices of a replicaset's replicas from its settings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _1K = 1024
 
 
 def tier_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> TierMovesRules | None:
-    """Return the rules of a replicaset's tiers by the settings and sizes of its replicas; None if none has tiers.
+    """Return the rules of a replicaset's tiers, given the settings and limits of its replicas; None if no replica has
+    tiers.
 
-    Raises `ConfigError` if these are inconsistent.
+    Raises `ConfigError` if the settings are inconsistent.
     """
     tiered = [(one.memory.tiers, limits, one) for one, limits in settings if one.memory.tiers is not None]
     if not tiered:
@@ -80,7 +81,7 @@ def _link(level: TierConfig) -> LinkOptions:
 
 
 class TiersOfReplicaset:
-    """Builds the tiers of each replica of one replicaset; shared ones are built once."""
+    """Builds the tiers of each replica of one replicaset; shared tiers are built once."""
 
     def __init__(self, context: PolicyContext, seeds: SeedTree, registry: Registry) -> None:
         self._context = context

@@ -1,8 +1,7 @@
-"""Events about the content of a replicaset's caches for its policies, possibly with a lag.
+"""Delivery of events about the content of a replicaset's caches to its policies, possibly with a lag.
 
-One mechanism for all routers: with a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is fed by the same
-events as policies that listen (`ListensToCaches`). Without a lag it reads the caches themselves, which gives the same
-result and needs no index.
+With a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is built from the same events that policies get
+(`ListensToCaches`). Without a lag, it reads the caches themselves, which gives the same result and needs no index.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ class ContentFeed:
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
         self.lag_s = lag_s
-        """Age that an event must have, seconds."""
+        """Age in seconds at which an event is delivered."""
         self._replicas = replicas
         self._record: deque[ContentEvent] = deque()
         self._known: list[set[Hashable]] = [set() for _ in replicas] if lag_s > 0 else []
-        """Content of each replica according to the delivered events, with a lag."""
+        """Content of each replica according to the delivered events; empty without a lag."""
         self._listeners = Listeners()
         self._is_bound = False
         self._expiring = [one.memory for one in replicas if one.memory.expires_content]
-        """Memories with expiring content, whose expiry must be checked."""
+        """Memories whose content may expire, which is checked before events are delivered."""
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:
-        """Notify these policies from now on, beginning with the present content."""
+        """Deliver events to these callbacks from now on, beginning with events for the present content."""
         self._listeners = listeners
         for replica, events in zip(self._replicas, self._events, strict=True):
             if self._is_bound:
@@ -49,7 +48,7 @@ class ContentFeed:
         self._is_bound = True
 
     def deliver(self, now: float) -> None:
-        """Deliver notices that are due. Raises `PolicyError` when a policy breaks the contract."""
+        """Deliver the events that are at least `lag_s` old. Raises `PolicyError` if a policy breaks the contract."""
         for memory in self._expiring:
             memory.expire()
         record, until = self._record, now - self.lag_s
@@ -57,7 +56,9 @@ class ContentFeed:
             self._give(record.popleft())
 
     def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens of a content that the replica holds, according to the events delivered so far."""
+        """Return the number of leading tokens with these hashes that the replica holds, according to the events
+        delivered so far.
+        """
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())
         return known_prefix_tokens(self._known[replica_id], hashes, num_known_tokens, memory.block_size)

@@ -31,11 +31,11 @@ from vajra_py.runtime.support.clock import to_seconds
 
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
-"""Details of requests that expire or are aborted."""
+"""Detail of requests that expire; `ABORTED`: detail of requests that are aborted."""
 
 
 class Controller:
-    """Every replicaset of a run, and the count of every request."""
+    """The replicasets of a run, and an account of every request."""
 
     def __init__(
         self,
@@ -49,51 +49,57 @@ class Controller:
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
-        """Choice of the replicaset that serves a request. Raises `ConfigError` if none does."""
+        """Function that returns the name of the replicaset that serves a request. Raises `ConfigError` if none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
         """Results that the policies of the run produce."""
         self.gate: AdmissionGate | None = None
-        """Admission policy and the requests that it has deferred; None: everything is accepted."""
+        """Admission policy and the requests that it has deferred; None: all requests are accepted."""
         self.alarms = AlarmClock() if alarms is None else alarms
         """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Function that returns a request's index; None: a counter. For a controller that sees only a part of a run."""
+        """Function that returns a request's index, for a controller that runs only a part of a run; None: requests are
+        counted.
+        """
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
-        """Callback for accepted requests that have ended, called once for each, before any policy is notified."""
+        """Callback for requests that have ended, except those rejected during `submit` or `ask_again`; called once for
+        each, before any policy is notified.
+        """
         self.programs = Programs() if programs is None else programs
         """Programs that have not ended."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers of everything from now on; before the first request."""
+        """Notify these observers of all events; to be called before the first request."""
         self._observers = observers
         for replicaset in self.replicasets.values():
             replicaset.watch(observers)
 
     def unwatch(self, observers: Sequence[Observer]) -> None:
-        """Stop notifying these observers; not while one of them is being notified."""
+        """Stop notifying these observers; not to be called while one of them is being notified."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
 
     @property
     def num_alive(self) -> int:
-        """Number of requests accepted and not ended."""
+        """Number of requests that have not ended, including deferred ones."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Return the accepted requests that have not ended, by submission; correct even before an end is settled."""
+        """Return the requests that have not ended, including deferred ones, in order of submission; correct even before
+        an end is settled.
+        """
         entries = list(self._alive.values())  # copied in one operation, since other threads may call this
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
     def find(self, request_id: str) -> Request | None:
-        """Return the living request of this id."""
+        """Return the request with this id that has not ended; None if there is none."""
         entry = self._alive.get(request_id)
         return None if entry is None else entry[0]
 
     def replica_of(self, request: Request) -> Replica | None:
-        """Return the replica that a living request is bound to; None for one in a shared queue."""
+        """Return the replica that a request, which has not ended, is bound to; None for a request in a shared queue."""
         if request.replica_id < 0:
             return None
         _, replicaset = self._alive[request.request_id]
@@ -127,11 +133,13 @@ class Controller:
         now: int,
         arrived_at: float | None = None,
     ) -> tuple[Request, Replica | None]:
-        """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
+        """Submit a request; it is queued or deferred, or it ends at once with a reason (`request.end_reason`,
+        `request.detail`).
 
         `replicaset` is the result of `replicaset_for`. `make_hashes` returns the hashes of the prompt's blocks, given a
-        block size. `arrived_at` is the time in seconds at which the client sent it, if before now (a busy engine
-        accepts it later). Returns the request and the replica to which it is bound (None: shared queue, or refused).
+        block size. `arrived_at` is the time in seconds at which the client sent the request, if earlier than `now` (a
+        busy engine accepts requests later). Returns the request and the replica to which it is bound (None: shared
+        queue, deferred, or ended).
         """
         seconds = to_seconds(now)
         request = self.new_request(facts, replicaset, seconds if arrived_at is None else arrived_at)
@@ -177,7 +185,9 @@ class Controller:
         return request, self._decide(gate, deferral, now)
 
     def ask_again(self, request: Request, now: int) -> Replica | None:
-        """Call the policy again for a deferred request; returns the replica to which the request is bound."""
+        """Call the admission policy again for a deferred request; return the replica to which the request is bound,
+        None if there is none.
+        """
         gate = self.gate
         assert gate is not None
         deferral = gate.deferral_of(request)
@@ -220,7 +230,9 @@ class Controller:
         return replicaset.accept(request, now)
 
     def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
-        """Adapt a request to the replicaset chosen by the policy; return the reason if that replicaset cannot run it."""
+        """Adapt a request to the replicaset chosen by the admission policy; return the reason why that replicaset
+        cannot run it, None if it can.
+        """
         request, facts = deferral.request, deferral.facts
         if replicaset.name == request.replicaset:
             return None
@@ -230,7 +242,7 @@ class Controller:
         return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
-        """End a request that was in no queue as rejected; the caller notifies the backend."""
+        """End a request that is in no queue as rejected; the caller notifies the backend."""
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)
@@ -242,7 +254,7 @@ class Controller:
                 notify((request,), seconds)
 
     def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
-        """End a deferred request before it was accepted."""
+        """End a deferred request, which was not accepted."""
         seconds, (reason, detail) = to_seconds(now), how
         gate.forget(request, seconds)
         end_request(request, reason, detail, seconds)
@@ -251,7 +263,7 @@ class Controller:
         self.settle(((request, reason),), now)
 
     def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
-        """Return a new request for a replicaset, not yet accounted for."""
+        """Return a new request for a replicaset, without counting it."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
@@ -294,9 +306,10 @@ class Controller:
     def change_replica(
         self, replica: Replica, state: ReplicaState, now: int
     ) -> Sequence[tuple[Request, Replica | None]]:
-        """Set the state of a replica that a scaler starts or stops; one that goes down has an empty memory.
+        """Set the state of a replica that a scaler starts or stops; the memory of a replica that goes down is emptied.
 
-        Return the requests that are placed again because it drains; see `scaling.place_anew`.
+        Return the requests that are placed again because the replica drains, each with its new replica; see
+        `scaling.place_anew`.
         """
         replicaset, replica_id = self.replicasets[replica.replicaset], replica.replica_id
         if replicaset.scaling is not None:
@@ -308,7 +321,7 @@ class Controller:
         return place_anew(replicaset, replica, now) if state is ReplicaState.DRAINING else ()
 
     def notify_states_once(self, replicaset: Replicaset, now: int) -> None:
-        """Notify observers of the state of every replica, the first time."""
+        """Notify observers of the state of every replica of a replicaset with a scaler, on the first call only."""
         scaling = replicaset.scaling
         if scaling is not None and not scaling.has_begun:
             scaling.has_begun = True
@@ -321,7 +334,7 @@ class Controller:
             observer.on_replica_state(replicaset.name, replica_id, state, to_seconds(now))
 
     def reset_cache(self, replica: Replica, now: int) -> None:
-        """Empty a replica's KV memory and prefix cache; its running requests wait to be computed again."""
+        """Empty a replica's KV memory and prefix cache; its running requests wait again and will be recomputed."""
         seconds = to_seconds(now)
         held = reset_cache(replica, seconds)
         for observer in self._observers:
@@ -334,7 +347,7 @@ class Controller:
         return ended
 
     def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
-        """Put another policy in force; see `policy_swap.swap_policy`."""
+        """Replace a policy; see `policy_swap.swap_policy`."""
         replicaset = self.replicasets[change.replicaset]
         if self.gate is not None and self.gate.error is not None:
             self.gate.renew()
@@ -372,7 +385,7 @@ class Controller:
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
             if gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = gate.own.departures  # no other listener has seen the request
+                listeners = gate.own.departures  # no other callback got events of this request
             if listeners:
                 to_notify.append((request, listeners))
         if self.on_ended is not None:
@@ -389,7 +402,7 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """End a program and notify observers; returns, by replicaset, the callbacks of policies for the driver to call."""
+        """End a program and notify observers; return the policies' callbacks that the driver must call, by replicaset."""
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -405,7 +418,9 @@ class Controller:
         return calls
 
     def stall(self, now: int) -> PolicyError | None:
-        """Return the error of a policy that leaves requests waiting while no step runs; None if no request is left."""
+        """Return the error of a policy that leaves requests waiting although no step runs; None if no policy is to
+        blame.
+        """
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
             return None if self.gate is None else self._stalled_gate(self.gate)
@@ -434,8 +449,8 @@ class Controller:
         return error.at(replica.replica_id, replica.num_steps)
 
     def _stalled_gate(self, gate: AdmissionGate) -> PolicyError | None:
-        """Return the error of an admission policy that defers requests though nothing will change; None if it defers
-        none.
+        """Return the error of an admission policy that defers requests without a time although nothing will change;
+        None if there are no such requests.
         """
         if not gate.waits_for_change:
             return None
@@ -443,7 +458,7 @@ class Controller:
         return gate.violation(f"defers {remain} although nothing else will happen", gate.timeless()[0])
 
     def _is_let_in(self, request: Request) -> bool:
-        """Return True if the gate of the request's replica allows it to run."""
+        """Return True if a request is not deferred, and the executing side allows its replica to run it (`Gate`)."""
         if request.state is RequestState.DEFERRED:
             return False
         replica = self.replica_of(request)
@@ -478,7 +493,9 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy is to blame: if any are held, others wait for blocks of a running or held one."""
+    """Return the request whose policy is to blame: if requests are held, a running one, else a held one, because others
+    may wait for its blocks; otherwise the first one.
+    """
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]
@@ -487,7 +504,7 @@ def _to_blame_for(standing: Sequence[Request]) -> Request:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """Return a sentence about the builder's refusals in the last step that the replica's policy was called for."""
+    """Return a sentence about the builder's refusals when the replica's policy last formed a step."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

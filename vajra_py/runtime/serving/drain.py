@@ -1,5 +1,5 @@
-"""Drain replicas by migration: running requests move away while they continue to compute, as far as other replicas have
-room.
+"""Drain replicas by migration: as far as other replicas have room, running requests move there while they continue to
+compute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
 _DRAIN = "its replica drains"
-"""Reason of these migrations, as shown to observers."""
+"""Reason for these migrations, as reported to observers."""
 
 
 class Drains(Generic[R]):
     """Draining replicas of one replicaset whose running requests move to other replicas.
 
-    A request for which no replica has room continues where it is, until one has room or the request ends. Requests of a
-    replica that only computes prompts leave it by hand-off anyway.
+    A request for which no replica has room continues where it is, until a replica has room or the request ends.
+    Requests of a replica that only computes prompts leave it by hand-off anyway.
     """
 
     def __init__(self, replicaset: Replicaset, migrations: Migrations[R], driver: DriverServices[R]) -> None:
@@ -37,7 +37,7 @@ class Drains(Generic[R]):
         arrive.
         """
         self._is_due = False
-        """True if a request may be able to move that could not at the last check."""
+        """True if a request that could not move at the last check may be able to move now."""
 
     def begin(self, one: R) -> None:
         """Begin to move the requests of a draining replica away. Raises `PolicyError`."""
@@ -51,7 +51,9 @@ class Drains(Generic[R]):
         self._is_due = True
 
     def advance(self) -> None:
-        """Begin the migrations that are possible now. Raises `PolicyError`, since the replicaset scheduler chooses targets."""
+        """Begin the migrations that are possible now. Raises `PolicyError` if the replicaset scheduler, which chooses
+        targets, breaks the contract.
+        """
         for replica_id, one in list(self.draining.items()):
             if self._replicaset.state_of(replica_id) is not ReplicaState.DRAINING:
                 del self.draining[replica_id]
@@ -85,6 +87,6 @@ class Drains(Generic[R]):
             self._migrations.begin(request, target, _DRAIN)
 
     def clear(self) -> None:
-        """Forget every drain."""
+        """Drop all drains."""
         self.draining.clear()
         self._num_admissions.clear()

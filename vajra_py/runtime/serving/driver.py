@@ -1,9 +1,10 @@
 """Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
-Events of one tick are handled in the order of `Phase`: completed steps, failures, pipeline stages, arrivals, requests
-that admission had deferred, expiries, aborts, policy changes, scaling; then replicas form their next steps by rank, and
-idle ones pull from shared queues. The backend has the clock: it lets the driver run up to a tick, and nothing changes
-between two ticks. A simulator that gets the events of an engine's run therefore makes the same decisions.
+Events of one tick are handled in the order of `Phase`: completed steps, failures, pipeline stages, transfers of KV,
+arrivals, deferred requests, expiries, aborts, ends of programs, policy changes, wake-ups, scaling; then replicas form
+their next steps in order of rank, and idle replicas pull from shared queues. The backend has the clock: it calls
+`run_until` with a tick, and nothing changes between two ticks. A simulator that gets the events of an engine's run
+therefore makes the same decisions.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, Reque
 _ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
 """Phases whose events advance no request unless a policy acts."""
 _IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
-"""Phases of events that do not keep a run going that has no request left."""
+"""Phases whose events do not keep a run going when no request is left."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -85,14 +86,14 @@ class DriverOptions(Struct, frozen=True):
 
     Attributes:
         check_every_steps: number of steps between checks of conservation; 0: no checks.
-        expires: True if the clock makes requests expire, and calls the admission policy again for deferred ones; False:
-            only inputs do.
-        times_transfers: True if transfers of KV take the time of a model of the links, and loads of adapters that of
-            the settings; False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an
-            `AdapterEnd`.
+        expires: True if requests expire, and the admission policy is called again for deferred ones, at their time on
+            the clock; False: only inputs cause this.
+        times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
+            taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
+            each load with an `AdapterEnd`.
         wakes: True if policies are woken at the times they set, scalers are called, and full targets of untimed
             transfers are tried again; False: only by inputs.
-        serves: True if requests may arrive that no event announces, so that wake-ups continue when none is left.
+        serves: True if requests may arrive that no event announces, so that wake-ups continue when no request is left.
         isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
             ending the run.
     """
@@ -113,14 +114,14 @@ class Driver(Generic[R]):
     Attributes:
         now: the present tick.
         until: tick up to which `run_until` runs.
-        num_steps: steps launched so far.
+        num_steps: number of steps launched so far.
         events: future events. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the
             name of a replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's
             `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose
-            links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change,
-            `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of
-            `ARRIVAL` and `POLICY` are the backend's.
+            links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all requests deferred without
+            a time, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those
+            of `ARRIVAL` and `POLICY` are the backend's.
     """
 
     def __init__(
@@ -137,9 +138,9 @@ class Driver(Generic[R]):
         self.num_steps = 0
         self.events = EventQueue()
         self.fast_forward: FastForward[R] | None = None
-        """See `use`."""
+        """Fast-forward of the backend; None: steps are launched one by one. See `use`."""
         self.form_step: FormStep = Replica.next_plan
-        """Forms a replica's next step; see `form_through`."""
+        """Function that forms a replica's next step; see `form_through`."""
         self._backend = backend
         self._options = options
         self._every = options.check_every_steps
@@ -150,9 +151,11 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed; higher ranks that end in this tick follow. -1: none."""
+        """Rank of the replica whose step is being completed; steps of higher ranks that end in this tick are completed
+        later. -1: no step is being completed.
+        """
         self._formed_at = -1
-        """Tick at which a step was formed last."""
+        """Latest tick at which a replica formed a step."""
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
@@ -179,13 +182,13 @@ class Driver(Generic[R]):
         use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
-        """Replicasets whose KV is sent while the prompt is computed."""
+        """Names of the replicasets whose KV is sent while the prompt is computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
-        """True if the admission policy decides again, in this tick, about requests deferred until something changes."""
+        """True if the admission policy is called again, later in this tick, for requests deferred without a time."""
         if controller.gate is not None:
             controller.gate.on_room = self.ask_deferred
         if options.wakes:
@@ -196,8 +199,8 @@ class Driver(Generic[R]):
         return to_seconds(self.now)
 
     def use(self, fast_forward: FastForward[R]) -> None:
-        """Use the fast-forward of a backend that launches several steps at once; their changes are applied before
-        anything reads them.
+        """Use the fast-forward of a backend that launches several steps at once; the results of these steps are applied
+        before anything reads them.
         """
         self.fast_forward = fast_forward
         self._read_declarations()
@@ -211,7 +214,7 @@ class Driver(Generic[R]):
     # Time
 
     def advance_to(self, tick: int) -> None:
-        """Set the clock to a later tick; events due before then happen when `run_until` is called."""
+        """Set the clock to a later tick; events that were due before are handled when `run_until` is called."""
         self.now = tick
 
     def stop_now(self) -> None:
@@ -246,7 +249,7 @@ class Driver(Generic[R]):
                 self._dispatch(phase, payload)
 
     def next_due(self) -> int:
-        """Return the tick of the next event; `NEVER` when there is none."""
+        """Return the tick of the next event; `NEVER` if there is none or the run is over."""
         heap = self.events.heap
         while heap and _is_void(heap[0][1], heap[0][4]):
             heappop(heap)
@@ -291,7 +294,7 @@ class Driver(Generic[R]):
         payload: Any,
         arrived_at: float | None = None,
     ) -> None:
-        """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
+        """Submit a request; see `Controller.submit`. `payload`: the backend's own object for the request."""
         replicaset = self.controller.replicaset_for(facts)
         if self.controller.gate is not None:
             self._sync_all()
@@ -351,12 +354,10 @@ class Driver(Generic[R]):
             self.events.push(deferral.until, _ADMISSION, deferral)
 
     def ask_deferred(self) -> None:
-        """Have the admission policy decide again, in this tick, about every request that it has deferred until
-        something changes.
-        """
+        """Call the admission policy again, later in this tick, for every request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # after requests whose time has come
+            self.events.push(self.now, _ADMISSION, None, 1)  # after requests that were deferred to this tick
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
@@ -366,7 +367,8 @@ class Driver(Generic[R]):
             self._asks_timeless = False
             held = set[str]()  # replicasets whose other requests wait for one that is still deferred
             for request in gate.timeless():
-                # The policy may have broken the contract meanwhile, so that the request is deferred no more.
+                # The policy may have broken the contract in an earlier iteration, so that the request is no longer
+                # deferred.
                 if request.state is _DEFERRED and request.replicaset not in held:
                     self._ask_about(request)
                     if gate.holds_rest(request):
@@ -438,7 +440,7 @@ class Driver(Generic[R]):
     # Programs
 
     def _program_paused(self, program: Program) -> None:
-        """Schedule the end of a program without a living call: in this tick if its client has declared the end,
+        """Schedule the end of a program none of whose calls is alive: in this tick if its client has declared the end,
         otherwise after the idle time.
         """
         tick, idle_s = self.now, self.controller.programs.idle_s
@@ -502,7 +504,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=at_once)
 
     def take_report(self, one: R, report: KvReport) -> None:
-        """Apply a report of a connector's workers that arrives now without a step."""
+        """Apply a report of a connector's workers that arrives now and not with a step."""
         ended = one.replica.take_report(report, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -531,7 +533,7 @@ class Driver(Generic[R]):
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """Free a replica whose cancelled step has ended now."""
+        """Mark a replica whose cancelled step has ended now as free."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
@@ -581,7 +583,9 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _looks_around(self, name: str, one: R | None) -> bool:
-        """Return True if a listening policy may be called while this replica (None: an idle one) forms a step."""
+        """Return True if a policy that listens to events may be called while this replica (None: an idle one) forms a
+        step.
+        """
         if one is None or name not in self._looks_if_waiting:
             return True
         policies = self.controller.replicasets[name].policies
@@ -699,7 +703,9 @@ class Driver(Generic[R]):
     def _look_after(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
-        """Continue moves of requests that waited for a replica's step, or for its memory. Raises `PolicyError`."""
+        """Continue moves of requests that wait for the end of a replica's step, or for its blocks. Raises
+        `PolicyError`.
+        """
         movement.step_ended(one, ended, has_freed=has_freed)
         if self._draining:
             self._elasticity.end_drains(one.replica.replicaset)
@@ -721,8 +727,8 @@ class Driver(Generic[R]):
         return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
-        """Schedule a wake-up. If it is due now, after steps were formed, it comes a tick later, because a replay would
-        put it before them.
+        """Schedule a wake-up. If it is due now and steps were formed in this tick already, it is scheduled a tick
+        later, because a replay would handle it before these steps.
         """
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
@@ -826,7 +832,7 @@ class Driver(Generic[R]):
             self._offer(self.controller.replicasets[replicaset])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
-        """Put another policy in force; see `policy_swap.swap_policy`. If it raises, nothing has changed."""
+        """Replace a policy; see `policy_swap.swap_policy`. If it raises, the old policy stays."""
         self.interrupt(change.replicaset)
         movement = self._movements.get(change.replicaset)
         if movement is not None and change.layer is Layer.REPLICASET_SCHEDULER:
@@ -948,12 +954,14 @@ class Driver(Generic[R]):
     def _notify_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
-            if request.state is _ENDED:  # since it was placed
+            if request.state is _ENDED:  # the request ended after it was placed
                 continue
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
-        """Read from the policies in force which of them may read other replicas than the one that an event concerns."""
+        """Update, from the declarations of the present policies, in which replicasets a policy may read replicas other
+        than the one that an event concerns.
+        """
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
         self._looks_at_departures = frozenset(name for name, one in replicasets if one.listeners.departures)
@@ -963,11 +971,13 @@ class Driver(Generic[R]):
             if one.listeners.across_replicas or (name in self._movements and one.listeners != NOBODY)
         )
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets with listening policies that are not called while a step is formed and nothing waits."""
+        """Replicasets whose policies listen to events, but are not called while a replica forms a step and no request
+        waits.
+        """
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
-        """Replicasets synchronised before a replica forms a step: a listening policy may hold requests of other
-        replicas.
+        """Replicasets that are synchronised before one of their replicas forms a step, because a policy that listens to
+        events may read requests of other replicas.
         """
 
     def _looks_always(self, name: str) -> bool:
@@ -980,13 +990,15 @@ class Driver(Generic[R]):
         return policies.asks_listeners_each_step
 
     def _looks_never(self, name: str) -> bool:
-        """Return True if no listening policy is called while a step is formed; if requests wait, some may be dropped."""
+        """Return True if no policy that listens to events is called while a step is formed, even if requests wait,
+        which may be admitted or dropped.
+        """
         listeners = self.controller.replicasets[name].listeners
         return name in self._looks_if_waiting and not (listeners.admissions or listeners.departures)
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
-    """Return True if some policy may look at running requests or loads when a request arrives."""
+    """Return True if some policy may read running requests or loads when a request arrives."""
     listeners = replicaset.listeners
     hears = bool(listeners.arrivals or (listeners.step_runs and listeners.across_replicas))
     hears = hears or replicaset.feed is not None
@@ -994,7 +1006,9 @@ def _looks_at_arrivals(replicaset: Replicaset) -> bool:
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
-    """Return True if an event is obsolete: its step was cancelled, or its request was scheduled before it expired."""
+    """Return True if an event is obsolete: for instance, its step or wake-up was cancelled, or the request that was to
+    expire does not wait any more.
+    """
     if phase is Phase.WAKE:
         return isinstance(payload, Alarm) and payload.is_void
     if phase is Phase.SCALING:

@@ -1,6 +1,6 @@
-"""Start and stop replicas by the targets of their replicasets' scalers.
+"""Start and stop replicas according to the targets of their replicasets' scalers.
 
-A change of a replica's state is an input of the run: decided by a scaler, or in a replay read from the recording.
+A change of a replica's state is an input of the run: a scaler decides it or, in a replay, the recording contains it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ class Elasticity(Generic[R]):
     """Replicas that start, drain and go down."""
 
     def __init__(self, movements: Mapping[str, Movement[R]], driver: DriverServices[R], *, asks: bool) -> None:
-        """Store the parts; `asks` is False in a replay, which makes recorded changes without calling scalers."""
+        """Schedule the first call of each scaler. `asks` is False in a replay, which applies recorded changes without
+        calling scalers.
+        """
         self._movements = movements
         self._driver = driver
         self._asks = asks
         self._asked_soon: set[str] = set()
         """Replicasets whose scaler is called in this tick."""
         self.draining: set[int] = set()
-        """Ranks of draining replicas, which go down when they have no request left."""
+        """Ranks of draining replicas, each of which goes down when it has no request left."""
         for name, replicaset in driver.controller.replicasets.items():
             if replicaset.scaling is not None:
                 self.ask_soon(name)
 
     def ask_soon(self, name: str) -> None:
-        """Call a replicaset's scaler later in this tick; the first time, notify observers of the state of each replica."""
+        """Schedule a call of a replicaset's scaler later in this tick."""
         if name not in self._asked_soon:
             self._asked_soon.add(name)
             self._driver.events.push(self._driver.now, Phase.SCALING, name)
@@ -51,14 +53,18 @@ class Elasticity(Generic[R]):
             self._change(what.change if isinstance(what, Start) else what)
 
     def wake(self, name: str, key: str) -> None:
-        """Wake a replicaset's scaler, to be called later in this tick. Raises `PolicyError`."""
+        """Pass a wake-up to a replicaset's scaler, and schedule a call of the scaler later in this tick. Raises
+        `PolicyError`.
+        """
         scaling = self._driver.controller.replicasets[name].scaling
         if scaling is not None and not scaling.is_broken:
             scaling.on_wake(key, self._driver.now)
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return False for a failure of a replica that is down, and for a restart of one that has not failed."""
+        """Return False if the failed replica is down or lost already, or if the replica to restart is not lost; else
+        schedule a call of the replicaset's scaler, if there is one, and return True.
+        """
         replicaset = self._driver.controller.replicasets[what.replicaset]
         if replicaset.scaling is None:
             return True
@@ -82,7 +88,7 @@ class Elasticity(Generic[R]):
             self._change(change)
 
     def _change(self, change: ReplicaChange) -> None:
-        """Set the state of a replica, with all consequences."""
+        """Set the state of a replica, and move its requests and wake or cancel the replica as the new state requires."""
         driver, name, state = self._driver, change.replicaset, ReplicaState(change.state)
         driver.record(change)
         one, scaling = driver.replica(name, change.replica_id), driver.controller.replicasets[name].scaling
@@ -107,7 +113,7 @@ class Elasticity(Generic[R]):
             driver.call_off(one, is_lost=True)
 
     def _take_up(self, one: R) -> None:
-        """Open a replica that is up to requests. Raises `PolicyError`."""
+        """Let a replica that has come up take requests. Raises `PolicyError`."""
         name = one.replica.replicaset
         self._driver.call_off(one)
         movement = self._movements.get(name)
@@ -116,17 +122,20 @@ class Elasticity(Generic[R]):
             self.place_shared(name)
 
     def place_shared(self, name: str) -> None:
-        """Place the requests of the shared queue if prompts must wait for blocks of their target. Raises `PolicyError`.
+        """Bind the requests of the shared queue to replicas if prompts must wait for blocks of their target. Raises
+        `PolicyError`.
 
-        A replica that pulls a prompt would compute it without such blocks, and requests with and without them could
-        wait for each other.
+        A replica that pulled a prompt would compute it without blocks on a target, and requests with and without such
+        blocks could wait for each other.
         """
         replicaset = self._driver.controller.replicasets[name]
         if replicaset.hand_off is not None and replicaset.hand_off.reserves_first and len(replicaset.shared):
             self._driver.announce_all(name, place_shared(replicaset, self._driver.now))
 
     def _drain(self, one: R) -> None:
-        """Close a replica to further requests; requests that have not begun go elsewhere. Raises `PolicyError`."""
+        """Stop a replica from taking further requests; its requests that have not begun move to other replicas. Raises
+        `PolicyError`.
+        """
         name = one.replica.replicaset
         movement = self._movements.get(name)
         if movement is not None:
@@ -154,7 +163,7 @@ class Elasticity(Generic[R]):
         return True
 
     def end_drains(self, name: str) -> None:
-        """Take those draining replicas of a replicaset down that have no request left."""
+        """Take down the draining replicas of a replicaset that have no request left."""
         if self.draining:
             for one in self._driver.replicas_of(name):
                 self.goes_down(one)

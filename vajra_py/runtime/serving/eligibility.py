@@ -1,7 +1,8 @@
-"""Eligible replicas: those of a replicaset that can run a request, and the bounds on requests over all of them.
+"""Eligible replicas, which are the replicas of a replicaset that can run a request, and the bounds on requests over all
+replicas.
 
-Replicas may differ in limits, latency model and replica scheduler. If they are equal, one is checked for all; if they
-differ, policies of the replicaset see only the eligible ones.
+Replicas may differ in limits, latency model and replica scheduler. If all are equal, only one is checked; if they
+differ, the replicaset's policies see only the eligible ones.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ class AdmissionLimits(Struct, frozen=True):
 
 
 class Holders:
-    """Replicas that have room for a request, by id.
+    """Replicas that can hold a request, by id.
 
     Attributes:
-        all: every one of them.
-        of_prompts: those that may compute prompts.
-        of_decodes: those that may decode, and can therefore continue a request whose prompt is computed elsewhere.
-        can_serve: True if some compute prompts and some decode.
+        all: all of these replicas.
+        of_prompts: the replicas that may compute prompts.
+        of_decodes: the replicas that may decode, and can therefore continue a request whose prompt another replica
+            computed.
+        can_serve: True if some replicas may compute prompts and some may decode.
     """
 
     __slots__ = ("all", "can_serve", "of_decodes", "of_prompts")
@@ -48,11 +50,11 @@ _NOBODY = Holders(())
 
 
 class Serving:
-    """Holders of a request that take requests; valid until the state of a replica changes.
+    """Replicas that can hold a request and take requests; valid until the state of a replica changes.
 
     Attributes:
         all: replicas that are up, and those that a scaler may open to requests.
-        can_serve: True if some of these compute prompts and some decode.
+        can_serve: True if some replicas in `all` may compute prompts and some may decode.
         of_decodes: replicas that are up and may decode.
     """
 
@@ -65,7 +67,7 @@ class Serving:
 
 
 def have_both_roles(replicas: Iterable[Replica]) -> bool:
-    """Return whether these replicas include some that compute prompts and some that decode."""
+    """Return True if some of these replicas compute prompts and some decode."""
     roles = {one.parts.role for one in replicas}
     return PoolRole.MIXED in roles or len(roles) > 1
 
@@ -74,12 +76,13 @@ class RequestBounds:
     """Bounds on requests over all replicas of a replicaset, fixed when it is built.
 
     Attributes:
-        block_size: tokens of a KV block, the same on all: a request's block hashes are computed once.
+        block_size: number of tokens per KV block, equal on all replicas, so that a request's block hashes are computed
+            once.
         max_model_len: the largest of all replicas; an explicit `max_tokens` is reduced if prompt and output would
             exceed it.
-        max_request_tokens: most tokens, prompt and output together, that a request may have on some replica.
+        max_request_tokens: maximum number of prompt and output tokens together that a request may have on any replica.
         largest: limits of the replica that holds the longest request.
-        are_equal: all replicas have the same limits.
+        are_equal: True if all replicas can hold the same requests (`kinds_of`).
     """
 
     def __init__(self, replicaset: str, replicas: Sequence[Replica]) -> None:
@@ -92,7 +95,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # no such pool has been added yet
+        ending = ending or [kind[0] for kind in self._kinds]  # no pool that decodes has been added yet
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens
@@ -100,17 +103,17 @@ class RequestBounds:
         self._one, self._everybody = replicas[0], Holders(self._kinds)
         self._holders: dict[tuple[bool, ...], Holders] = {}
         self._sure_tokens = min(one.max_request_tokens for one in replicas)
-        """Tokens, prompt and output together, for which every replica has room."""
+        """Number of prompt and output tokens together for which every replica has room."""
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
-        """True if some replicas only compute prompts, or only decode."""
+        """True if some replicas compute only prompts, or only decodes."""
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the largest number of tokens that a request may generate; below 1 if no replica has room for its
+        """Return the maximum number of tokens that a request may generate; it is below 1 if no replica has room for the
         prompt and one token.
 
         Without `max_tokens`, the limit is that of the smallest replica with room for the prompt, so that the request
-        can run on all of these.
+        can run on every replica with room for the prompt.
         """
         if max_tokens is not None:
             return min(max_tokens, self.max_model_len - num_prompt_tokens)
@@ -121,7 +124,7 @@ class RequestBounds:
         return (sizes[smallest] if smallest < len(sizes) else self.max_request_tokens) - num_prompt_tokens
 
     def holders(self, request: Request) -> Holders:
-        """Return the replicas that can hold the request at its greatest length; the same object for the same replicas."""
+        """Return the replicas that can hold the request at its maximum length; equal results are the same object."""
         if request.num_prompt_tokens + request.max_tokens <= self._sure_tokens:
             return self._everybody
         if self.are_equal:
@@ -134,7 +137,7 @@ class RequestBounds:
         return found
 
     def why_nobody(self, request: Request) -> str:
-        """Return the reason why no replicas can serve a request."""
+        """Return the reason why the replicas cannot serve a request."""
         prompt, output = request.num_prompt_tokens, request.max_tokens
         whole = f"prompt and output ({prompt} + {output} tokens)"
         where = f"blocks of {self.block_size} tokens)"

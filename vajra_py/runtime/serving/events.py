@@ -1,7 +1,7 @@
 """Order of events: by (tick, phase, rank, sequence), a total order, so that repeated runs give the same bytes.
 
 The rank of a replica's event is the replica's position in the run, so that the order does not depend on when an event
-became known.
+was scheduled.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Phase(IntEnum):
     EXPIRY = 7
     ABORT = 8
     PROGRAM = 9
-    """A program has ended, or was idle for too long."""
+    """A program may have to end, by its client's declaration or after its idle time."""
     POLICY = 10
     """A policy replaces another."""
     WAKE = 11
     """A policy is woken at a time that it set."""
     SCALING = 12
-    """A scaler is called, or a replica that it has started comes up."""
+    """A scaler is called, or the state of one of its replicas changes."""
     FORM = 13
-    """A replica forms its next step, by rank; then idle replicas pull from a shared queue."""
+    """Replicas form their next steps in order of rank; then idle replicas pull from shared queues."""
 
 
 class EventQueue:
-    """Future events; `payload` never takes part in comparisons."""
+    """Future events, in order; payloads are never compared."""
 
     __slots__ = ("_sequence", "heap")
 
@@ -67,7 +67,7 @@ class EventQueue:
             self.push(now, phase, payload, rank)
 
     def remove(self, phase: Phase) -> list[Any]:
-        """Remove every event of a phase; returns their payloads, in order."""
+        """Remove every event of a phase; return the payloads in order."""
         removed = sorted(event for event in self.heap if event[1] is phase)
         self.heap[:] = [event for event in self.heap if event[1] is not phase]
         heapify(self.heap)

@@ -1,8 +1,8 @@
-"""Hand-off: after their prompt is computed, requests leave their replica with their KV and continue at another one.
+"""Hand-off: after their prompt is computed, requests leave their replica with their KV and continue on another one.
 
 A request is held at its source from the end of its prompt until its KV is at the target; then the source's blocks are
-freed. `HandOffConfig` determines when the target's blocks are allocated, what happens if the target is full, and if
-replicas take part at any time or only between two of their steps. The KV is sent over the links of a network.
+freed. `HandOffConfig` determines when the target's blocks are allocated, what happens if the target is full, and
+whether replicas take part at any time or only between two of their steps. The KV is sent over the links of a network.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of the end of requests whose target has no room (`when_full: drop`), and of cancelled migrations."""
+"""Reason for ending requests whose target has no room (`when_full: drop`), and for cancelling migrations."""
 _PLACED_ANEW = "the request is placed anew"
 MAX_RETRIES = 100_000
-"""Number of checks of full targets, while no replica computes, after which requests are assumed to wait for each other.
+"""Maximum number of checks of full targets while no replica computes; after that, requests are assumed to wait for each
+other.
 """
 
 
@@ -40,9 +41,9 @@ class Stage(Enum):
     HELD_BACK = "held back"
     """The prompt waits for blocks of the target."""
     COMPUTING = "computing"
-    """The prompt waits or is computed; blocks of the target are reserved, unless the target was lost."""
+    """The prompt waits or is being computed; blocks of the target are reserved, unless the target was lost."""
     PLACING = "placing"
-    """No target takes it now."""
+    """No target takes the request now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
     STAYING = "staying"
@@ -54,7 +55,7 @@ class Stage(Enum):
     MOVING = "moving"
     """The KV is being transferred."""
     ARRIVING = "arriving"
-    """The KV is at the target, which takes it between two steps."""
+    """The KV is at the target, which accepts the request between two steps."""
 
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every hand-off.
@@ -76,19 +77,19 @@ class HandOff(Struct, Generic[R], eq=False):
     has_reserved: bool = False
     """True if blocks of the target are reserved."""
     number: int = -1
-    """Number among the hand-offs with reserved blocks."""
+    """Position among the hand-offs whose transfer has begun, from 0; -1: not begun."""
     is_early: bool = False
-    """True while its prompt is not computed."""
+    """True while the prompt is not computed."""
     is_migration: bool = False
-    """True if the request was running, with its prompt computed before."""
+    """True if this is the last stage of a migration of a running request."""
     hit: int = 0
-    """Tokens of the prompt in the target's cache, if blocks were reserved before the prompt was computed."""
+    """Number of prompt tokens in the target's cache, if blocks were reserved before the prompt was computed."""
     num_sent: int | None = None
     """Number of leading tokens whose KV was sent, or is sent with the step in flight, while the prompt is computed;
     None: nothing was sent.
     """
     num_announced: int = 0
-    """Number of leading tokens whose KV was to be sent when that began."""
+    """Number of leading tokens whose KV was announced when sending began."""
 
 
 class HandOffs(Generic[R]):
@@ -109,7 +110,7 @@ class HandOffs(Generic[R]):
         self._retry_interval_s = settings.retry_interval_s
         self._ahead_tokens = settings.reserve_ahead_tokens
         self.follows_steps = self._at_boundary or self._one_at_a_time
-        """True if requests may wait for the end of a step although no action in `Transfers.waiting` does."""
+        """True if requests may wait for the end of a step even if `Transfers.waiting` is empty."""
         self._transfers = transfers
         self._driver = driver
         self._replicas = driver.replicas_of(replicaset.name)
@@ -121,10 +122,12 @@ class HandOffs(Generic[R]):
         self._lines: dict[int, deque[HandOff[R]]] = {}
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
-        """Busy targets whose waiting hand-offs are served when their step ends."""
+        """Ids of targets that were busy when blocks were to be reserved; their waiting hand-offs are continued when
+        their step ends.
+        """
         self._stayed: dict[Request, int] = {}
-        """Requests that arrived at a replica or had to stay, with their number of computed tokens at that time: they
-        leave only after more are computed.
+        """Requests that arrived at a replica or stayed there, with their number of computed tokens at that time: they
+        leave only after more tokens were computed.
         """
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
         """Transfers that begin before the prompt is computed; None if there are none."""
@@ -163,7 +166,7 @@ class HandOffs(Generic[R]):
         return None if any(map(self._replicaset.is_up, others)) else Refusal.NO_TARGET
 
     def hold_back(self) -> None:
-        """Look for targets of requests that are bound to a replica and whose prompt waits for blocks of another."""
+        """Find targets for requests that are bound to a replica and whose prompt waits for blocks of another one."""
         newly = self._replicaset.newly_held_back
         while newly:
             request = newly.pop(0)
@@ -204,8 +207,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target: behind others, but before prompts that are not computed and hold
-        nothing yet.
+        """Queue a request for blocks of its target: a request whose prompt is computed goes before prompts that are not
+        computed, because these hold no blocks yet.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
@@ -216,14 +219,14 @@ class HandOffs(Generic[R]):
             line.insert(sum(not other.is_early for other in line), one)
 
     def _queue(self, request: Request, target: R) -> None:
-        """Queue a request at its target, whose scheduler admits it."""
+        """Queue a request at its target, whose scheduler will admit it."""
         self._driver.touch(target)
         target.replica.lifecycle.expect(request, to_seconds(self._driver.now))
         self._driver.arrived(request, target)
         self._driver.wake(target)
 
     def load(self, target: R) -> None:
-        """Bring the KV of the requests that a replica's scheduler has just admitted."""
+        """Begin to transfer the KV of the requests that a replica's scheduler has just admitted."""
         for request, hit in target.replica.builder.take_loads():
             self._start(self._of[request], hit)
 
@@ -247,7 +250,7 @@ class HandOffs(Generic[R]):
     def _resume(self, one: HandOff[R]) -> None:
         """Resume a request at its source."""
         if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
-            return  # it has ended, or its source was lost
+            return  # the request has ended, or its source was lost
         del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
@@ -257,9 +260,7 @@ class HandOffs(Generic[R]):
         self._driver.wake(one.source)
 
     def _may_act(self, target: R) -> bool:
-        """Return True if the target's steps allow it to allocate blocks now; otherwise it is checked again when its
-        step ends.
-        """
+        """Return True if the target may allocate blocks now; otherwise it is checked again when its step ends."""
         if self._at_boundary and target.replica.num_in_flight:
             self._asked_while_busy.add(target.replica.replica_id)
             return False
@@ -306,7 +307,9 @@ class HandOffs(Generic[R]):
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
     def _try(self, one: HandOff[R], target: R) -> None:
-        """Reserve blocks at a target that takes requests in any order, or retry later."""
+        """Reserve blocks at a target for one request, even if other requests wait for blocks there; retry later if too
+        few are free.
+        """
         if self._of.get(one.request) is not one or one.target is not target:
             return
         self._driver.catch_up(target)
@@ -332,7 +335,7 @@ class HandOffs(Generic[R]):
         return min(one.num_tokens + self._ahead_tokens, _most_tokens(one.request))
 
     def _reserved(self, one: HandOff[R], hit: int) -> None:
-        """Continue the hand-off of a request with reserved blocks at its target."""
+        """Continue the hand-off of a request for which blocks of its target were reserved."""
         hit = min(hit, one.num_tokens)
         if one.is_early:
             one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
@@ -366,7 +369,7 @@ class HandOffs(Generic[R]):
     def _arrive(self, one: HandOff[R], target: R) -> None:
         request, source = one.request, one.source
         if self._of.get(request) is not one:
-            return  # it was cancelled meanwhile
+            return  # the hand-off was cancelled meanwhile
         del self._of[request]
         now = to_seconds(self._driver.now)
         target.replica.lifecycle.arrived(request, now)
@@ -409,8 +412,8 @@ class HandOffs(Generic[R]):
             self._reserve(one)
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
-        """Continue hand-offs that wait for blocks of a replica, because some may be free. `has_looked`: `step_ended`
-        was just called.
+        """Continue hand-offs that wait for blocks of a replica, because blocks may have become free. `has_looked`:
+        `step_ended` was just called.
         """
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
@@ -418,10 +421,11 @@ class HandOffs(Generic[R]):
             self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
-        """Serve the hand-offs that wait for a replica which found nothing to run although requests wait there; return
-        True if blocks were reserved for one.
+        """Continue hand-offs after a replica found nothing to run; return True if blocks were reserved for one of them
+        or a deadlock was resolved.
 
-        Otherwise, with one reservation at a time, preempted requests and arriving requests would wait for each other.
+        Without this, preempted requests and arriving requests would wait for each other if reservations are made one at
+        a time.
         """
         line = self._lines.get(one.replica.replica_id)
         if not line or not self._one_at_a_time or not one.replica.running_set.num_waiting:
@@ -431,13 +435,13 @@ class HandOffs(Generic[R]):
         return len(line) < before or self._free_from_each_other()
 
     def _free_from_each_other(self) -> bool:
-        """Resolve a deadlock of requests that wait for each other's blocks: nothing runs anywhere, and no KV is being
-        transferred.
+        """Resolve a deadlock of requests that wait for each other's blocks, if no replica can run a step and no KV is
+        being transferred; return True if there was one.
 
-        A request whose prompt is computed stays at its source if that decodes. Otherwise it holds blocks of a prefill
-        replica, and prompts that wait there may hold blocks of its target: the last of these prompts releases its
-        blocks. This can happen if some prompts are computed without reserved blocks, for instance because replicas have
-        pulled them.
+        A request whose prompt is computed stays at its source if the source decodes. Otherwise the request holds blocks
+        of a prefill replica, and prompts that wait there may hold blocks of the request's target: the last of these
+        prompts releases its blocks. Such a deadlock is possible if some prompts are computed without reserved blocks,
+        for instance because replicas pulled them.
         """
         if not self._of or self._transfers.is_busy or self._may_go_on():
             return False
@@ -458,7 +462,7 @@ class HandOffs(Generic[R]):
         return False
 
     def _may_go_on(self) -> bool:
-        """Return True if a replica executes a step or may do so in this tick, or if KV is in transit to it."""
+        """Return True if some replica executes a step, can execute one, or waits for KV that is arriving."""
         for each in self._replicas:
             replica, running_set = each.replica, each.replica.running_set
             if each.form_pending or replica.num_in_flight:
@@ -470,8 +474,8 @@ class HandOffs(Generic[R]):
         return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
-        """Send the last KV of a migrating request that was stopped; blocks of the target are reserved for all of its
-        KV.
+        """Send the last KV of a migrating request that was stopped; blocks of the target are reserved for all KV of the
+        request.
         """
         source, target = ends
         self.recall_prompt(request)
@@ -484,7 +488,9 @@ class HandOffs(Generic[R]):
     # Early ends
 
     def end_if_leaving(self, request: Request, reason: EndReason, detail: str) -> bool:
-        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other."""
+        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other
+        request.
+        """
         one = self._of.get(request)
         if one is None or (one.is_early and request not in self._replicaset.held_back):
             return False
@@ -509,7 +515,9 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def gone(self, request: Request) -> None:
-        """Release the blocks reserved for a request that ended while its prompt was computed, or in its target's queue."""
+        """Release the blocks reserved for a request that ended while its prompt was being computed or while it was in
+        its target's queue.
+        """
         one = self._of.pop(request, None)
         self._stayed.pop(request, None)
         if one is None:
@@ -528,13 +536,15 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def recall_from(self, draining: R) -> None:
-        """Drop the planned hand-offs of prompts that have not begun on a replica that takes no more requests."""
+        """Drop the planned hand-offs of prompts that wait on a draining replica."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
-        """Drop the planned hand-off of one prompt that is not computed, and free the blocks reserved for it."""
+        """Drop the planned hand-off of a prompt that is not computed, if there is one, and free the blocks reserved for
+        it.
+        """
         one = self._of.get(request)
         if one is None or not one.is_early:
             return
@@ -552,7 +562,7 @@ class HandOffs(Generic[R]):
                 self._forget(one, _PLACED_ANEW)
 
     def _forget(self, one: HandOff[R], why: str) -> None:
-        """Release the blocks reserved at a target; the source still holds the KV."""
+        """Drop a hand-off and release the blocks reserved at its target; the source still holds the KV."""
         self._of.pop(one.request, None)
         self._call_off(one, why)
 
@@ -576,7 +586,8 @@ class HandOffs(Generic[R]):
     def lose(self, lost: R) -> None:
         """Cancel all hand-offs from and to a lost replica.
 
-        Call this before its memory is cleared, and `place_again` afterwards for requests that were moving to it.
+        To be called before the replica's memory is cleared; `place_again` must follow, for requests that were moving to
+        the replica.
         """
         here = lost.replica.replica_id
         self._stayed = {one: count for one, count in self._stayed.items() if one.replica_id != here}
@@ -591,12 +602,12 @@ class HandOffs(Generic[R]):
                     self._unplaced[one.request] = one
 
     def is_being_sent(self, request: Request) -> bool:
-        """Return True while KV of a request is sent whose prompt is not computed."""
+        """Return True if KV of a request is being sent although its prompt is not computed yet."""
         one = self._of.get(request)
         return one is not None and one.is_early and one.num_sent is not None
 
     def is_to_go_to(self, request: Request, replica_id: int) -> bool:
-        """Return True if blocks of this replica are reserved for a request whose prompt is not computed."""
+        """Return True if this replica is the target of the request's hand-off."""
         one = self._of.get(request)
         return one is not None and one.target is not None and one.target.replica.replica_id == replica_id
 
@@ -605,26 +616,24 @@ class HandOffs(Generic[R]):
         return any(one is each.source or one is each.target for each in self._of.values())
 
     def divert(self, draining: R) -> None:
-        """Find other targets for the requests that wait for blocks of a replica that takes no more requests, or for
-        admission there.
-        """
+        """Find other targets for the requests that wait for blocks of a draining replica or for admission there."""
         for one in list(self._of.values()):
             if one.target is draining and one.stage in (Stage.RESERVING, Stage.RETRYING, Stage.QUEUED):
                 self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
-        for replica_id in list(self._lines):  # blocks reserved for others may be free
+        for replica_id in list(self._lines):  # blocks that were reserved may be free now
             self._reserve(self._replicas[replica_id])
 
     def place_again(self) -> None:
-        """Find targets for those that have none."""
+        """Find targets for the requests that have none."""
         self.hold_back()
         for one in list(self._unplaced.values()):
-            if self._unplaced.get(one.request) is one:  # a preceding hand-off may have ended it
+            if self._unplaced.get(one.request) is one:  # placing an earlier one may have ended this hand-off
                 self._place(one)
 
     def clear(self) -> None:
-        """Forget every hand-off; their requests are accounted for elsewhere."""
+        """Drop every hand-off; the caller ends the requests."""
         self._of.clear()
         self._unplaced.clear()
         self._stayed.clear()
@@ -633,7 +642,7 @@ class HandOffs(Generic[R]):
 
 
 def _most_tokens(request: Request) -> int:
-    """Return the number of tokens whose KV a request may come to hold."""
+    """Return the maximum number of tokens whose KV a request may hold."""
     return request.num_prompt_tokens + request.max_tokens - 1
 
 

@@ -1,4 +1,4 @@
-"""Load of a replica as the replicaset scheduler sees it."""
+"""Load of a replica, for replicaset schedulers and other policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class LiveLoad:
-    """`ReplicaLoadView` that reads the replica as it is."""
+    """`ReplicaLoadView` that reads the replica's present state."""
 
     __slots__ = (
         "age_s",
@@ -44,7 +44,7 @@ class LiveLoad:
         self.max_loras = 0 if replica.adapters is None else replica.adapters.max_loras
         self.age_s = 0.0
         self.feed: ContentFeed | None = None
-        """Source of prefix hits with a lag; None: the replica's cache itself."""
+        """Source of prefix hits with a lag; None: hits are looked up in the replica's cache."""
 
     def set_state(self, state: ReplicaState) -> None:
         """Set the replica's state."""
@@ -58,7 +58,7 @@ class LiveLoad:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests assigned and not admitted."""
+        """Number of requests that are assigned to the replica and not admitted."""
         return self.replica.queue.num_requests
 
     @property
@@ -73,11 +73,13 @@ class LiveLoad:
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks."""
+        """Number of free KV blocks."""
         return self.replica.memory.free_blocks
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Leading prompt tokens in this replica's prefix cache, now or as far as is known."""
+        """Return the number of leading tokens of a request in this replica's prefix cache, now or (with a lag)
+        according to the events delivered so far.
+        """
         hashes = getattr(request, "hashes", None)
         if hashes is None:
             return 0
@@ -86,21 +88,21 @@ class LiveLoad:
         return self.replica.memory.lookup_prefix(hashes, request.num_known_tokens)
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the leading prompt tokens by the nearest memory tier of this replica that holds them now; empty
-        without tiers.
+        """Return the number of leading tokens of a request in each memory of this replica now, by name; each token
+        counts for the nearest memory that holds it. Empty without tiers.
         """
         hashes = getattr(request, "hashes", None)
         return {} if hashes is None else self.replica.memory.tier_hits(hashes, request.num_known_tokens)
 
     @property
     def loaded_adapters(self) -> Sequence[str]:
-        """Adapters that slots hold, the least recently used first."""
+        """Names of the adapters that slots hold, the least recently used first."""
         adapters = self.replica.adapters
         return () if adapters is None else adapters.loaded()
 
     @property
     def waiting_adapters(self) -> Sequence[str]:
-        """Adapters of requests that wait here, each once."""
+        """Names of the adapters of requests that wait on this replica, each once."""
         if self.replica.adapters is None:
             return ()
         names = dict.fromkeys(request.adapter for request in self.replica.queue)
@@ -109,7 +111,7 @@ class LiveLoad:
 
     @property
     def num_adapter_slots(self) -> int:
-        """Number of slots into which another adapter could be loaded."""
+        """Number of slots that are free or hold an idle adapter."""
         adapters = self.replica.adapters
         return 0 if adapters is None else adapters.num_available()
 
@@ -124,7 +126,7 @@ _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
 
 
 _FIXED = frozenset({"replica_id", "num_blocks", "max_batch_size", "max_loras"})
-"""Figures that do not change during a run."""
+"""Names of figures that do not change during a run."""
 
 
 class LiveLoads(list[LiveLoad]):
@@ -137,7 +139,7 @@ class LiveLoads(list[LiveLoad]):
         self._replicas: list[Replica] = []
         self._fixed: dict[str, NDArray[np.int64]] = {}
         self._are_plain = True
-        """True if every figure is the replica's own."""
+        """True if all loads are of class `LiveLoad`, so that figures can be read from the replicas."""
 
     def add(self, load: LiveLoad) -> None:
         """Add the load of another replica."""
@@ -148,7 +150,7 @@ class LiveLoads(list[LiveLoad]):
         self._fixed.clear()
 
     def column(self, name: str) -> Any:
-        """Return a figure of all replicas, in their order: a list, or an array if it does not change."""
+        """Return one figure of all replicas, in their order: as a list, or as an array if the figure does not change."""
         read = _COLUMNS.get(name)
         if read is not None and self._are_plain:
             return read(self._replicas)
@@ -161,7 +163,7 @@ class LiveLoads(list[LiveLoad]):
 
 
 class LoadOnDemand:
-    """`ReplicaLoadView` that applies the steps that have ended before a figure is read."""
+    """`ReplicaLoadView` that applies ended steps before each read of a figure."""
 
     __slots__ = ("_live", "_sync")
 
@@ -176,7 +178,9 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are current."""
+    """`ReplicaLoadView` with figures of an earlier time, as in a router that polls its replicas. Prefix hits are
+    current.
+    """
 
     live: LiveLoad
     replica_id: int
@@ -201,15 +205,15 @@ class SnapshotLoad:
 
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
-        """Return a snapshot without figures yet."""
+        """Return a snapshot whose figures have not been read yet."""
         sizes = live.limits, live.num_blocks, live.max_batch_size, live.max_loras
         return cls(live, live.replica_id, live.pool, live.role, *sizes)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
-        """Re-read the figures if they are older than the interval; returns the snapshot with its age set."""
+        """Re-read the figures if they are at least as old as the interval; return the snapshot with its age set."""
         live = self.live
-        # Not from the snapshot: a router notices immediately that a replica is down, since requests sent there come
-        # back.
+        # The state is always current: a router notices immediately that a replica is down, because requests sent there
+        # fail.
         self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
@@ -225,31 +229,33 @@ class SnapshotLoad:
         return self
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Leading prompt tokens in this replica's prefix cache now."""
+        """Return the number of leading tokens of a request in this replica's prefix cache now."""
         return self.live.prefix_hit_tokens(request)
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the leading prompt tokens by the nearest memory tier of this replica that holds them now."""
+        """Return the number of leading tokens of a request in each memory of this replica now, by name."""
         return self.live.tier_hit_tokens(request)
 
 
 _MAX_GROUPS = 1000
-"""Groups of replicas whose views are kept."""
+"""Maximum number of groups of replicas whose loads are stored."""
 
 
 class ReplicaViews:
-    """Views of the replicas of a replicaset that its scheduler is offered: live ones, or snapshots of an interval."""
+    """Views of a replicaset's replicas for its scheduler: live loads, or snapshots that are renewed at an interval."""
 
     __slots__ = ("_groups", "_latest", "_live", "_snapshots", "interval_s")
 
     def __init__(self, live: LiveLoads, interval_s: float) -> None:
-        """`interval_s`: greatest age of a view, seconds; 0: it is live."""
+        """Create the views. `interval_s`: age in seconds at which a view is renewed; 0: views are live."""
         self._live = live
         self.interval_s = interval_s
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """Groups by the identity of the requested tuples, since hashing a tuple takes time for every replica."""
+        """Groups by identity of the tuple of replicas, because the cost of hashing a tuple grows with the number of
+        replicas.
+        """
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""
@@ -258,18 +264,18 @@ class ReplicaViews:
         return cast(Sequence[ReplicaLoadView], self._live)
 
     def seen(self, loads: LiveLoads, now: float) -> Sequence[ReplicaLoadView]:
-        """Return the views of loads for policies: the live loads themselves, or their snapshots."""
+        """Return the views that policies get of these loads: the live loads themselves, or their snapshots."""
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in loads]
         return cast(Sequence[ReplicaLoadView], loads)
 
     def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
-        """Return the live loads of some replicas; the same object for the same replicas."""
+        """Return the live loads of these replicas; the result for equal replicas is the same object."""
         latest = self._latest.get(id(replicas))
         if latest is not None and latest[0] is replicas:
             return latest[1]
-        key = tuple(replicas)  # the same object if it is a tuple
+        key = tuple(replicas)  # `replicas` itself if it is a tuple
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) >= _MAX_GROUPS:

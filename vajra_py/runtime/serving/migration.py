@@ -1,8 +1,8 @@
-"""Moves of requests between replicas: waiting ones move immediately, running ones by live migration in stages.
+"""Moves of requests between replicas: waiting requests move immediately, running ones by live migration in stages.
 
-A running request continues to compute while full blocks of its KV are copied; only the last stage, when few are left,
-stops it. The source keeps everything until the request has arrived, so a cancelled migration leaves the source as it
-was.
+A running request continues to compute while full blocks of its KV are copied; it is stopped only for the last stage,
+when few blocks are left. The source keeps all KV until the request has arrived, so a cancelled migration leaves the
+source as it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Migration(Struct, Generic[R], eq=False):
     admitted_index: int
     """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
     num_copied: int = 0
-    """Number of leading tokens whose KV is at the target, or being sent there."""
+    """Number of leading tokens whose KV is at the target or being sent to it."""
     num_copies: int = 0
     has_reserved: bool = False
 
@@ -67,14 +67,14 @@ class Migrations(Generic[R]):
         self._rules = rules
         self._of: dict[Request, Migration[R]] = {}
         self._num_at: Counter[int] = Counter()
-        """Migrations from and to each replica."""
+        """Number of migrations from and to each replica."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Called when a replica has ended its part in a migration."""
+        """Called when a migration has ended, so that its replicas may take part in others."""
 
     # Moves
 
     def move(self, move: Move) -> None:
-        """Execute the moves of the replicaset scheduler. Raises `PolicyError` for an invalid move."""
+        """Execute one move of the replicaset scheduler. Raises `PolicyError` if the move is invalid."""
         request = move.request
         if not isinstance(request, Request) or request.replicaset != self._replicaset.name:
             raise PolicyError(
@@ -90,7 +90,7 @@ class Migrations(Generic[R]):
                 request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
             )
         if request.state is not RequestState.RUNNING:
-            self._end(request, PREEMPTED)  # while the request was moving
+            self._end(request, PREEMPTED)  # the request was preempted while it was moving
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -131,7 +131,7 @@ class Migrations(Generic[R]):
         self._driver.announce(request, replicaset.bind(request, target, now))
 
     def is_moving(self, request: Request) -> bool:
-        """Return whether a request is being copied while it continues to compute."""
+        """Return True if a request is being copied while it continues to compute."""
         return request in self._of
 
     def has_slot(self, replica_id: int) -> bool:
@@ -144,9 +144,9 @@ class Migrations(Generic[R]):
         if not source.replica.migrates:
             return
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
-            return  # the caller may try again
+            return  # the caller may call again later
         if self._hand_offs.is_being_sent(request):
-            return  # its hand-off after the prompt is under way
+            return  # KV is being sent for its hand-off after the prompt
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
@@ -182,7 +182,9 @@ class Migrations(Generic[R]):
         self._transfers.start(one, ends, lacking, one.num_copied - start, self._next_stage)
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> str | None:
-        """Reserve blocks at the target for `num_tokens` leading tokens; return the reason if that is impossible."""
+        """Reserve blocks at the target for `num_tokens` leading tokens; return the reason if that is impossible, else
+        None.
+        """
         self._driver.touch(one.target)
         replica = one.target.replica
         if one.has_reserved:
@@ -198,7 +200,7 @@ class Migrations(Generic[R]):
         return None
 
     def _last_stage(self, one: Migration[R]) -> None:
-        """Stop the request, whose source is between two steps, and send the rest of its KV."""
+        """Stop the request, whose source is between two steps, and send the rest of the request's KV."""
         if self._of.get(one.request) is not one:
             return
         request = one.request
@@ -256,12 +258,12 @@ class Migrations(Generic[R]):
             self._call_off(one, why)
 
     def lose(self, lost: R) -> None:
-        """Cancel all migrations from and to a replica; call this before its memory is cleared."""
+        """Cancel all migrations from and to a lost replica; to be called before the replica's memory is cleared."""
         for one in list(self._of.values()):
             if one.source is lost or one.target is lost:
                 self._call_off(one, KV_LOST)
 
     def clear(self) -> None:
-        """Forget every migration; memories are cleared by others."""
+        """Drop every migration; the caller clears the memories."""
         self._of.clear()
         self._num_at.clear()

@@ -1,4 +1,6 @@
-"""Movement of requests between replicas of one replicaset: hand-offs after a prompt, and moves by its scheduler."""
+"""Movement of requests between replicas of one replicaset: hand-offs after a prompt, and moves by the replicaset
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from vajra_py.runtime.support.clock import to_seconds
 
 
 class Movement(Generic[R]):
-    """Requests that move between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers
-    are called.
+    """Requests that move between the replicas of one replicaset. Every method may raise `PolicyError`, because
+    schedulers are called.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Movement(Generic[R]):
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
         self.attends_steps = self.hand_offs.follows_steps
         self.waiting = self._transfers.waiting
-        """Transfers that wait. Without any, and without `attends_steps`, `step_ended` matters only if memory was freed, a request has left, or a replica drains."""
+        """Actions that wait for the end of a step (`Transfers.waiting`). If there are none and `attends_steps` is
+        False, `step_ended` is needed only if memory was freed, a request has left, or a replica drains.
+        """
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
         self._migrations.on_slot_free = self._drains.room_changed
@@ -41,17 +45,17 @@ class Movement(Generic[R]):
     # Events
 
     def transfers_due(self) -> None:
-        """Handle the arrival of KV whose transfer has ended by now."""
+        """Handle the arrival of KV whose timed transfer has ended."""
         self._transfers.due()
         if self._drains.draining:
             self._drains.advance()
 
     def is_under_way(self, number: int) -> bool:
-        """Return True if a transfer that is not timed is under way."""
+        """Return True if the untimed transfer with this number is under way."""
         return self._transfers.is_under_way(number)
 
     def transfer_ended(self, number: int) -> None:
-        """Handle the arrival of KV whose transfer is not timed and has ended."""
+        """Handle the arrival of KV whose untimed transfer has ended."""
         self._transfers.ended(number)
         self._drains.advance()
 
@@ -65,10 +69,10 @@ class Movement(Generic[R]):
         self._transfers.retry()
 
     def step_ended(self, one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True) -> None:
-        """Continue the moves from and to a replica that is between two steps. `has_freed`: some of its blocks may be
-        free.
+        """Continue the moves from and to a replica that is between two steps. `has_freed`: some of its blocks may have
+        become free.
 
-        Blocks reserved for requests that have completed meanwhile are freed first.
+        Blocks reserved for the requests in `ended` are freed first.
         """
         if ended:
             self.requests_ended(ended)
@@ -101,33 +105,37 @@ class Movement(Generic[R]):
             self.hand_offs.gone(request)
 
     def end(self, request: Request, reason: EndReason, detail: str) -> bool:
-        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other."""
+        """End a request that is moving, or whose prompt waits for blocks of its target; return False for any other
+        request.
+        """
         return self.hand_offs.end_if_leaving(request, reason, detail)
 
     # The replicaset scheduler
 
     def make_moves(self) -> None:
-        """Call the scheduler for moves, and carry them out."""
+        """Call the replicaset scheduler for moves, and execute them."""
         if not self._replicaset.out_of_service:
             for move in self._replicaset.asked_moves(to_seconds(self._driver.now)):
                 self._migrations.move(move)
 
     def woken(self) -> None:
-        """Place requests without a target again and make moves, since the scheduler was woken."""
+        """Find targets for requests without one and execute the scheduler's moves, because the scheduler was woken."""
         self.hand_offs.place_again()
         self.make_moves()
 
     # Removed and restored replicas
 
     def drain(self, one: R, *, by_migration: bool) -> None:
-        """Stop moves to a draining replica; `by_migration`: its running requests move away."""
+        """Redirect moves to a draining replica; `by_migration`: its running requests move away."""
         self._migrations.drains(one)
         self.hand_offs.divert(one)
         if by_migration:
             self._drains.begin(one)
 
     def lose(self, one: R) -> None:
-        """Cancel all movements from and to a lost replica; call this before its memory is cleared and `place_again`."""
+        """Cancel all movements from and to a lost replica; to be called before the replica's memory is cleared and
+        before `place_again`.
+        """
         self._transfers.forget_waiting(one)
         self._migrations.lose(one)
         self.hand_offs.lose(one)
@@ -138,11 +146,11 @@ class Movement(Generic[R]):
         self._drains.advance()
 
     def involves(self, one: R) -> bool:
-        """Return True if a replica takes part in a move, or will after its step."""
+        """Return True if a replica takes part in a move, or will take part after its step."""
         return self._transfers.has_waiting(one) or self.hand_offs.involves(one)
 
     def clear(self) -> None:
-        """Forget everything; the replicas' memories are cleared by others."""
+        """Drop all movements; the caller clears the replicas' memories."""
         self._transfers.clear("the replicaset is out of service")
         self._migrations.clear()
         self._drains.clear()

@@ -1,9 +1,9 @@
 """Transfers of KV while its prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
 
-The KV that a step computes of a prompt becomes available in equal parts over the step, one for each layer (or all of it
-when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or from
-the host) is available when the prompt begins. When the prompt is done, only the KV is left to send that the links could
-not carry meanwhile, at least the last part.
+The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer (or all at
+once when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or
+from the host) is available when the prompt begins. When the prompt is computed, only KV that the links could not carry
+yet is left to send, which is at least the last part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Overlap(Generic[R]):
         hand_offs: Mapping[Request, HandOff[R]],
         moved: Callable[[HandOff[R]], None],
     ) -> None:
-        """`hand_offs`: all hand-offs under way; `moved` is called when the KV of one is at its target."""
+        """Create an empty collection. `hand_offs`: all hand-offs under way; `moved` is called with a hand-off when its
+        KV is at the target.
+        """
         self._transfers = transfers
         self._hand_offs = hand_offs
         self._moved = moved
@@ -57,7 +59,7 @@ class Overlap(Generic[R]):
                 one.num_sent = end
 
     def _open(self, one: HandOff[R]) -> bool:
-        """Begin to send a prompt; return False if it is to be sent only when it is computed."""
+        """Begin to send the KV of a prompt; return False if it is to be sent only after the prompt is computed."""
         target = one.target
         first = one.hit if self._moves_missing else 0
         if target is None or one.num_tokens < self._min_tokens or one.num_tokens <= first:
@@ -69,13 +71,13 @@ class Overlap(Generic[R]):
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:
-        """Close a transfer, so that it ends once all computed KV has arrived, which may be less than the prompt."""
+        """Close a transfer, so that it ends once all computed KV has arrived, which may be less than was announced."""
         first = one.hit if self._moves_missing else 0
         is_whole = one.num_tokens == one.num_announced
         self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))
 
     def preempted(self, request: Request) -> None:
-        """Cancel the transfer of a preempted prompt; its KV is sent after it has been recomputed."""
+        """Cancel the transfer of a preempted prompt; the KV is sent when the prompt is recomputed."""
         one = self._hand_offs.get(request)
         if one is not None and one.num_sent is not None:
             one.num_sent = None

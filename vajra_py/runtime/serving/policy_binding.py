@@ -1,8 +1,9 @@
-"""Policies of a replicaset, and the building of replacements.
+"""Policies of a replicaset, and the building of policies that replace them.
 
 Each replicaset keeps its factory of policies while it serves, so that a later policy gets the same sizes, predictions
 and named random streams as the first ones. Replica schedulers are built first, each with the limits and the latency
-model of its replica; prefill times follow from their chunks, and the other two layers are built with these.
+model of its replica. Prefill times are predicted from the schedulers' chunks, and the policies of the other two layers
+are built with these predictions.
 """
 
 from __future__ import annotations
@@ -37,24 +38,26 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
 MakePolicy = Callable[[Layer, PolicyChoice, int], Any]
-"""Function that builds one policy (a replica scheduler for one replica) and checks its methods; raises like
-`vajra_py.plugins.build_policy`.
+"""Function of (layer, choice, index) that builds one policy and checks its methods; for a replica scheduler, the index
+is the replica's id. Raises the errors of `vajra_py.plugins.build_policy`.
 """
 Predict = Callable[[Sequence[PolicyChoice], Sequence[ReplicaScheduler]], Sequence[PrefillTable]]
-"""Function that returns prefill times with these replica schedulers (choice and object for each replica), one table for
+"""Function of the replica schedulers (choice and object for each replica) that returns prefill times, one table for
 each kind of replica.
 """
 
 
 class LayerPolicies(Struct, frozen=True):
-    """The policies of a layer (one per replica for replica schedulers, otherwise one) and the choice behind them."""
+    """Policies of a layer (one for each replica if they are replica schedulers, otherwise one or two), and the choices
+    from which they were built.
+    """
 
     choices: Sequence[PolicyChoice]
     made: Sequence[Any]
 
     @property
     def name(self) -> str:
-        """Name of the policy; of several kinds, each once."""
+        """Name of the policy; if replicas have different schedulers, all names, each once."""
         return ", ".join(dict.fromkeys(choice.policy for choice in self.choices))
 
     @property
@@ -83,7 +86,9 @@ class Policies:
         *,
         is_split: bool = False,
     ) -> None:
-        """`choices`: of prioritizer and replicaset scheduler; `scheduler_choices`: of each replica's scheduler."""
+        """Build the policies. `choices`: choice of prioritizer and replicaset scheduler; `scheduler_choices`: choice of
+        each replica's scheduler.
+        """
         self._num_replicas = len(scheduler_choices)
         self._is_split = is_split
         self._make = make
@@ -92,7 +97,7 @@ class Policies:
         self.shared = SharedState()
         """State shared by these policies, and by policies that are built later."""
         self.beside: Sequence[tuple[Any, str]] = ()
-        """Policies that belong to no layer but also listen to requests, with their names."""
+        """Other policies that get request events, with their names; they belong to no layer."""
         self.retention: Sequence[Retention | None] = (None,) * self._num_replicas
         """Retention policy of each replica; None if it has none."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
@@ -103,7 +108,9 @@ class Policies:
         self.check_needs()
 
     def make(self, layer: Layer, choice: PolicyChoice) -> LayerPolicies:
-        """Build new policies of a layer: one for each replica in the last, else one. They are not in force."""
+        """Build new policies of a layer without putting them in force: one for each replica if they are replica
+        schedulers, otherwise one, or two if a `decode_scheduler` is needed.
+        """
         if layer is Layer.REPLICA_SCHEDULER:
             replicas = range(self._num_replicas)
             return LayerPolicies((choice,) * len(replicas), [self._make(layer, choice, one) for one in replicas])
@@ -113,7 +120,7 @@ class Policies:
         return LayerPolicies((choice,) * len(made), made)
 
     def make_again(self, layer: Layer) -> LayerPolicies:
-        """Build new policies from the choices in force. They are not in force."""
+        """Build new policies of a layer from its present choices, without putting them in force."""
         choices = self._layers[layer].choices
         if layer is not Layer.REPLICA_SCHEDULER:
             return self.make(layer, choices[0])
@@ -125,12 +132,14 @@ class Policies:
         self._layers[layer] = policies
 
     def follow_chunks(self) -> None:
-        """Predict prefill times from the chunks of the replica schedulers in force."""
+        """Update the predicted prefill times to the chunks of the present replica schedulers."""
         schedulers = self._layers[Layer.REPLICA_SCHEDULER]
         self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
 
     def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
-        """Raise `ConfigError` if a policy requires something that another one lacks, with `replacing` in force."""
+        """Raise `ConfigError` if a policy requires something that another one lacks, with `replacing` in place of the
+        present policies of its layers.
+        """
         layers = {**self._layers, **(replacing or {})}
         prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
         named = zip((choice.policy for choice in schedulers.choices), schedulers.made, strict=True)
@@ -184,17 +193,17 @@ class Policies:
         return self._layers[Layer.REPLICA_SCHEDULER].choices[replica_id].policy
 
     def new_queue(self) -> RequestQueue:
-        """An empty queue in the prioritizer's order."""
+        """Return an empty queue in the prioritizer's order."""
         return make_queue(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
 
     def slack(self) -> SlackReader | None:
-        """Slack by the prioritizer; None if it predicts none."""
+        """Return a reader of the slack that the prioritizer predicts; None if it predicts none."""
         return slack_reader(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
 
     # Listeners
 
     def listeners(self) -> Listeners:
-        """Policies to notify of arrivals and departures."""
+        """Return the callbacks of all policies of the replicaset."""
         layers = {
             layer: [
                 (one, choice.policy)
@@ -206,15 +215,16 @@ class Policies:
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
-        # Each replica has its own scheduler; one that listens only to steps sees only its replica's requests.
+        # Each replica has its own scheduler; a scheduler that listens only to ends of steps gets only requests of its
+        # replica.
         knows_one = listeners_among(own).listen_only_to_steps and not listeners_among(shared).across_replicas
         return structs.replace(found, across_replicas=not knows_one)
 
     @property
     def asks_listeners_each_step(self) -> bool:
-        """True if a listening policy may be called for every step even if nothing waits.
+        """True if a policy that listens to events may be called in every step even if no request waits.
 
-        A prioritizer does not count if each request's key follows from the request and the time.
+        The prioritizer is not counted if each request's key depends only on the request and the time.
         """
         asked = [Layer.REPLICA_SCHEDULER]
         prioritizer: Any = self.prioritizer
@@ -227,7 +237,7 @@ class Policies:
         return listeners_among([*layers, *retained]) != NOBODY
 
     def listeners_of(self, replica_id: int) -> Listeners:
-        """Return the policies to notify of events on a replica."""
+        """Return the callbacks of the policies that are notified of events on a replica."""
         layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
         shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
         own = (self.schedulers[replica_id], self.scheduler_name(replica_id))
@@ -236,8 +246,8 @@ class Policies:
         return listeners_among([*shared, own, *self.beside, *retained])
 
     def pins(self, replica_id: int) -> Callable[[RequestView, float], float] | None:
-        """Return the function for pins of requests that end on a replica, by its retention policy; None if it pins
-        nothing.
+        """Return a function of a request that ends on a replica, which returns the seconds for which the replica's
+        retention policy pins the request's content; None if the policy pins nothing.
         """
         retained = self.retention[replica_id]
         if retained is None or not isinstance(retained.policy, PinsContent):
@@ -256,7 +266,7 @@ class Policies:
 
 
 def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:
-    """Return the slack by this prioritizer; None if it predicts none."""
+    """Return a reader of the slack that this prioritizer predicts; None if it predicts none."""
     return SlackReader(prioritizer, name) if isinstance(prioritizer, PredictsSlack) else None
 
 

@@ -5,7 +5,7 @@
 - A replica scheduler: every replica gets a new one. Predicted prefill times depend on its chunks, so queues are
 rebuilt.
 
-Errors are detected before anything is changed, or the change is undone.
+Errors are detected before a change, or the change is undone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 
 class Swapped(Struct, frozen=True):
-    """Result of a change of policy."""
+    """Result of replacing a policy."""
 
     swap: PolicySwap
     moved: Sequence[tuple[Request, Replica | None]] = ()
@@ -38,11 +38,12 @@ class Swapped(Struct, frozen=True):
 
 
 def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Request], now: int) -> Swapped:
-    """Put a policy in force. `alive`: the replicaset's requests that have not ended, by submission.
+    """Replace the policy of a layer. `alive`: the replicaset's requests that have not ended, in order of submission.
 
-    A replicaset that is out of service because of a policy's violation starts again with new policies in all its
-    layers; it must be empty. Raises the errors of building the policy, `ConfigError` if it would never run a request
-    that is being served, and `PolicyError` if it breaks the contract immediately; then nothing has changed.
+    A replicaset that is out of service because a policy broke the contract must be empty, and starts again with new
+    policies in all layers. Raises the errors of building a policy, `ConfigError` if the new policy would never run a
+    request that is being served, and `PolicyError` if the new policy breaks the contract immediately; in each case the
+    old policy stays.
     """
     policies = replicaset.policies
     if policies is None:
@@ -52,7 +53,7 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
             )
         )
     layer, old = change.layer, policies.layer(change.layer)
-    if replicaset.out_of_service:  # no policy in force relies on shared objects
+    if replicaset.out_of_service:  # none of the present policies uses shared objects any more
         policies.shared.clear()
     made = policies.make(layer, change.choice)
     replacing = {layer: made}
@@ -78,12 +79,12 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
 
 
 _Given = tuple[LayerPolicies, Sequence[Request], int]
-"""(policies of the layer, living requests, tick)."""
+"""(new policies of the layer, requests that have not ended, tick)."""
 _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 
 
 def _announce_arrivals(name: str, made: LayerPolicies, alive: Sequence[Request], now: float) -> None:
-    """Notify new listeners of the present requests, as arrivals."""
+    """Notify new policies of the present requests, as arrivals, if they listen to arrivals."""
     if alive:
         for notify in listeners_among((one, name) for one in made.made).arrivals:
             notify(alive, now)
@@ -167,7 +168,7 @@ def _check_refusals(
 
 
 def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list[RequestQueue]:
-    """Return new queues with the waiting requests of the shared queue and of each replica's own."""
+    """Return new queues with the waiting requests of the shared queue and of each replica's own queue."""
     queues = []
     for old in (replicaset.shared, *(replica.queue for replica in replicaset.replicas)):
         queue = policies.new_queue()
@@ -178,7 +179,9 @@ def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list
 
 
 def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
-    """Bind everything to the policies in force, with new queues if there are any; returns the number of waiting requests."""
+    """Bind the replicaset and its replicas to the present policies, with new queues if `queues` is given; return the
+    number of waiting requests.
+    """
     if queues is not None:
         replicaset.share(queues[0])
     replicaset.listeners = policies.listeners()

@@ -1,4 +1,4 @@
-"""Pools of a replicaset: live figures for admission policies and scalers, and detection of pools that no request can
+"""Pools of a replicaset: live figures for admission policies and scalers, and a check for pools that no request can
 reach.
 """
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 
 class PoolLoad:
-    """`PoolView` of live figures."""
+    """`PoolView` with live figures."""
 
     __slots__ = ("_ids", "_replicaset", "max_replicas", "min_replicas", "name", "role")
 
     def __init__(self, replicaset: Replicaset, name: str, ids: Sequence[int], bounds: tuple[int, int]) -> None:
-        """Create the pool; `ids` are its replicas, `bounds` the smallest and largest number that a scaler may set."""
+        """Create the view. `ids`: ids of the pool's replicas; `bounds`: the minimum and maximum number of replicas that
+        a scaler may set.
+        """
         self._replicaset = replicaset
         self._ids = ids
         self.name = name
@@ -32,13 +34,13 @@ class PoolLoad:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Replicas in any state, by id."""
+        """Loads of the pool's replicas in any state, by id."""
         loads = self._replicaset.live_loads()
         return [loads[one] for one in self._ids]
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait for one of its replicas."""
+        """Number of requests that wait for one of the pool's replicas."""
         return sum(len(queue) for queue in self._queues())
 
     @property
@@ -47,7 +49,7 @@ class PoolLoad:
         return sum(queue.num_tokens for queue in self._queues())
 
     def _queues(self) -> list[RequestQueue]:
-        """Queues of its replicas, and the shared queue unless they only decode."""
+        """Return the queues of the pool's replicas, and the shared queue unless the pool only decodes."""
         own = [self._replicaset.replicas[one].queue for one in self._ids]
         return own if self.role == PoolRole.DECODE.value else [*own, self._replicaset.shared]
 
@@ -79,8 +81,9 @@ def check_reach(config: SystemConfig, controller: Controller) -> None:
 def _unreached(replicaset: Replicaset) -> Sequence[str]:
     """Return the pools that the scheduler never uses.
 
-    If requests are handed off and the scheduler is not called for all pools, the mechanism chooses a decode replica
-    when the scheduler chooses none; if replicas drain, running requests may go to any pool.
+    If requests are handed off and the scheduler does not place them after their prompt itself, only prefill pools are
+    checked: the mechanism may choose any decode replica. With a scaler, no pool is checked: running requests of
+    draining replicas may move to any pool.
     """
     scheduler = replicaset.scheduler
     if not isinstance(scheduler, LeavesOutPools) or replicaset.scaling is not None:

@@ -1,7 +1,7 @@
-"""Predicted prefill times of a replicaset, from the chunks of the replica schedulers in force.
+"""Prefill times of a replicaset, predicted from the chunks of its present replica schedulers.
 
-Built in two phases: replica schedulers first, then `follow` with a table for each kind of replica; prioritizer and
-replicaset scheduler are built after that. If replica schedulers are swapped, the same service follows the new ones.
+Replica schedulers are built first; then `follow` is called with a table for each kind of replica, and prioritizer and
+replicaset scheduler are built. If replica schedulers are replaced, `follow` is called again on the same object.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class PrefillTable(Struct, frozen=True):
 
 
 class ReplicasetPrefillTime:
-    """`PrefillTime` on the fastest of the replicas that have room for the prompt."""
+    """`PrefillTime` on the fastest kind of replica that has room for the prompt."""
 
     __slots__ = ("tables",)
 
     def __init__(self) -> None:
         self.tables: Sequence[PrefillTable] = ()
-        """One for each kind of replica; empty until `follow` was called."""
+        """One table for each kind of replica; empty until `follow` is called."""
 
     def follow(self, tables: Sequence[PrefillTable]) -> None:
         """Predict from these tables from now on."""
         self.tables = tables
 
     def total_s(self, num_prompt_tokens: int) -> float:
-        """Return the seconds for the whole prompt."""
+        """Return the time in seconds to compute a whole prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.total_s(num_prompt_tokens)
         return min(one.times.total_s(num_prompt_tokens) for one in self._with_room(num_prompt_tokens))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Return the seconds to compute the rest of a prompt."""
+        """Return the time in seconds to compute the rest of a prompt."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.remaining_s(num_prompt_tokens, num_done_tokens)
@@ -59,7 +59,9 @@ class ReplicasetPrefillTime:
 
 
 def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> SoloChunkSize:
-    """Chunks of a prompt alone on a replica: by the replica scheduler's own rule, else the step's token budget, else the whole prompt."""
+    """Return the rule for the next chunk of a prompt that is alone on a replica: the replica scheduler's own rule, else
+    the step's token budget, else the whole prompt.
+    """
     if isinstance(scheduler, ChunksSoloPrompts):
         return scheduler.solo_chunk_size
     budget = limits.max_batch_tokens

@@ -1,7 +1,8 @@
 """Requeue or end requests whose replica was lost or whose policy broke the contract.
 
-Requests of a lost replica are recomputed elsewhere, keeping their tokens so far, or end. Requests of a replicaset whose
-policy broke the contract end, each with the reason, and no policy is called until that one is replaced.
+Requests of a lost replica keep their tokens so far and are recomputed, or they end. Requests of a replicaset whose
+policy broke the contract end, each with the reason, and none of the replicaset's policies is called until that one is
+replaced.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ Ended = list[tuple[Request, EndReason]]
 
 
 class Losses(Struct):
-    """Outcome of a lost replica for its requests."""
+    """Outcome of the loss of a replica for its requests."""
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Requests to be recomputed, each with the replica to which it is bound now (None: any)."""
+    """Requests to be recomputed, each with the replica to which it is bound now (None: the shared queue)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
-    """Handle the loss of a replica. `failure.max_reruns`: how often a request may run again; None: its requests end."""
+    """Handle the loss of a replica. `failure.max_reruns`: maximum number of times that a request is recomputed; None:
+    the replica's requests end.
+    """
     seconds, why, max_reruns = to_seconds(now), failure.detail, failure.max_reruns
     for observer in replicaset.observers:
         observer.on_replica_lost(replica.replicaset, replica.replica_id, why, seconds)
@@ -71,7 +74,7 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
 def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     """Empty a replica's KV memory and prefix cache, between two steps and while no request is swapped out.
 
-    Returns the requests that ran and wait again, the latest admitted first.
+    Returns the requests that were running and wait again, the latest admitted first.
     """
     if replica.num_in_flight:
         raise RuntimeError(f"a step of replica {replica.replica_id} is in flight, and its memory cannot be emptied")
@@ -82,13 +85,13 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     for request in [
         *leaving,
         *replica.running_set.arrived,
-    ]:  # requests whose KV was here, or moving from or to another replica
+    ]:  # requests whose KV was in this memory or moving to or from it
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
     for (
         request
-    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas are cancelled by now
+    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas were cancelled before
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
@@ -109,7 +112,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
 
 
 def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
-    """End the requests that wait for a replica, because none is up or will be in time."""
+    """End the requests of the shared queue, because no replica is up or will be up in time."""
     seconds, ended = to_seconds(now), Ended()
     for request in [cast(Request, one) for one in replicaset.shared.ordered(seconds)]:
         replicaset.shared.remove(request)
@@ -118,7 +121,9 @@ def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
 
 
 def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: str, now: int) -> Ended:
-    """End every request and drop all state after a policy broke the contract, perhaps in the middle of a step."""
+    """End every request and drop all state after a policy broke the contract, even while a step was being formed or
+    completed.
+    """
     replicaset.out_of_service = why
     seconds, ended = to_seconds(now), Ended()
     for observer in replicaset.observers:
@@ -132,7 +137,7 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
         replica.bind_policy(structs.replace(replica.parts, queue=policies.new_queue()))
         replica.clear()
     for request in alive:
-        if request.state is RequestState.ENDED:  # in the interrupted step, before anyone was notified
+        if request.state is RequestState.ENDED:  # it ended in the interrupted step, and its end was not reported
             assert request.end_reason is not None
             ended.append((request, request.end_reason))
         else:

@@ -1,4 +1,4 @@
-"""One replica: calls its policy for plans and applies their results."""
+"""One replica: calls its policy to form steps and applies the steps' results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
-"""Number of steps in a row that may preempt without running anything before the policy counts as stuck."""
+"""Maximum number of consecutive attempts at a step that preempt and run nothing; then the policy counts as stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -81,13 +81,15 @@ class ReplicaParts(Struct, frozen=True):
     executor: Executor
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
-    """Slack by the prioritizer; None if it predicts none."""
+    """Reader of the slack that the prioritizer predicts; None if it predicts none."""
     pins: PinSeconds | None = None
-    """Pins of ended requests by the retention policy; None if it pins none."""
+    """Function of the retention policy that returns how long an ended request's content is pinned; None: nothing is
+    pinned.
+    """
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     adapters: Adapters | None = None
-    """LoRA adapters; None if there are none, in which case requests that name one are rejected."""
+    """LoRA adapters; None if the replica has none, so that requests that name an adapter are rejected."""
 
 
 class Replica:
@@ -145,7 +147,7 @@ class Replica:
         self.replica_id = parts.replica_id
         self.limits = parts.limits
         self.max_request_tokens = max_request_tokens(parts.limits, parts.memory)
-        """Largest number of tokens, prompt and output together, of one request on this replica."""
+        """Maximum number of prompt and output tokens together of one request on this replica."""
         self.memory = parts.memory
         self.queue = parts.queue
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
@@ -161,15 +163,14 @@ class Replica:
         self.num_steps = 0
         self.num_in_flight = 0
         self.has_tiers = parts.memory.tiers is not None
-        """True if there are tiers of memory below the device."""
+        """True if there are memory tiers below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
         """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of steps that have ended but not been reported, if the next step is formed before the report."""
+        """Tokens of steps that have ended without their report, if the next step is formed before the report comes."""
         self._joins_at_once = False
-        """True if requests that arrive with their KV decode in the pool from their first step on, else from the second.
-        """
+        """True if requests that arrive with their KV join the decode pool with their first step; False: after it."""
         self.forms_steps = True
         """False while the backend accepts no steps."""
         self.around: Around | None = None
@@ -181,15 +182,19 @@ class Replica:
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._over: set[Request] = set()
-        """Requests that reached their length but are in a step formed before that; its results for them are dropped."""
+        """Requests that have reached their output limit but are part of a step that was formed before; the step's
+        results for these requests are dropped.
+        """
         self.hands_off = parts.role is _PREFILL
-        """True if requests leave, or may leave, when their prompt is computed."""
+        """True if requests leave this replica when their prompt is computed, unless they must stay."""
         self.gives_first_token = True
-        """True if clients get the token that the last step of a prompt samples although the request then leaves."""
+        """True if the token sampled by the last step of a prompt is an output even if the request then leaves this
+        replica.
+        """
         self.newly_held: list[Request] = []
-        """Requests that have become `held`; see `take_newly_held`."""
+        """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.expects_kv = False
-        """True if requests queue to move here, one after each step."""
+        """True if requests wait to move to this replica, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -205,8 +210,8 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Error of a policy notified of a run of steps; raised only when the step in flight ends, not amid other
-        events.
+        """Error of a policy that was notified of a run of steps; it is raised only when the step in flight ends, not
+        during other events.
         """
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
@@ -223,7 +228,7 @@ class Replica:
         self.repeats.read_traits(parts.policy, listens=parts.listeners.listen_to_each_step)
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers of everything that happens here from now on."""
+        """Notify these observers of all events of this replica from now on."""
         self._step_watchers = [one for one in observers if one.wants_steps]
         self._end_watchers = [one for one in observers if one.wants_step_ends]
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
@@ -234,14 +239,14 @@ class Replica:
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     def join_at_once(self) -> None:
-        """Count the first decode of a request that arrived with its KV in the pool, for an executor that uses only the
-        features of plans.
+        """Let requests that arrive with their KV join the decode pool with their first step. For an executor that uses
+        only the features of plans.
         """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
-        """Load KV of requests through a connector, and save it there, from now on.
+        """From now on, load and save KV of requests through a connector; return the state of its loads.
 
         Raises `ConfigError` if the memory has KV parallelism.
         """
@@ -270,19 +275,21 @@ class Replica:
     # Arrivals and departures of KV
 
     def take_newly_held(self) -> list[Request]:
-        """Return the requests that have become `held` since this was last called, in order of admission."""
+        """Return the requests that entered the state HELD since this was last called."""
         held = self.newly_held
         if held:
             self.newly_held = []
         return held
 
     def release_held(self, request: Request) -> None:
-        """Free the blocks of a request whose KV is elsewhere, or that has ended."""
+        """Free the blocks of a held request that has ended or whose KV another replica has."""
         self._output_limits.pop(request, None)
         self.lifecycle.release_held(request)
 
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
-        """Continue a held request here after all; return it with the reason of its end if its first token was its last."""
+        """Continue a held request on this replica; if it ends with its first token, return it with the reason, else
+        return no request.
+        """
         self.lifecycle.resume_held(request)
         result = StepResult()
         if not request.num_remaining_tokens:
@@ -330,7 +337,7 @@ class Replica:
         return [(request, reason) for request in (*held, *queued, *leaving)]
 
     def set_gate(self, gate: Gate) -> None:
-        """Apply the backend's limit on the replica's work."""
+        """Apply the backend's limits on the work that this replica may do."""
         self.forms_steps = gate.forms
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
@@ -338,11 +345,11 @@ class Replica:
 
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
-        """Requests that end with their present step, and the reasons."""
+        """Aborted requests that end with their present step, and the reasons."""
         return self._to_abort
 
     def clear(self) -> None:
-        """Reset the replica to hold no request and no KV block; its requests are accounted for elsewhere."""
+        """Drop all requests and the content of all KV blocks; the caller accounts for the requests."""
         self.num_in_flight = 0
         self._output_limits.clear()
         self._to_abort.clear()
@@ -360,14 +367,14 @@ class Replica:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request runs, waits, is computed or has KV here."""
+        """True if no request runs, waits, is part of a step or holds KV blocks on this replica."""
         keeps = self._connected is not None and any(self._connected.kept)
         return not (
             self.num_in_flight or self.running_set.num_running or len(self.queue) or self.lifecycle.held or keeps
         )
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether limits and an empty memory have room for the request at its greatest length."""
+        """Return True if the limits and an empty memory have room for the request at its maximum length."""
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
@@ -376,17 +383,19 @@ class Replica:
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     def has_adapter(self, request: Request) -> bool:
-        """Return whether the replica serves the request's adapter, if it has one."""
+        """Return True if the request names no adapter, or one that the replica serves."""
         return not request.adapter or (self.adapters is not None and self.adapters.serves(request.adapter))
 
     def has_room_for(self, request: Request) -> bool:
-        """Return whether there is a free batch slot, and free blocks for a request's known tokens."""
+        """Return True if there are a free batch slot and enough free blocks for the request's known tokens."""
         is_free = self.running_set.num_running < self.limits.max_batch_size
         return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
 
     @property
     def lacks_blocks_to_run(self) -> bool:
-        """True if no step could be formed at the policy's last call, and a running request found no KV block."""
+        """True if no step could be formed at the policy's last call, and a running request was refused for lack of KV
+        blocks.
+        """
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
             return False
@@ -397,7 +406,7 @@ class Replica:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill, waiting and running."""
+        """Number of tokens left to prefill, of waiting and running requests."""
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.running_set.partial)
 
     @property
@@ -410,7 +419,7 @@ class Replica:
     # Forming steps
 
     def next_plan(self, now: int) -> StepPlan | None:
-        """Form the next non-empty step; return None if nothing can run until something changes."""
+        """Form the next step that computes something; return None if nothing can run until the state changes."""
         builder, running_set = self.builder, self.running_set
         running_set.barred.clear()
         if not running_set.num_running and not running_set.may_admit:
@@ -444,26 +453,26 @@ class Replica:
         return self.form_step(now)
 
     def _see_ends(self) -> None:
-        """Free the slots and blocks of ended requests, now that the scheduler sees their ends."""
+        """Free the slots and blocks of ended requests, because the scheduler processes their ends now."""
         self.builder.hold_slots(0)
         self.lifecycle.release_ended()
 
     def _release_pin(self, now: int) -> bool:
-        """End a pin, because the policy can run no request and is not idle on purpose; return False if no pin holds a
-        block that would be free otherwise.
+        """End a pin, because the policy can run no request; return False if the policy is idle on purpose, a step is in
+        flight, or no block would be free without pins.
         """
         if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
 
     def _waits(self, now: int) -> bool:
-        """Return True if nothing runs on purpose, or until an adapter is loaded."""
+        """Return True if the policy is idle on purpose, or an adapter is being loaded."""
         adapters = self.adapters
         return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading())
 
     def _give_way(self, now: int) -> bool:
-        """Preempt the latest request admitted by another policy, since this one does nothing; return False if there is
-        none.
+        """Preempt the latest request that an earlier policy admitted, because the present policy runs nothing; return
+        False if there is none.
         """
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
@@ -473,7 +482,9 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """Free the KV of the least urgent request that arrived with its KV, because the policy can run none."""
+        """Free the KV of the least urgent waiting request that has KV, because the policy can run no request; return
+        False if there is none or KV may still arrive or leave.
+        """
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)
@@ -484,11 +495,13 @@ class Replica:
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
-            last.stays_at = self.replica_id  # replicas could otherwise send it to each other forever
+            last.stays_at = self.replica_id  # otherwise replicas could move the request back and forth forever
         return True
 
     def form_step(self, now: int) -> StepPlan | None:
-        """Call the policy once; return None if it did nothing, and a plan without entries if it only preempted."""
+        """Call the policy once and return the plan: None if the policy did nothing, a plan without entries if it only
+        preempted.
+        """
         builder, view = self.builder, self._view
         view.now = seconds = now / TICKS_PER_SECOND
         builder.start(seconds)
@@ -530,12 +543,10 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Add requests that arrived with their KV and decode immediately to the pool, before their first step has
-        completed.
-        """
+        """Add requests that arrived with their KV to the decode pool, if this plan computes their last known token."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
-            return  # some decodes are not in the step, or the step is reported separately from the following ones
+            return  # the step leaves out decodes, or must be reported separately from the steps after it
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -578,21 +589,21 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step, or if a request is to move here after
-        this step.
+        """Return `Repeats.num_alike`, or 0 if an observer gets every step, or if a request may move to or from this
+        replica, or a report may come, after this step.
         """
         # A request that leaves after this step may have to stay on this replica, so its decode steps are not repeated.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
-        """Set the number of waiting requests of repetitions formed from now on; for observers only."""
+        """Store the present number of waiting requests, which observers get for repetitions from now on."""
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> None:
-        """Complete `plan` and its repetitions at these ticks up to now; it then stands for the next repetition, which
-        is in flight.
+        """Complete `plan` and its repetitions, which ended at these ticks; `plan` then represents the next repetition,
+        which is in flight.
         """
         if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first step has its own record
             self.complete_repeats(plan, ended_at[:1], now)
@@ -630,14 +641,16 @@ class Replica:
     # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Make unfinished prompts available again after the first pipeline stage, to pipeline chunks of one prompt."""
+        """Make unfinished prompts available to the next step after the first pipeline stage, so that chunks of one
+        prompt are pipelined.
+        """
         for chunk in plan.chunks:
             request = chunk.request
             if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
                 self._land(request)
 
     def may_end(self, plan: StepPlan, result: StepResult) -> bool:
-        """Return False if surely no request ends with this step, whose result has not been applied."""
+        """Return False if it is certain that no request ends with this step, whose result has not been applied yet."""
         if result.stopped or result.failed or result.report is not None or self._to_abort or plan.drafts:
             return True
         if plan.pool is not None and plan.pool.ending_in_flight():
@@ -645,7 +658,9 @@ class Replica:
         return any(self._output_limit(one.request) - one.request.num_output_tokens <= 1 for one in plan.chunks)
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply a step's result; returns the requests that ended, in order of admission."""
+        """Apply a step's result; return the requests that ended, first those that the step completed, in order of
+        admission.
+        """
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
         work = plan.work() if listeners else None
@@ -696,7 +711,7 @@ class Replica:
         return finished
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
+        """Apply a report of a connector's workers that comes without a step; return the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
@@ -704,15 +719,17 @@ class Replica:
         return self._apply_report(report, lost, None, to_seconds(now))
 
     def accepted_of(self, counts: Sequence[tuple[int, int]]) -> dict[Request, int]:
-        """Return the accepted drafts of the last step by request, from their numbers by the requests' indices."""
+        """Return the number of accepted drafts by request, given (index of the request, number of accepted drafts);
+        requests that are not in `unverified` are left out.
+        """
         known = dict(counts)
         return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
 
     def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
-        """Count the accepted drafts of an earlier step, which were not known when it ended; returns the requests that
+        """Count the accepted drafts of an earlier step, which were not known when it ended; return the requests that
         end now.
 
-        A request that has reached its length and is part of a step formed meanwhile ends with that step.
+        A request that has reached its output limit and is part of a step formed meanwhile ends with that step.
         """
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
@@ -722,7 +739,7 @@ class Replica:
         usual: list[tuple[Request, int, int]] = []
         for request, (num_drafts, is_padding) in before.items():
             num_drafts, num_accepted = 0 if is_padding else num_drafts, accepted.get(request, 0)
-            if request.is_skipped and num_accepted < request.end_epoch:  # it runs and goes on
+            if request.is_skipped and num_accepted < request.end_epoch:  # the request runs and does not end
                 usual.append((request, num_drafts, num_accepted))
                 continue
             self._count_verified(usual, now)
@@ -747,18 +764,20 @@ class Replica:
         return ended
 
     def _count_verified(self, verified: Sequence[tuple[Request, int, int]], now: int) -> None:
-        """Count drafts and accepted drafts of running decodes, whose first token of that step is counted already."""
+        """Count the drafts and accepted drafts of running decodes, whose first token of the same step was counted
+        before.
+        """
         if verified:
             requests, num_drafts, num_accepted = zip(*verified, strict=True)
             self._publish(requests, num_accepted, add_outputs(requests, num_drafts, num_accepted, 0, now))
 
     def report_of(self, news: KvNews) -> KvReport:
-        """Return the report that was recorded so."""
+        """Return the report that a recorded input describes."""
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
-        """Return the requests whose loads failed according to this report, which comes with a step that is about to
-        end, or without one.
+        """Return the requests whose loads failed according to this report; `plan`: the step with which the report came,
+        which is not completed yet (None: no step).
         """
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
@@ -771,7 +790,8 @@ class Replica:
     ) -> list[tuple[Request, EndReason]]:
         """Recompute or end the requests whose loads failed, then record the completed loads and saves.
 
-        If steps are formed ahead, running requests end in any case, because a step formed since is void as well.
+        If steps are formed ahead, the running ones end in any case, because a step that was formed meanwhile is invalid
+        as well.
         """
         connected = self._connected
         if connected is None:
@@ -801,7 +821,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Withdraw the KV of ended requests that computed with blocks whose load failed."""
+        """Remove ended requests that computed with blocks whose load failed from the prefix cache."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -826,7 +846,7 @@ class Replica:
                 request.hashes.append(token)
 
     def _cache_computed(self, plan: StepPlan) -> None:
-        """Enter the blocks filled by this step into the prefix cache; a request's newest token is not computed yet."""
+        """Cache the blocks that this step has filled; the newest token of a request is not computed yet."""
         if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
             return
         touched = [chunk.request for chunk in plan.chunks]
@@ -851,7 +871,7 @@ class Replica:
             if planned is not None and not planned.is_padding:
                 continue
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
-                continue  # preempted or ended after the first stage: the result of this chunk is lost
+                continue  # the request was preempted or has ended since this chunk was planned
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
             end = computed_before + num_tokens
@@ -865,7 +885,7 @@ class Replica:
                 is_padded = planned is not None
                 self.running_set.unverified[request] = Unverified(num_tokens - 1 if is_padded else 0, is_padded)
             if lost is not None and request in lost.running:
-                continue  # it was computed from KV that has not arrived
+                continue  # its token was computed from KV that was not loaded
             if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
@@ -888,7 +908,7 @@ class Replica:
             self.running_set.pool.join(request, num_left)
 
     def _apply_drafts(self, plan: StepPlan, result: StepResult, now: int, void: Collection[Request]) -> list[Request]:
-        """Count the tokens of decodes with drafts, and free the blocks of rejected drafts; returns the requests that
+        """Count the tokens of decodes with drafts, and free the blocks of rejected drafts; return the requests that
         end.
         """
         rules, drafted = self.parts.options.drafts, plan.drafted
@@ -900,7 +920,7 @@ class Replica:
             requests, num_drafts = [one for one, _ in entries], [each.num_tokens for _, each in entries]
         num_left = [one.end_epoch - 1 for one in requests]
         num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
-        opened: dict[Request, Unverified] = {}  # more of their tokens may come
+        opened: dict[Request, Unverified] = {}  # requests of which more drafts may be accepted later
         if result.is_ahead:
             made = {count: Unverified(count) for count in set(num_drafts)}
             is_open = [left > 0 or one in result.stopped for one, left in zip(requests, num_left, strict=True)]
@@ -927,7 +947,7 @@ class Replica:
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its
-        target samples it again.
+        target samples this token again.
         """
         return self.hands_off and self._leaves(chunk.request, chunk.kind) and not self.gives_first_token
 
@@ -938,7 +958,9 @@ class Replica:
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Remove a request whose prompt is computed from the running set, unless its first token is its last."""
+        """Hold a request whose prompt is computed, so that it leaves; if its first token is its last, add it to `done`
+        instead.
+        """
         if self.gives_first_token:
             num_outputs = request.add_output(now)
             if num_outputs == 1:
@@ -974,7 +996,7 @@ class Replica:
         self._to_abort.pop(request, None)
         self._over.discard(request)
         before = self.running_set.unverified.pop(request, None)
-        if before is not None:  # its unverified drafts do not become output
+        if before is not None:  # the request's unverified drafts do not become output
             request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
         held = self.parts.options.holds_ended_slots
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
@@ -1014,5 +1036,5 @@ class Replica:
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:
-    """Return True if the request still holds the memory that it got at this admission."""
+    """Return True if the request has run without interruption since this admission."""
     return request.state is _RUNNING and request.admitted_index == admitted_index

@@ -1,4 +1,4 @@
-"""A replicaset: bounds admission and binds requests to replicas."""
+"""A replicaset, which limits its queues and binds requests to replicas."""
 
 from __future__ import annotations
 
@@ -110,48 +110,52 @@ class Replicaset:
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.hand_off_watchers: Sequence[Observer] = ()
-        """Observers of hand-offs."""
+        """Observers that implement callbacks for hand-offs."""
         self.listeners = NOBODY
         self.kv_event_lag_s = 0.0
-        """Seconds after which policies are notified of an event of a cache."""
+        """Seconds after which policies are notified of a change in a replica's cache."""
         self.feed: ContentFeed | None = None
-        """Events about the caches; None if they are not needed."""
+        """Delivery of events about the content of caches; None if it is not needed."""
         self._live = LiveLoads()
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """True if its replica schedulers are called before a request is accepted."""
+        """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
-        """True if a request that fits one replica may be too large for another."""
+        """True if a request that one replica can run may be too large for another, have another role there, or be
+        refused.
+        """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
         self._failed_at: dict[Request, set[int]] = {}
-        """Replicas that failed a request that is to be computed elsewhere; see `avoid`."""
+        """Ids of the replicas that failed a request, for requests that are recomputed; see `avoid`."""
         self._serving: dict[Holders, Serving] = {}
-        """Replicas that take requests, by the holders of a request; valid until the state of a replica changes."""
+        """Replicas that take requests, by the holders of a request; cleared when the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
         """Function that applies every ended step (see `load_of`); set by the driver if its backend fast-forwards."""
         self.lost: set[int] = set()
-        """Replicas that are lost."""
+        """Ids of lost replicas."""
         self.away: set[int] = set()
-        """Replicas closed to requests by a scaler: they start, drain, or are down."""
+        """Ids of replicas that take no requests because of a scaler: they start, drain, or are down."""
         self.scaling: ReplicasetScaling | None = None
         """Scaler with its present targets; None without a scaler."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Policies in force; None if the replicaset was assembled manually, and its policies cannot be swapped."""
+        """Present policies; None if the replicaset was assembled manually, so that its policies cannot be replaced."""
         self.hand_off: HandOffRules | None = None
-        """Rules by which requests leave with their KV; None if they do not."""
+        """Rules for moving requests with their KV; None if requests do not move."""
         self.tiers: TierMovesRules | None = None
-        """Links and rules of the memory tiers below its replicas' devices; None if there are none."""
+        """Links and rules of the memory tiers below the replicas' devices; None if there are no tiers."""
         self.swaps: Sequence[SwapRules | None] = ()
-        """Rules by replica for swaps while steps run (None: swaps are between steps); empty if no replica has any."""
+        """Rules of each replica for swaps while steps run (None: it swaps between steps); empty if no replica has such
+        rules.
+        """
         self.held_back: dict[Request, None] = {}
-        """Requests bound to a prefill replica that wait for blocks at their decode replica, in order."""
+        """Requests bound to a prefill replica that wait for blocks of their decode replica, in order."""
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
-        """Policy error because of which this replicaset takes no requests; empty if there is none."""
+        """Error of a policy because of which this replicaset takes no requests; empty if there is none."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replicas(
@@ -159,10 +163,10 @@ class Replicaset:
         makes: Iterable[Callable[[SharedAccess], Replica]],
         make_load: Callable[[Replica], LiveLoad] = LiveLoad,
     ) -> None:
-        """Build replicas, each with its access to the shared queue, and add them; `make_load` creates the load views
-        for policies.
+        """Build replicas, each with its access to the shared queue, and add them; `make_load` creates a replica's load
+        view for policies.
 
-        Raises `ConfigError` if they have different block sizes.
+        Raises `ConfigError` if the replicas have different block sizes.
         """
         for make in makes:
             access = SharedQueueAccess(self)
@@ -178,7 +182,9 @@ class Replicaset:
         self._views = ReplicaViews(self._live, self._views.interval_s)
 
     def bind_content(self) -> None:
-        """Connect listening policies, and with a lag the loads, to the events of the caches."""
+        """Deliver events about the content of caches to policies that listen to them and, with a lag, to the load
+        views.
+        """
         if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.listen_to_content):
             self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
             for load in self._live:
@@ -194,7 +200,7 @@ class Replicaset:
             self._set_access(replica_id)
 
     def _set_access(self, replica_id: int) -> None:
-        """Give a replica access to the shared queue, or to an empty one while it drains."""
+        """Give a replica access to the shared queue, or to an empty queue while it drains."""
         is_draining = self._live[replica_id].state is ReplicaState.DRAINING and self.policies is not None
         queue = self.policies.new_queue() if is_draining and self.policies is not None else self.shared
         self._shared_accesses[replica_id].queue = queue
@@ -206,7 +212,9 @@ class Replicaset:
         layer = Layer.REPLICASET_SCHEDULER
         self._assign_call = assign if around is None else around(self.name, layer, name, assign)
         self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
-        """True if the scheduler sees the replicas of all pools and chooses the replica after the prompt."""
+        """True if the scheduler gets the replicas of all pools for a prompt, and chooses the replica after the prompt
+        itself.
+        """
         if isinstance(scheduler, PlacesAfterPrompt):
             place: Callable[..., Any] = scheduler.place_after_prompt
         else:
@@ -224,7 +232,7 @@ class Replicaset:
         return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replica schedulers in force which of them are called for arriving requests."""
+        """Update, after replica schedulers were bound, which checks arriving requests need."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = (
             not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
@@ -242,7 +250,9 @@ class Replicaset:
         return isinstance(self.scheduler, MovesRequests)
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
-        """Return the replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
+        """Return the replicas, whether up or not, that can hold a request and whose scheduler does not refuse it, by
+        id.
+        """
         if not self._differs:
             return self.replicas
         holders = self.bounds.holders(request)
@@ -260,7 +270,7 @@ class Replicaset:
         return refusal_of(parts.policy, parts.policy_name, self.load_of(replica.replica_id), request, now)
 
     def call_through(self, around: Around) -> None:
-        """Call policies, including later ones, through the wrappers that `around` makes of their methods."""
+        """Call the methods of present and later policies through the wrappers that `around` returns for them."""
         self.around = around
         self.bind_policy(self.scheduler, self.scheduler_name)
         for replica in self.replicas:
@@ -268,14 +278,14 @@ class Replicaset:
             replica.bind_policy(replica.parts)
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers of everything that happens here from now on."""
+        """Notify these observers of all events of this replicaset from now on."""
         self.observers = observers
         self.hand_off_watchers = [one for one in observers if _notes_hand_offs(one)]
         for replica in self.replicas:
             replica.watch(observers)
 
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
-        """Set a replica's state; the scheduler sees it at its next call."""
+        """Set a replica's state, as the scheduler gets it from its next call on."""
         self._live[replica_id].set_state(state)
         self._serving.clear()
 
@@ -294,7 +304,7 @@ class Replicaset:
         return self._live[replica_id].state
 
     def computes(self, replica_id: int) -> bool:
-        """Return whether a replica forms steps, that is, is up or drains its remaining requests."""
+        """Return True if a replica forms steps: it is up, or it drains its remaining requests."""
         return self._live[replica_id].state in (ReplicaState.UP, ReplicaState.DRAINING)
 
     def is_up(self, replica_id: int) -> bool:
@@ -302,7 +312,7 @@ class Replicaset:
         return self._live[replica_id].is_up
 
     def _may_serve(self, replica_id: int) -> bool:
-        """Return True if a replica takes requests, or a scaler may open it to requests."""
+        """Return True if a replica takes requests, or may take requests again when a scaler starts it."""
         return self._live[replica_id].is_up or replica_id in self.away
 
     def _serving_of(self, holders: Holders) -> Serving:
@@ -312,7 +322,9 @@ class Replicaset:
         return found
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """Mark a replica as lost with everything that it held; returns the requests that ended with it."""
+        """Mark a replica as lost and end its requests, and those waiting requests that only lost replicas can run;
+        return the ended requests.
+        """
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
@@ -330,18 +342,20 @@ class Replicaset:
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
-        """Return the requests of the shared queue that no replica that is up can run, most urgent first."""
+        """Return the requests of the shared queue that only lost replicas can run, most urgent first."""
         if not self._all_lost and not self._differs:
             return []
         queued = [cast(Request, one) for one in self.shared.ordered(now)]
         return queued if self._all_lost else [one for one in queued if not self._may_run(one, now)]
 
     def _may_run(self, request: Request, now: float) -> bool:
-        """Return True if a replica that is up, or may come up, can run the request."""
+        """Return True if a replica that is not lost can run the request."""
         return any(self._may_serve(one.replica_id) for one in self.eligible(request, now))
 
     def can_go_on(self, request: Request, now: float) -> bool:
-        """Return True if a replica computes that a waiting request is bound to, or may be placed at."""
+        """Return True if a request can continue: the replica to which it is bound forms steps, or a replica on which it
+        may be placed is up.
+        """
         if request.state is RequestState.HELD:
             return any(self.is_up(one.replica_id) for one in self.bounds.holders(request).of_decodes)
         bound = request.replica_id >= 0
@@ -358,18 +372,18 @@ class Replicaset:
         self._serving.clear()
 
     def restore(self, replica_id: int) -> None:
-        """Bring a lost replica back, empty."""
+        """Mark a lost replica as up again."""
         self.lost.discard(replica_id)
         self.set_state(replica_id, ReplicaState.UP)
         self._set_access(replica_id)
 
     @property
     def num_up(self) -> int:
-        """Replicas that take requests."""
+        """Number of replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
 
     def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
-        """Return whether these replicas include some that compute prompts and some that decode."""
+        """Return True if some of these replicas compute prompts and some decode."""
         return have_both_roles(self.replicas[one] for one in replica_ids)
 
     @property
@@ -383,7 +397,7 @@ class Replicaset:
         return self.why_never(request, now) or self.why_full(request)
 
     def why_never(self, request: Request, now: float) -> str | None:
-        """Return the reason why no replica will run this request; None if one can."""
+        """Return the reason why no replica will run this request; None if a replica can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -411,7 +425,7 @@ class Replicaset:
         return first_refusal(self._serving_of(holders).all, self.load_of, request, now)
 
     def why_full(self, request: Request) -> str | None:
-        """Return the reason why the queues have no room for this request; None if they have."""
+        """Return the reason why the queues have no room for this request; None if they have room."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
@@ -430,23 +444,23 @@ class Replicaset:
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
     def live_loads(self) -> Sequence[ReplicaLoadView]:
-        """Return its replicas with live figures, by id, after applying every ended step."""
+        """Return the loads of the replicas with live figures, by id, after applying every ended step."""
         self.sync()
         return cast(Sequence[ReplicaLoadView], self._live)
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait, in the shared queue and the replicas' own."""
+        """Number of waiting requests, in the shared queue, held back, and in the replicas' own queues."""
         return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens that wait to be computed."""
+        """Number of tokens left to compute of the waiting requests."""
         held_back = sum(one.num_remaining_tokens for one in self.held_back)
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; returns the replica to which it is bound, None if any may pull it."""
+        """Queue an accepted request; return the replica to which it is bound, None if it is in the shared queue."""
         request.move_to(RequestState.WAITING)
         request.caches = self
         return self.place(request, now)
@@ -458,7 +472,9 @@ class Replicaset:
         return self._memory_of(request).lookup_prefix(request.hashes, request.num_known_tokens)
 
     def tier_hits(self, request: Request) -> Mapping[str, int]:
-        """Leading tokens of a request by the nearest memory tier of its replica that holds them; empty without tiers."""
+        """Return the number of leading tokens of a request in each memory of its replica, by name; each token counts
+        for the nearest memory that holds it. Empty without tiers.
+        """
         if request.hashes is None:
             return {}
         return self._memory_of(request).tier_hits(request.hashes, request.num_known_tokens)
@@ -470,10 +486,10 @@ class Replicaset:
         return replica.memory
 
     def place(self, request: Request, now: int) -> Replica | None:
-        """Queue a request that is in no queue; returns like `accept`."""
+        """Queue a request that is in no queue; return its replica like `accept`."""
         seconds = to_seconds(now)
         candidates = self.eligible(request, seconds)
-        # If none is up, the request waits in the shared queue for one.
+        # If no candidate is up, the request waits in the shared queue.
         may_assign = self._are_any_up(candidates) if self._differs else self.num_up > 0
         replica_id = None
         if may_assign:
@@ -486,7 +502,9 @@ class Replicaset:
         return self.bind(request, replica_id, seconds)
 
     def bind(self, request: Request, replica_id: int | None, now: float) -> Replica | None:
-        """Put a request into a replica's queue, or into the shared one (None)."""
+        """Queue a request at a replica, or in the shared queue (None). A prompt that needs blocks of a decode replica
+        first is held back instead.
+        """
         if replica_id is None:
             self.shared.add(request, now)
             self._queued_by_id[request.request_id] = request
@@ -503,8 +521,8 @@ class Replicaset:
     def _assign(
         self, request: Request, candidates: Sequence[Replica], allowed: Sequence[Replica], now: float
     ) -> int | None:
-        """Return the scheduler's choice among the candidates, a subset of the allowed replicas; if it insists on
-        another one, its choice among all allowed ones.
+        """Return the scheduler's choice among the candidates, a subset of the allowed replicas; if it chooses another
+        replica, call it again with all allowed ones.
         """
         loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
@@ -517,7 +535,8 @@ class Replicaset:
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
-        """Return the replica to continue a request after its prompt; None if it stays, or if there is none now.
+        """Return the replica to continue a request after its prompt; None if the request stays, or if no replica is
+        available now.
 
         With late binding the mechanism chooses: among the replicas with room, the one with the most free blocks.
         """
@@ -546,7 +565,7 @@ class Replicaset:
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
-        """Choose one of these replicas, which are up, to continue a running request; None if it stays.
+        """Return one of these replicas, which are up, to continue a running request; None if the request stays.
 
         With late binding the mechanism chooses: the replica with the most free blocks.
         """
@@ -573,7 +592,9 @@ class Replicaset:
     def _checked(
         self, chosen: object, candidates: Sequence[Replica], request: Request, method: Callable[..., Any]
     ) -> int:
-        """Return a scheduler's choice as an `int`. Raises `PolicyError` unless it is one of the candidates that are up."""
+        """Return a scheduler's choice as an `int`. Raises `PolicyError` unless the choice is one of the candidates that
+        are up.
+        """
         up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
         if not isinstance(chosen, Integral) or int(chosen) not in up:
             which = "that are up" if candidates is self.replicas else "that are up and can run it"
@@ -583,7 +604,7 @@ class Replicaset:
         return int(chosen)
 
     def asked_moves(self, now: float) -> Sequence[Move]:
-        """Return the scheduler's present moves. Raises `PolicyError`."""
+        """Return the moves that the scheduler requests now. Raises `PolicyError`."""
         scheduler = self.scheduler
         if not isinstance(scheduler, MovesRequests):
             return ()
@@ -623,16 +644,17 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def avoid(self, request: Request, replica_id: int) -> None:
-        """Avoid a replica that failed a request when placing the request from now on, as long as other replicas are up.
+        """From now on, avoid a replica that failed a request when the request is placed, as long as other replicas are
+        up.
 
-        If the scheduler chooses none of these, it chooses among all. The failed replica may pull the request from the
-        shared queue only if no other replica of its pool is up that did not fail it.
+        If the scheduler chooses none of the other replicas, it is called again with all. The replica that failed the
+        request may pull it from the shared queue only if all other replicas of its pool that are up have failed it too.
         """
         self._failed_at.setdefault(request, set()).add(replica_id)
 
     def _unfailed(self, request: Request, candidates: Sequence[Replica], unable: PoolRole) -> Sequence[Replica]:
-        """Return the candidates that have not failed the request, if one of them is up and its role is not `unable`;
-        else all candidates.
+        """Return the candidates that have not failed the request, if one of them is up and has another role than
+        `unable`; else all candidates.
         """
         failed = self._failed_at.get(request)
         if failed is None:
@@ -664,7 +686,7 @@ class Replicaset:
         )
 
     def unbind(self, request: Request) -> None:
-        """Remove a waiting request from its queue."""
+        """Remove a waiting request from the queue that it is in."""
         if request in self.shared:
             self.shared.remove(request)
             return
@@ -677,7 +699,7 @@ class Replicaset:
         request.replica_id = request.stays_at = -1
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Drop the data about a request that has ended."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
         self._failed_at.pop(request, None)
@@ -702,4 +724,4 @@ def _notes_hand_offs(observer: Observer) -> bool:
 
 
 def _do_nothing() -> None:
-    """Do nothing: there is no step that has ended and is not applied."""
+    """Do nothing: every ended step is applied already."""

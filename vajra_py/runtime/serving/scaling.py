@@ -1,9 +1,9 @@
 """Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
-Replicas are built up to the largest number that a pool may have; excess ones are down. A starting replica takes
-requests after `startup_s`. A stopping replica drains: its waiting requests that have not begun are placed again, the
-others are finished or move to other replicas, and then it goes down with an empty memory. A lost replica is not started
-until it is restored; another one replaces it if the pool may have more.
+As many replicas are built as a pool may have at most; those that are not needed are down. A starting replica takes
+requests after `startup_s`. A stopping replica drains: its waiting requests that have not begun are placed again, its
+other requests are finished or move to other replicas, and then it goes down with an empty memory. A lost replica is not
+started until it is restored; another replica is started in its place if the pool has one that is down.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ElasticPool(Struct, frozen=True):
     name: str
     replica_ids: range
     num_initial: int
-    """Number of replicas that are up at the start, the first ones."""
+    """Number of replicas that are up at the start; they are the first of `replica_ids`."""
     min_replicas: int
     max_replicas: int
     startup_s: float = 0.0
     startup_spread_s: float = 0.0
-    """Largest random addition to a start's duration, in seconds."""
+    """Maximum random addition to the duration of a start, in seconds."""
     drains_by_migration: bool = False
-    """True if running requests of a draining replica move to others; False if the replica finishes them."""
+    """True if running requests of a draining replica move to other replicas; False if the replica finishes them."""
 
 
 class Start(Struct, eq=False):
@@ -52,7 +52,7 @@ class Start(Struct, eq=False):
 
     change: ReplicaChange
     is_void: bool = False
-    """True if it was cancelled, or the replica was lost."""
+    """True if the start was cancelled or has ended, or the replica was lost."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +60,7 @@ class ReplicasetScaling:
     """Scaler of one replicaset, with its last targets.
 
     Attributes:
-        random: random stream for varying start-up times.
+        random: random stream for start-up times.
         wanted: target number of replicas, starting or up, by pool.
         starts: replicas that are starting, the earliest first.
         has_begun: True if observers were notified of the present replicas.
@@ -80,11 +80,11 @@ class ReplicasetScaling:
     _replicaset: Replicaset | None = None
 
     def __post_init__(self) -> None:
-        """Begin with the numbers at the start."""
+        """Set the targets to the initial numbers of replicas."""
         self.wanted = {pool.name: pool.num_initial for pool in self.pools}
 
     def attach(self, replicaset: Replicaset) -> None:
-        """Attach the scaler to this replicaset, all of whose replicas exist; those beyond the initial number are down."""
+        """Attach the scaler to this replicaset, whose replicas must exist; replicas beyond the initial numbers go down."""
         self._replicaset = replicaset
         replicaset.scaling = self
         self._views = pool_loads(replicaset)
@@ -94,7 +94,7 @@ class ReplicasetScaling:
 
     @property
     def bounds(self) -> Mapping[str, tuple[int, int]]:
-        """Fewest and most replicas, starting or up, by pool."""
+        """Minimum and maximum number of replicas that are starting or up, by pool."""
         return {pool.name: (pool.min_replicas, pool.max_replicas) for pool in self.pools}
 
     @property
@@ -104,7 +104,7 @@ class ReplicasetScaling:
         return self._replicaset
 
     def ask(self, now: int) -> list[ReplicaChange]:
-        """Call the scaler; return the changes that follow. Raises `PolicyError`."""
+        """Call the scaler; return the changes of replicas' states that its targets require. Raises `PolicyError`."""
         try:
             if self._asked.are_without_end(now):
                 message = f"starts and stops replicas at one time without end ({MAX_WAKES_PER_TICK} times)"
@@ -178,7 +178,7 @@ class ReplicasetScaling:
         return ReplicaChange(now, self.replicaset.name, replica_id, state.value)
 
     def drains_by_migration(self, replica_id: int) -> bool:
-        """Return whether running requests of a replica move to others while it drains."""
+        """Return True if running requests of a replica move to other replicas while it drains."""
         return self._pool_of(replica_id).drains_by_migration
 
     def _pool_of(self, replica_id: int) -> ElasticPool:
@@ -196,17 +196,18 @@ class ReplicasetScaling:
         return start
 
     def end_start(self, replica_id: int) -> None:
-        """Void the start of a replica that is up, or will not come up."""
+        """Remove the start of a replica that is up, or will not come up."""
         start = self.starts.pop(replica_id, None)
         if start is not None:
             start.is_void = True
 
 
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica like arrivals, except those that have begun and continue there.
+    """Place the waiting requests of a draining replica like arrivals, except requests that have begun and continue on
+    that replica.
 
-    Preempted requests stay like running ones, unless running ones move away. Return the requests with the replica to
-    which each is bound now (None: the shared queue). Raises `PolicyError`.
+    Preempted requests stay like running ones, unless running requests move away. Return the placed requests, each with
+    the replica to which it is bound now (None: the shared queue). Raises `PolicyError`.
     """
     scaling = replicaset.scaling
     all_leave = scaling is not None and scaling.drains_by_migration(replica.replica_id)
@@ -220,7 +221,7 @@ def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple
 
 
 def place_shared(replicaset: Replicaset, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the requests of the shared queue like arrivals. Return them like `place_anew`. Raises `PolicyError`."""
+    """Place the requests of the shared queue like arrivals, and return them like `place_anew`. Raises `PolicyError`."""
     moving = [one for one in replicaset.shared.ordered(to_seconds(now)) if isinstance(one, Request)]
     for request in moving:
         replicaset.unbind(request)

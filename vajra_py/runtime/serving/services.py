@@ -45,18 +45,18 @@ class DriverServices(Protocol[R]):
         """Make the idle replicas of a replicaset form steps, and offer them its shared queue."""
 
     def call_off(self, one: R, *, is_lost: bool = False) -> None:
-        """Cancel the steps that a replica executes; `is_lost`: it takes no others."""
+        """Cancel the steps that a replica executes; `is_lost`: the replica takes no further steps."""
 
     # Steps that a backend launched together
 
     def touch(self, one: R) -> None:
-        """Apply the steps of a replica that have ended, and make the one in flight the last of its run."""
+        """Apply the ended steps of a replica, and make the step in flight the last of its run."""
 
     def catch_up(self, one: R) -> None:
-        """Apply the steps of a replica that have ended, before blocks of its memory are taken; then call `blocks_taken`."""
+        """Apply the ended steps of a replica before blocks of its memory are taken; `blocks_taken` must follow."""
 
     def blocks_taken(self, one: R) -> None:
-        """Shorten a replica's run of steps to those that certainly have blocks, because some were taken from outside
+        """Shorten a replica's run to the steps that certainly have enough blocks, because other requests took blocks
         after `catch_up`.
         """
 
@@ -69,10 +69,12 @@ class DriverServices(Protocol[R]):
     # Requests
 
     def announce(self, request: Request, replica: Replica | None) -> None:
-        """Announce a request that was queued at a replica, or in the shared queue (None)."""
+        """Notify the backend of a request that was queued at a replica, or in the shared queue (None), and wake
+        replicas that may run it.
+        """
 
     def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
-        """Report requests that were placed again, and wake the replicas that may run them."""
+        """Notify the backend of requests that were placed again, and wake the replicas that may run them."""
 
     def arrived(self, request: Request, one: R) -> None:
         """Notify the backend of a request that waits on a replica with its KV, or for its KV."""
@@ -81,16 +83,16 @@ class DriverServices(Protocol[R]):
         """Notify the backend of a transfer of KV from one replica to blocks reserved on another."""
 
     def cancel_transfer(self, transfer: Transfer[R]) -> None:
-        """Notify the backend of KV that is not needed any more."""
+        """Notify the backend of a transfer whose KV is not needed any more."""
 
     def copy_tier(self, copy: TierCopy[R]) -> None:
-        """Have the backend copy KV between memory tiers of a replica."""
+        """Make the backend copy KV between memory tiers of a replica."""
 
     def cancel_tier_copy(self, copy: TierCopy[R]) -> None:
         """Notify the backend of a copy between memory tiers that no request waits for any more."""
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """Count requests that have ended, and notify the policies that listen."""
+        """Count requests that have ended, and notify the policies that listen to ends."""
 
     # Records and failures
 
@@ -98,4 +100,6 @@ class DriverServices(Protocol[R]):
         """Write an input of the run."""
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
-        """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
+        """Take the replicaset of a policy that broke the contract out of service, or raise the error if policies are
+        not isolated.
+        """

@@ -10,14 +10,14 @@ from vajra_py.runtime.queues import RequestQueue
 
 
 class PullsRequests(Protocol):
-    """Replicaset as replicas pull from it."""
+    """Interface of a replicaset for replicas that pull requests."""
 
     @property
     def shared(self) -> RequestQueue:
         """The shared queue."""
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Return the requests that the scheduler allows a replica to take, in order."""
+        """Iterate over the requests that the scheduler allows a replica to take, in the scheduler's order."""
 
 
 class SharedQueueAccess:
@@ -42,16 +42,16 @@ class SharedQueueAccess:
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Have keys that may change at any event re-read."""
+        """Mark keys that may change at any event to be re-read at the next query."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
-        """Remove a request that the replica has admitted."""
+        """Remove a request that the replica has admitted from the shared queue."""
         self.queue.remove(request)
 
 
 class SharedView:
-    """`QueueView` over the shared queue at one moment."""
+    """`QueueView` of the shared queue at one moment."""
 
     __slots__ = ("_now", "_queue")
 
@@ -67,7 +67,7 @@ class SharedView:
 
 
 class EligibleView:
-    """`QueueView` over the requests of the shared queue that one replica can run, if replicas differ."""
+    """`QueueView` of the requests in the shared queue that one replica can run, if replicas differ."""
 
     __slots__ = ("_is_eligible", "_now", "_queue")
 

@@ -1,4 +1,4 @@
-"""Copies of swapped requests between device and host memory of one replica, while its steps run.
+"""Copies of swapped requests between a replica's device and host memory, while its steps run.
 
 A swapped-out request may return only after its copy to the host is complete. A returning request holds its device
 blocks from its admission on, waits for the copy, and is then like a request whose prefix was loaded from a lower tier.
@@ -29,8 +29,8 @@ _DEVICE, _HOST = 0, 1
 
 
 def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Sequence[SwapRules | None]:
-    """Return the rules of each replica's swaps (None: swaps are between its steps); empty if that holds for all. Raises
-    `ConfigError`.
+    """Return the rules of each replica for swaps while steps run (None: it swaps between steps); empty if no replica
+    has such rules. Raises `ConfigError`.
     """
     rules = [_rules_of(*each) for each in settings]
     return () if all(one is None for one in rules) else rules
@@ -76,7 +76,7 @@ class SwapMoves(Generic[R]):
         self._network = Network(rules.links)
         self._under_way: dict[Request, None] = {}
         self._ended: dict[Request, None] = {}
-        """Requests whose copy has ended now and was not handled yet."""
+        """Requests whose copy has ended and was not handled yet."""
         self._scheduled_at: int | None = None
         self._memory = cast(PagedKvMemory, one.replica.memory)
         self._memory.swap_beside_steps(SwapsUnderWay(rules.frees_at_once, self._forget, self._clear))
@@ -117,7 +117,7 @@ class SwapMoves(Generic[R]):
         self._schedule()
 
     def _forget(self, request: KvRequest) -> None:
-        """Forget the copy of a request that has left the replica."""
+        """Cancel the copy of a request that has left the replica, if there is one."""
         own = cast(Request, request)
         if own not in self._under_way:
             return
@@ -130,7 +130,7 @@ class SwapMoves(Generic[R]):
         self._schedule()
 
     def _clear(self) -> None:
-        """Cancel all copies, since the replica has lost its memory."""
+        """Cancel all copies, because the replica has lost its memory."""
         for request in self._under_way:
             if request not in self._ended:
                 self._network.cancel(request, self._driver.now)

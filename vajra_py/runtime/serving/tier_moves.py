@@ -2,12 +2,12 @@
 
 The prefix of a waiting request may be moved in two stages. Blocks of tiers beyond the first are prefetched into the
 first one, from the request's arrival or from the first time that it is considered. Blocks of the first tier are loaded
-to the device when the request is admitted: it gets its device blocks, waits for the transfer, and continues from there.
-Content that leaves a tier, or is written through, is copied down. Each tier has its own link for each replica, one way
-down and one way up, and a shared tier may have a limit for all.
+to the device when the request is admitted: the request gets its device blocks, waits for the transfer, and computes the
+tokens after the loaded ones. Content that leaves a tier, or is written through, is copied down. Each tier has its own
+links for each replica, one down and one up, and a shared tier may have a bandwidth limit for all replicas together.
 
-If a backend copies, instead of a model of the links, copies end when the backend reports them. Content that the newly
-formed step overwrites is read before that step runs, other content of the device once it is computed.
+If the backend executes the copies (links are not modelled), a copy ends when the backend reports it. Device content
+that the step being formed will overwrite is read before that step runs, other device content after it was computed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Transfer(Struct, Generic[R], eq=False):
     lost: Callable[[], None]
     """Called in place of `arrived` if the replica has lost its memory."""
     pairs: Sequence[tuple[int, int]] = ()
-    """(device block, slot in the tier) of each block, if a backend copies."""
+    """(device block, slot in the tier) of each block, if the backend executes the copy."""
     copy: TierCopy[R] | None = None
-    """The backend's number of the copy; None if the links are modelled."""
+    """Copy that the backend executes; None if the links are modelled."""
 
 
 class _Prefetch(Struct, Generic[R], eq=False):
@@ -60,11 +60,11 @@ class _Prefetch(Struct, Generic[R], eq=False):
     under_way: dict[int, TierFetch] = field(default_factory=dict)
     """Fetches that have not ended, by transfer."""
     level_of: dict[Hashable, int] = field(default_factory=dict)
-    """Tier from which content came."""
+    """Level of the tier from which each block is fetched, by hash."""
     cut_at: int | None = None
-    """Tick at which the request waits no longer."""
+    """Tick at which the request stops waiting; None: no limit is set."""
     is_awaited: bool = False
-    """True if the request was considered for admission meanwhile."""
+    """True if the request was considered for admission during the prefetch."""
 
 
 class _Load(Struct, Generic[R], eq=False):
@@ -76,7 +76,7 @@ class _Load(Struct, Generic[R], eq=False):
     num_tokens: int
     """Number of tokens whose KV the request's blocks hold after the load."""
     by_tier: Mapping[str, int]
-    """Loaded tokens by the tier where they were found."""
+    """Number of loaded tokens by the tier in which they were found."""
     began_at: int
     """Tick at which the load began."""
 
@@ -87,7 +87,9 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """`is_timed`: True if the links are modelled; False if the backend copies, between each device and one tier."""
+        """Create the transfers. `is_timed`: True if the links are modelled; False if the backend executes copies,
+        between each device and a single tier.
+        """
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -100,13 +102,15 @@ class TierMoves(Generic[R]):
         """Names of the tiers, nearest first."""
         self._sent: dict[int, _Transfer[R]] = {}
         self._ended: dict[int, None] = {}
-        """Transfers that have ended now and were not handled yet."""
+        """Transfers that have ended and were not handled yet."""
         self._scheduled_at: int | None = None
         self._prefetches: dict[Request, _Prefetch[R]] = {}
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
-        """Loads under way, with the number of their transfer (-1: not begun)."""
+        """Loads under way, each with the number of its transfer (-1: not begun)."""
         self._computes: set[Request] = set()
-        """Requests that dropped loaded content; they recompute it, so that they cannot deadlock on each other's blocks."""
+        """Requests that dropped loaded content; they recompute it, so that requests cannot wait for each other's blocks
+        forever.
+        """
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:
@@ -146,7 +150,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def after_step(self, one: R) -> None:
-        """Begin the loads and copies that the forming of a step has decided."""
+        """Begin the loads and copies that were decided while the step was formed."""
         replica = one.replica
         if replica.memory.tiers is None:
             return
@@ -157,7 +161,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def due(self) -> None:
-        """Make content available that has arrived by now, and end prefetches whose time limit has passed."""
+        """Make content available whose transfer has ended, and end prefetches whose time limit has passed."""
         now = self._driver.now
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
@@ -176,7 +180,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Note that the backend has ended a copy, which `due` then handles; False if no request waits for it any more."""
+        """Record that the backend has ended a copy, which `due` handles next; return False if the copy was cancelled."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
@@ -188,8 +192,10 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Return the copies with their device blocks; copies whose content was evicted meanwhile are cancelled."""
-        memory = cast(PagedKvMemory, one.replica.memory)  # no other replica has tiers
+        """Set the device blocks of these copies and return the copies; those whose content was evicted meanwhile are
+        cancelled.
+        """
+        memory = cast(PagedKvMemory, one.replica.memory)  # only paged memory has tiers
         found = []
         for block in computed:
             source = memory.block_of(block.block_hash)
@@ -227,7 +233,9 @@ class TierMoves(Generic[R]):
     # Prefetches
 
     def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
-        """Begin to prefetch a request's prefix from tiers beyond the first; return None if these hold too little of it."""
+        """Begin to prefetch a request's prefix from tiers beyond the first; return None if these tiers hold too little
+        of the prefix.
+        """
         memory, hashes = one.replica.memory, request.hashes
         tiers = memory.tiers
         if tiers is None or hashes is None or not reads_cache(hashes) or request in self._prefetches:
@@ -279,14 +287,14 @@ class TierMoves(Generic[R]):
         self._flush(prefetch.one)
 
     def _resume(self, prefetch: _Prefetch[R]) -> None:
-        """Make a request that waited for its prefetch available for admission again."""
+        """Wake the replica of a request that waited for its prefetch."""
         prefetch.cut_at = None
         if prefetch.is_awaited:
             self._driver.touch(prefetch.one)
             self._driver.wake(prefetch.one)
 
     def _waits(self, request: Request, one: R) -> bool:
-        """Return True if a request considered for admission waits for its prefetch."""
+        """Return True if a request that is considered for admission must wait for its prefetch."""
         rules = self._rules
         prefetch = self._prefetches.get(request)
         if prefetch is None and len(self._networks) > 1 and request not in self._computes:
@@ -369,7 +377,7 @@ class TierMoves(Generic[R]):
     # Early ends
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has left its replica, or its queue."""
+        """Cancel prefetch and load of a request that has left its replica or its queue."""
         self._computes.discard(request)
         prefetch = self._prefetches.pop(request, None)
         if prefetch is not None and prefetch.under_way:
@@ -413,7 +421,7 @@ class TierMoves(Generic[R]):
     # Transfers
 
     def _start(self, transfer: _Transfer[R]) -> int:
-        """Begin a transfer; returns its number."""
+        """Begin a transfer and return its number."""
         number, here = self._num_started, transfer.one.replica.replica_id
         self._num_started += 1
         there = self._num_replicas + here
@@ -453,7 +461,7 @@ class TierMoves(Generic[R]):
 
 
 class _TierConnector(Generic[R]):
-    """The tiers of one replica as a connector, whose loads leave enough blocks for prompts in progress."""
+    """The tiers of one replica as a `KvConnector`, whose loads leave enough blocks for prompts in progress."""
 
     def __init__(self, moves: TierMoves[R], one: R, tiers: KvTiers) -> None:
         self._moves = moves
@@ -494,5 +502,5 @@ class ReplicaTiers(Generic[R]):
         self._moves.load(request, self._one, self._tiers, num_on_device, num_tokens)
 
     def clear(self) -> None:
-        """Forget everything, since the replica has lost its memory."""
+        """Cancel all transfers, because the replica has lost its memory."""
         self._moves.lose(self._one)

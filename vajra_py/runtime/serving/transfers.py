@@ -25,31 +25,31 @@ _TRANSFER = Phase.TRANSFER  # an enum lookup costs more than a function call
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 PREEMPTED = "the request was preempted"
-"""Reasons for which transfers are cancelled, as shown to observers."""
+"""Reasons for cancelling transfers, as reported to observers."""
 
 
 class Moving(Protocol):
-    """Hand-off or migration under way; the key of its transfer."""
+    """Hand-off or migration under way, which is the key of its transfer."""
 
     request: Request
 
     def __hash__(self) -> int:
-        """Return a hash of the object itself."""
+        """Return a hash by identity."""
 
 
 M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset, over modelled links, or not timed, in which case they end when the backend reports
-    it.
+    """Transfers of one replicaset: timed by a model of the links, or untimed, so that a transfer ends when the backend
+    reports it.
     """
 
     def __init__(
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
-        """`is_timed`: True if the links are modelled. `asks`: if they are not, True if full targets are checked again
-        by the clock, False if by inputs.
+        """Create the transfers. `is_timed`: True if the links are modelled. `asks` (for untimed transfers): True if
+        full targets are checked again when their time has come; False: only when an input (`Retry`) says so.
         """
         self._replicaset = replicaset
         self._bytes_per_token = rules.bytes_per_token
@@ -60,15 +60,15 @@ class Transfers(Generic[R]):
         self._sent: dict[Hashable, tuple[Transfer[R], Callable[[Any], None]]] = {}
         """Each transfer under way with its callback."""
         self._keys: dict[int, Hashable] = {}
-        """Keys of the transfers under way that are not timed, by number."""
+        """Keys of the untimed transfers under way, by number."""
         self._ended: dict[Hashable, None] = {}
-        """Transfers that have ended now and whose callback is still to be called."""
+        """Keys of transfers that have ended and whose callback was not called yet."""
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         """Scheduled actions as (tick, number, action)."""
         self._num_timers = 0
         self._scheduled_at: int | None = None
         self.waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
-        """Actions by replica, in order of number."""
+        """Actions that wait for the end of a step, by replica, as (number, action) in order of number."""
 
     def start(
         self,
@@ -83,8 +83,8 @@ class Transfers(Generic[R]):
         """Send KV from the first replica to the second; `done` is called with the key when it has arrived.
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: number of tokens whose KV is sent.
-        `is_computed`: if False (only with modelled links), `release` announces KV that can be sent, and `close` the end
-        of it.
+        `is_computed`: if False (only with modelled links), KV is sent as `release` announces it, until `close` is
+        called.
         """
         sender, receiver = ends
         source, target = sender.replica.replica_id, receiver.replica.replica_id
@@ -97,7 +97,7 @@ class Transfers(Generic[R]):
         self._sent[key] = one, done
         if network is None:
             self._keys[number] = key
-            sender.replica.running_set.materialize()  # a copy names the blocks
+            sender.replica.running_set.materialize()  # the copy needs complete block tables
         self._driver.transfer(one)
         if network is None:
             return
@@ -110,15 +110,17 @@ class Transfers(Generic[R]):
     # KV that is sent while it is computed (only with modelled links)
 
     def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
-        """Send KV of an open transfer in equal parts, as they are computed, the last of them `ticks` from now."""
+        """Announce KV of an open transfer that is computed, and sent, in equal parts, the last of them `ticks` from
+        now.
+        """
         assert self._network is not None
         num_bytes = num_tokens * self._bytes_per_token
         self._network.release(key, num_bytes, self._driver.now, ticks, num_parts)
         self._schedule(self._network)
 
     def close(self, key: Hashable, num_moved: int | None = None) -> None:
-        """Close an open transfer: it ends when all released KV has arrived. `num_moved`: its number of tokens, if
-        different from the announced one.
+        """Close an open transfer: it ends when all released KV has arrived. `num_moved`: number of tokens sent, if
+        different from the announced number.
         """
         assert self._network is not None
         if num_moved is not None:
@@ -146,11 +148,11 @@ class Transfers(Generic[R]):
         self._notify_end(one, why)
 
     def is_under_way(self, number: int) -> bool:
-        """Return True if a transfer that is not timed is under way."""
+        """Return True if the untimed transfer with this number is under way."""
         return number in self._keys
 
     def ended(self, number: int) -> None:
-        """Call the callback of a transfer that is not timed."""
+        """Handle the end of an untimed transfer: call its callback."""
         self._arrived(self._keys.pop(number))
 
     def _arrived(self, key: Hashable) -> None:
@@ -170,7 +172,7 @@ class Transfers(Generic[R]):
         return bool(self._sent)
 
     def due(self) -> None:
-        """Call the callbacks of timed transfers that have ended by now."""
+        """Call the callbacks of timed transfers that have ended, and postponed actions that are due."""
         network, now = self._network, self._driver.now
         assert network is not None
         scheduled_at = self._scheduled_at
@@ -183,7 +185,7 @@ class Transfers(Generic[R]):
         for key in ended:
             self._ended[key] = None
         for key in ended:
-            if key in self._ended:  # otherwise it was cancelled meanwhile
+            if key in self._ended:  # otherwise an earlier callback has cancelled the transfer
                 del self._ended[key]
                 self._arrived(key)
         if self._timers:
@@ -192,11 +194,11 @@ class Transfers(Generic[R]):
 
     @property
     def has_retry(self) -> bool:
-        """True if an action is due that `after` postponed."""
+        """True if an action that `after` postponed is due."""
         return bool(self._timers) and self._timers[0][0] <= self._driver.now
 
     def retry(self) -> None:
-        """Call the actions that `after` postponed until now."""
+        """Call the actions that `after` postponed and that are due."""
         while self.has_retry:
             heappop(self._timers)[2]()
 
@@ -220,14 +222,16 @@ class Transfers(Generic[R]):
     # Between two steps
 
     def between_steps(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica has no step in flight: now, or after its step, in order of number."""
+        """Call `action` when the replica has no step in flight: now, or after its step. Actions that wait for the same
+        step are called in order of `number`.
+        """
         if one.replica.num_in_flight:
             insort(self.waiting.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
         else:
             action()
 
     def step_ended(self, one: R) -> None:
-        """Call the actions that waited for the replica's step."""
+        """Call the actions that waited for the end of the replica's step."""
         waiting = self.waiting.get(one.replica.replica_id)
         while waiting and not one.replica.num_in_flight:
             _, action = waiting.pop(0)

@@ -18,7 +18,7 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
 MAX_FRUITLESS_WAKES = 100_000
-"""Number of consecutive wake-ups, with no other event in between, after which the policy counts as stuck."""
+"""Maximum number of consecutive wake-ups without another event in between; after that, the policy counts as stuck."""
 
 
 class PolicyWaker(Generic[R]):
@@ -31,15 +31,15 @@ class PolicyWaker(Generic[R]):
         driver: DriverServices[R],
         is_all_that_is_left: Callable[[], bool] | None,
     ) -> None:
-        """`is_all_that_is_left`: function that returns True if only events of policies are left; None if requests may
-        arrive at any time.
+        """Create the wake-ups. `is_all_that_is_left`: function that returns True if the remaining events advance no
+        request unless a policy acts; None if requests may arrive at any time.
         """
         self._movements = movements
         self._elasticity = elasticity
         self._driver = driver
         self._is_all_that_is_left = is_all_that_is_left
         self._idlers: dict[int, Sleeper] = {}
-        """Replicas that their scheduler has left idle on purpose, by rank."""
+        """`Sleeper` of each replica that its scheduler has left idle on purpose, by rank."""
         self._num_fruitless = 0
 
     def leave_idle(self, one: R, time_s: float) -> None:
@@ -64,7 +64,7 @@ class PolicyWaker(Generic[R]):
         try:
             sleeper.count(driver.now)
             self._check_fruitless(sleeper)
-            if sleeper.slot == SCALER.key:  # not recorded as an input; the scaler's changes are
+            if sleeper.slot == SCALER.key:  # not recorded: only the scaler's changes are inputs
                 self._elasticity.wake(sleeper.replicaset, what.key or "")
                 return
         except PolicyError as error:
@@ -92,7 +92,7 @@ class PolicyWaker(Generic[R]):
         return policies.layer(Layer(entry.slot)).made[entry.index]
 
     def _check_fruitless(self, sleeper: Sleeper) -> None:
-        """Raise `PolicyError` if requests wait and only wake-ups occur, without effect."""
+        """Raise `PolicyError` if too many wake-ups in a row had no effect while nothing else could happen."""
         if self._is_all_that_is_left is None:
             return
         controller = self._driver.controller
@@ -130,7 +130,7 @@ class PolicyWaker(Generic[R]):
         driver.wake_idle(name)
 
     def _wake_admission(self, entry: WakeUp) -> None:
-        """Wake the admission policy, and call it for the requests that it has deferred until something changes."""
+        """Wake the admission policy, and call it again for the requests that it has deferred without a time."""
         driver, gate = self._driver, self._driver.controller.gate
         if gate is None or gate.error is not None:
             return
@@ -147,7 +147,7 @@ class PolicyWaker(Generic[R]):
 
 
 def _call_on_wake(policy: object, replicaset: Replicaset, entry: WakeUp) -> None:
-    """Call a policy whose time has come. Raises `PolicyError`."""
+    """Call a policy's `on_wake`, if it has one. Raises `PolicyError`."""
     on_wake = getattr(policy, "on_wake", None)
     if on_wake is None:
         return

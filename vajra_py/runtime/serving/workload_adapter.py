@@ -17,7 +17,7 @@ _make_facts = maker(RequestFacts, _FACTS)
 
 
 def facts_of(spec: RequestSpec) -> RequestFacts:
-    """Return the facts that the client states; not the true output length."""
+    """Return the facts that the client states, which do not include the true output length."""
     return _make_facts(*_facts_in(spec))
 
 
@@ -26,7 +26,8 @@ def hashes_of(
 ) -> BlockHashes:
     """Return hashes of token ids if the workload has them, else of content segments, else private ones.
 
-    Without `reads_cache`, token ids are cached for others and not looked up. `recent`: earlier prompts of the same run.
+    Without `reads_cache`, a request with token ids gets no prefix hits, but its blocks are cached for other requests.
+    `recent`: earlier prompts of the same run.
     """
     if spec.adapter:
         salt = adapter_salt(salt, spec.adapter)

@@ -1,7 +1,7 @@
 """Batch builder: the only writer of a step's plan; grants what is legal and refuses the rest with a reason.
 
-A step that runs every decode of the pool is one bulk entry; its cost here depends only on the blocks that decodes need
-now.
+A step that runs every decode of the pool is one bulk entry; its cost in the builder depends only on the number of
+decodes that need a block now.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_DRAFTS = PlannedDrafts(-1, -1)
 
 
 class FindsInTiers(Protocol):
-    """Prefix lookup in the tiers of one replica's memory, for its waiting requests."""
+    """Prefix lookup in the memory tiers of one replica, for its waiting requests."""
 
     def num_to_load(self, request: Request, num_on_device: int) -> int | None:
         """Return the number of tokens, in whole blocks, to load after those that the device holds; None if the request
@@ -48,16 +48,16 @@ class FindsInTiers(Protocol):
 
 
 class SwapsBesideSteps(Protocol):
-    """Copies of swapped requests that run while steps run."""
+    """Copies of swapped requests that are made while steps run."""
 
     def is_leaving(self, request: Request) -> bool:
         """Return True if a request is still being copied to the host."""
 
     def leave(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to the host, where it has blocks."""
+        """Begin to copy a request to its blocks in host memory."""
 
     def come_back(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to the device, where it has blocks."""
+        """Begin to copy a request to its blocks on the device."""
 
 
 class Builder(PlanDraft):
@@ -100,21 +100,25 @@ class Builder(PlanDraft):
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
-        """Name at the beginning of the reasons of dropped requests."""
+        """Policy name that the reasons of dropped requests begin with."""
         self.dropped: list[tuple[Request, EndReason]] = []
-        """Requests that a policy has dropped and that are not counted yet."""
+        """Requests that the policy has dropped and `take_dropped` has not returned yet."""
         self.idle_at: float | None = None
-        """Time until which the policy leaves the replica idle on purpose, seconds."""
+        """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Admitted requests whose KV is to be loaded from elsewhere, with their number of tokens cached here."""
+        """Admitted requests whose KV is to be transferred from another replica, with the number of their tokens that
+        this replica's cache holds.
+        """
         self.handed_off: list[Request] = []
-        """Requests handed off by the policy whose hand-off has not begun yet."""
+        """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason why a running request cannot leave; None if requests cannot move."""
+        """Function that returns the reason why a running request cannot be handed off; None (in place of a function) if
+        hand-offs are not allowed.
+        """
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
-        """Leading tokens that a waiting request without KV need not compute."""
+        """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
-        """KV of a connector for waiting requests; None without a connector."""
+        """KV that a connector can load for waiting requests; None without a connector."""
         self._tiers: FindsInTiers | None = None
         """Lookup in lower memory tiers for waiting requests; None without tiers."""
         self._swaps: SwapsBesideSteps | None = None
@@ -124,44 +128,46 @@ class Builder(PlanDraft):
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported if the step stays empty."""
         self._order: list[Request] | None = None
-        """Requests that `add_decodes` or `add_running` has yet to visit; None if neither has stopped midway."""
+        """Requests in the order in which `add_decodes` or `add_running` adds them; None if neither is in progress."""
         self._order_of_decodes = False
         self._order_position = 0
         self._to_cache: list[Request] = []
-        """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
+        """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
-        """Decodes that need a block, if decodes are added one by one; and True if blocks that they fill are cached
-        immediately.
+        """True if blocks that decodes fill are cached immediately, if decodes are added one by one; `_growing` has the
+        decodes that need a block.
         """
         self._recycles = running_set.memory.recycles
-        """True if decodes leave blocks behind."""
+        """See `KvMemory.recycles`."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Largest number of tokens of a decode with its drafts: one token follows the drafts, and the memory must hold
-        the request alone.
+        """Maximum number of tokens of a decode with its drafts, so that one more token fits into the model's length,
+        and the request alone into the memory.
         """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Largest number of tokens by which a decode with drafts advances between two of its steps; beyond that
-        position in a block, all earlier blocks are cached.
+        """Maximum number of tokens by which a decode with drafts advances between two of its steps. If a decode has
+        more tokens than this in its last block, all earlier blocks are cached already.
         """
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
         self._asked_drafts: dict[Request, int] = {}
-        """Numbers of drafts that the policy set for this step."""
+        """Number of drafts that the policy set for each decode in this step."""
 
     def use_drafts(self, executor: Executor) -> None:
-        """Add the executor's drafts to decodes from now on, by the rules of the options."""
+        """From now on, add drafts of the executor to decodes, by the rules in the options."""
         self._executor = executor
 
     def bind_policy(self, name: str) -> None:
-        """Drop requests in the name of this policy from now on."""
+        """Name this policy in the reasons of dropped requests from now on."""
         self.policy_name = name
 
     def reset(self) -> None:
-        """Drop pending copies and counts of earlier steps, because the replica is empty."""
+        """Drop the state left by earlier steps (swapped bytes, held slots, dropped, loading and handed-off requests),
+        because the replica is empty.
+        """
         self._drop_dues()
         self.dropped, self.loads, self.handed_off = [], [], []
 
@@ -171,20 +177,20 @@ class Builder(PlanDraft):
         return dropped
 
     def let_hand_off(self, keeps: Callable[[Request], Refusal | None]) -> None:
-        """Allow policies to hand requests off, unless `keeps` returns a reason against it."""
+        """Allow policies to hand off requests for which `keeps` returns no reason against it."""
         self._keeps = keeps
 
     def use_tiers(self, tiers: FindsInTiers) -> None:
-        """Look for the prefixes of waiting requests in lower tiers of memory too."""
+        """From now on, look up prefixes of waiting requests in lower memory tiers as well."""
         self._tiers = tiers
 
     def use_connector(self, connected: ConnectedKv) -> None:
-        """Load KV for waiting requests through a connector from now on."""
+        """From now on, load KV for waiting requests through a connector."""
         self._connected = connected
         self._cached_tokens = connected.cached_tokens
 
     def swap_beside_steps(self, swaps: SwapsBesideSteps) -> None:
-        """Copy swapped requests while steps run from now on."""
+        """From now on, copy swapped requests while steps run."""
         self._swaps = swaps
 
     def take_handed_off(self) -> list[Request]:
@@ -193,12 +199,14 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests admitted since the last call whose KV is to be loaded from elsewhere."""
+        """Return the requests admitted since the last call whose KV is to be transferred from another replica; see
+        `loads`.
+        """
         loads, self.loads = self.loads, []
         return loads
 
     def start(self, now: float) -> None:
-        """Empty the plan for a new step."""
+        """Begin the plan of a new step."""
         memory = self._memory
         if memory.may_expire and memory.next_due <= now:
             self._lifecycle.pinning.settle(now)
@@ -281,7 +289,7 @@ class Builder(PlanDraft):
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
-        needs_room = request in self._growing or self._caches_decodes  # full private blocks need no entry yet
+        needs_room = request in self._growing or self._caches_decodes  # private blocks are not cached yet
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -296,11 +304,11 @@ class Builder(PlanDraft):
     def _add_drafted(
         self, order: Sequence[Request], position: int = 0, reserve_tokens: int | None = None
     ) -> tuple[int, Refusal | None]:
-        """Add the decodes from a position of the order on, with their drafts, up to the first request that does not fit
+        """Add the decodes of `order` from `position` on, with their drafts, up to the first request that does not fit
         or is not a decode.
 
-        Returns its position and the reason. A decode that would reach its greatest length if its last drafts are
-        accepted is skipped until their outcome is known.
+        Returns the position of that request and, if it lacks blocks, the refusal. A decode that would reach the model's
+        length if its last drafts are accepted is passed over until their outcome is known.
         """
         self._spread()
         if not position and reserve_tokens is None and not self.chunks and self._add_all_drafted(order):
@@ -356,15 +364,16 @@ class Builder(PlanDraft):
 
     @property
     def _takes_columns(self) -> bool:
-        """True if decodes with drafts may be added all at once."""
+        """True if it is possible to add all decodes with drafts at once."""
         rules = self._draft_rules
         may_be_any = rules is not None and rules.num_tokens > 0 and rules.past_max_tokens
         return may_be_any and self._memory.can_reserve and not self._pipelined
 
     def _add_all_drafted(self, order: Sequence[Request]) -> bool:
-        """Add every decode with its drafts if nothing else runs and all of them fit, with the result of `_add_drafted`.
+        """Add every decode with its drafts, as `_add_drafted` would, if nothing else runs and all decodes fit.
 
-        Returns False and changes nothing otherwise. It works on columns, since it dominates the cost of such a step.
+        Otherwise returns False and changes nothing. The method works on columns, because it dominates the cost of such
+        a step.
         """
         running_set, rules, executor = self._running_set, self._draft_rules, self._executor
         skipped, unverified = running_set.skipped, running_set.unverified
@@ -400,9 +409,11 @@ class Builder(PlanDraft):
     def _hold_all(
         self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
     ) -> tuple[list[int], list[int]] | None:
-        """Allocate blocks for these decodes, and cache those that they fill; None, changing nothing, if blocks lack.
+        """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if too
+        few blocks are free.
 
-        Returns by decode the number of blocks kept if every draft is rejected, and the number held during the step.
+        Returns, for each decode, the number of blocks kept if every draft is rejected, and the number held during the
+        step.
         """
         memory, size, last, rules = self._memory, self._memory.block_size, self._drafted_before, self._draft_rules
         if last is not None and rules is not None and rules.keeps_blocks and last.requests == order:
@@ -428,7 +439,9 @@ class Builder(PlanDraft):
         return kept, held
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
-        """Return the number of drafts of a decode with `num_known` tokens that fit into the remaining budget."""
+        """Return the number of drafts that a decode gets after its first `known` tokens, within its limits and
+        `tokens_left`.
+        """
         rules, executor, asked = self._draft_rules, self._executor, self._asked_drafts
         assert rules is not None
         assert executor is not None
@@ -449,7 +462,7 @@ class Builder(PlanDraft):
         return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._longest, self._num_kv_tokens))
 
     def _num_padding(self, request: Request, num_tokens: int, done: int) -> int:
-        """Return the number of empty places for drafts of a request that is admitted now."""
+        """Return the number of draft positions with which a request that is admitted now is padded."""
         rules, known = self._draft_rules, request.num_known_tokens
         if rules is None or not rules.pads_admitted or num_tokens != 1 or known - done != 1:
             return 0
@@ -457,7 +470,7 @@ class Builder(PlanDraft):
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._longest
-        has_room = has_room and rules.num_tokens < self._max_tokens  # else it would wait for ever
+        has_room = has_room and rules.num_tokens < self._max_tokens  # otherwise the request would wait forever
         is_uniform = bool(running or done) and all(request in self.drafts for request in running)
         return rules.num_tokens if has_room and is_uniform else 0
 
@@ -545,7 +558,7 @@ class Builder(PlanDraft):
         return None
 
     def _to_hold(self, end: int, known: int, reserve_tokens: int | None) -> int:
-        """Return the number of tokens for which a request gets blocks if it is admitted to compute its tokens up to
+        """Return the number of tokens for which a request gets blocks if it is admitted and computes its tokens up to
         `end`.
         """
         if reserve_tokens is None:
@@ -553,7 +566,9 @@ class Builder(PlanDraft):
         return max(reserve_tokens, self._with_lookahead(end))
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
-        """Return the refusal of a request whose adapter is not loaded (a load starts if possible); None if it is."""
+        """Return the refusal of a request whose adapter is not loaded, after beginning the load if possible; None if
+        the request needs no load.
+        """
         if not request.adapter:
             return None
         refusal = adapters.admit(request, self.now)
@@ -562,7 +577,9 @@ class Builder(PlanDraft):
         return refusal
 
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
-        """Load the prefix of a request from a lower tier; return None if the request need not wait."""
+        """Begin to load the prefix of a request from a lower tier; return the refusal for this step, None if there is
+        nothing to load.
+        """
         num_tokens = tiers.num_to_load(request, done)
         if num_tokens is None:
             self._lifecycle.bind(request, self.now)
@@ -595,7 +612,9 @@ class Builder(PlanDraft):
         return Refusal.LOADING
 
     def load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
-        """Allocate blocks for a request whose KV is on another replica, and have the KV transferred."""
+        """Allocate blocks for a request whose KV is on another replica, so that the KV is transferred; return the
+        refusal for this step.
+        """
         running_set = self._running_set
         if request not in running_set.loading:
             hit = self._memory.allocate(request, to_hold)
@@ -690,7 +709,7 @@ class Builder(PlanDraft):
     # Decodes
 
     def _add_pool(self) -> None:
-        """Add the whole pool as one entry, if it fits and no skipped decode was admitted before a member."""
+        """Add the whole pool as one entry, if it fits and every skipped decode was admitted after all members."""
         running_set = self._running_set
         pool = running_set.pool
         count = len(pool.members)
@@ -709,8 +728,8 @@ class Builder(PlanDraft):
             self._features = None
 
     def _grow_pool(self) -> bool:
-        """Allocate the next block for every pool member that needs one; return False and change nothing if there are
-        too few.
+        """Allocate the next block for every pool member that needs one; return False and change nothing if too few
+        blocks are free.
         """
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
@@ -734,21 +753,23 @@ class Builder(PlanDraft):
         return True
 
     def _grow_in_order(self) -> bool:
-        """Allocate blocks for the pool members and free those that they leave behind; return False if one lacks a block
-        (members before it keep theirs).
+        """Allocate blocks for the pool members, in order of admission, and free blocks that they no longer need; return
+        False if a member lacks a block (members before it keep their new blocks).
         """
         return all(self._grow_decode(request, None) for request in sorted(self._changing(), key=by_admission))
 
     def _changing(self) -> set[Request]:
-        """Return the pool members that take, fill or leave a block with their next token, if the memory recycles."""
+        """Return the pool members that take, fill or free a block with their next token, in memory that recycles
+        blocks.
+        """
         pool, memory = self._running_set.pool, self._memory
         due = {request for place in memory.due_places for request in pool.at_place(place)}
         due.update(cast(Request, one) for one in memory.lagging if one in pool)
         return due
 
     def _cache_decodes(self, before: int | None = None) -> None:
-        """Cache the blocks that decodes of the pool fill, in order of admission (only of those admitted before
-        `before`, if given).
+        """Cache the blocks that decodes of the pool fill, in order of admission; with `before`, only blocks of decodes
+        with a lower admission index.
         """
         waiting, memory = self._to_cache, self._memory
         while waiting and (before is None or waiting[-1].admitted_index < before):
@@ -758,8 +779,8 @@ class Builder(PlanDraft):
             memory.cache_blocks(request, request.num_computed_tokens + 1)
 
     def _grow_decode(self, request: Request, reserve_tokens: int | None) -> bool:
-        """Allocate room for one more token of the request, or for more if given; return False and change nothing if too
-        few blocks are free.
+        """Allocate blocks for one more token of the request, or for `reserve_tokens` tokens if these are more; return
+        False if too few blocks are free.
         """
         needed = request.num_computed_tokens + 1
         to_hold = needed if reserve_tokens is None or reserve_tokens < needed else reserve_tokens
@@ -859,7 +880,9 @@ class Builder(PlanDraft):
     # Queries
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Leading tokens that the prefix cache holds for a waiting request now."""
+        """Return the number of leading tokens that a waiting request need not compute if it is admitted now; 0 if it is
+        running or swapped.
+        """
         own = self._own(request)
         if own.state is _RUNNING or own.state is _SWAPPED:
             return 0
@@ -880,7 +903,7 @@ class Builder(PlanDraft):
         return self._memory.blocks_needed(own, num_tokens)
 
     def max_chunk(self, request: RequestView) -> int:
-        """Most tokens that the next chunk of the request may have."""
+        """Return the maximum number of tokens that the next chunk of the request may have."""
         own: Request = request  # type: ignore[assignment]
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
@@ -891,11 +914,11 @@ class Builder(PlanDraft):
         return num_left if self._one_group else self._memory.max_chunk(own, own.num_known_tokens - num_left, num_left)
 
     def predicted_time(self) -> float:
-        """Predicted seconds of the step as it stands."""
+        """Return the predicted duration of the step as planned so far, in seconds."""
         return self._time_s(self.features())
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
-        """Predicted seconds of the step with `num_tokens` of the request added."""
+        """Return the predicted duration of the step, in seconds, with `num_tokens` tokens of the request added."""
         own = self._own(request)
         groups, features = self._group_features, self._features or self._sum_features()
         if own.is_decode and num_tokens == 1:
@@ -918,7 +941,7 @@ class Builder(PlanDraft):
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Attach the reasons of a decision to the decision log."""
+        """Add scores that explain a decision about a request to the step's notes, if notes are kept."""
         if self._options.keep_notes:
             self.notes.setdefault(request.request_id, {}).update(scores)
 
@@ -939,7 +962,7 @@ class Builder(PlanDraft):
         return own
 
     def _forget_looked_at(self) -> None:
-        """Drop the lookups for requests that stay in the shared queue, now that the step is decided."""
+        """Unregister the requests that were looked up and stay in the shared queue, because the step is decided."""
         for request in self._looked_at:
             if request.replica_id == -1:
                 self._memory.forget(request)

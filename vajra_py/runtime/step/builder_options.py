@@ -1,4 +1,4 @@
-"""Options of plan building, and the messages for illegal requests of a policy."""
+"""Options of plan building, and the error for illegal calls by a policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class IllegalPlan(ValueError):
-    """An illegal call of the builder by a policy; names the request."""
+    """Illegal call of the builder by a policy, with the id of the request that it concerns."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -20,20 +20,20 @@ class DraftRules(Struct, frozen=True, kw_only=True):
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
-    """Number of drafts of a decode in a step, unless the policy sets a number."""
+    """Number of drafts of a decode per step, unless the policy sets another number."""
     max_tokens: int
-    """Largest number of drafts that a policy may set."""
+    """Maximum number of drafts that a policy may set."""
     lookahead_tokens: int = 0
-    """Tokens behind the drafts for which blocks are taken too."""
+    """Number of tokens after the drafts for which blocks are allocated as well."""
     keeps_blocks: bool = False
-    """True if blocks of rejected drafts stay with their request, which uses them next; False: they are freed
+    """True if a request keeps the blocks of its rejected drafts for its next tokens; False: these blocks are freed
     immediately.
     """
     past_max_tokens: bool = False
     """True if drafts are made for tokens beyond the request's `max_tokens`, within the model's length."""
     publishes_late: bool = False
-    """True if accepted drafts enter the prefix cache only with their request's next step, if blocks are cached when
-    steps are formed.
+    """True if blocks with accepted drafts are cached only when the request's next step is formed; applies only if
+    blocks are cached when steps are formed.
     """
     pads_admitted: bool = False
     """True if a request admitted with one token left is padded with draft positions, which are rejected, so that decode
@@ -41,7 +41,7 @@ class DraftRules(Struct, frozen=True, kw_only=True):
     """
     step_s: float = 0.0
     token_s: float = 0.0
-    """Seconds that drafting adds to each step with drafts, and for each draft in it."""
+    """Seconds that drafting adds for each draft in a step; `step_s`: seconds that it adds to each step with drafts."""
 
     def time_s(self, features: BatchFeatures) -> float:
         """Return the seconds that drafting adds to a step."""
@@ -56,14 +56,15 @@ class BuilderOptions(Struct, kw_only=True):
     watermark_blocks: int
     cache_at_schedule: bool
     keep_notes: bool = False
-    """True if notes of policies are kept; set by the replica when it is observed."""
+    """True if policies' notes are kept; set by the replica according to its observers."""
     reserves_growth: bool = False
-    """True if decodes that grow together first reserve a number of blocks; for backends that do not read block tables
-    at each step.
+    """True if blocks for decodes that grow together are first only reserved; for backends that do not read block tables
+    in each step.
     """
     holds_ended_slots: bool = False
-    """True if an ended request keeps slot and blocks for one more step, which was scheduled before the end was known.
+    """True if an ended request keeps its slot and blocks for one more step, because that step is scheduled before the
+    end is known.
     """
     busy_group_tokens: int = 500
     drafts: DraftRules | None = None
-    """Rules of drafts; None: decodes have none."""
+    """Rules of drafts; None: decodes have no drafts."""

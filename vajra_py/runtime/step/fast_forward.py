@@ -1,6 +1,8 @@
-"""Decode fast-forward: determines the number of steps that repeat the present one, and applies them at once.
+"""Decode fast-forward: the number of next steps that are certain to repeat the present one, and their record for
+observers.
 
-A replica scheduler allows it through `SchedulerTraits.repeats_decodes`; otherwise every step is formed individually.
+A replica scheduler allows fast-forward through `SchedulerTraits.repeats_decodes`; otherwise every step is formed
+individually.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class Repeats:
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """Read the traits of the policy in force; `listens`: True if some policy is notified of each individual step."""
+        """Read the traits of the present policy; `listens`: True if a policy must be notified of each individual step."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         memory = running_set.memory
@@ -34,7 +36,7 @@ class Repeats:
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
 
     def num_alike(self, plan: StepPlan) -> int:
-        """Return the number of further steps that will certainly be decided like this one, if nothing reaches the
+        """Return the number of further steps that are certain to be decided like this one, if no event concerns the
         replica meanwhile.
 
         The count includes the step in which a request ends, and excludes the first one in which a decode would lack a
@@ -51,7 +53,7 @@ class Repeats:
         if plan.num_requests != plan.num_running:
             return 0
         if (memory.may_expire and memory.next_due < inf) or (memory.is_watched and pool.num_public):
-            return 0  # an event at a known time ends the run
+            return 0  # pins or content may end, or newly cached blocks must be reported
         num_steps = pool.steps_to_next_end() - 1
         free = memory.repeat_headroom
         most = -(-num_steps // memory.block_size) * len(pool)
@@ -64,13 +66,15 @@ class Repeats:
         return num_steps
 
     def surely_fit(self, plan: StepPlan, num_steps: int) -> bool:
-        """Return whether the free blocks suffice for this many repetitions, whichever decodes need one."""
+        """Return True if the free blocks suffice for this many repetitions, whichever decodes need blocks."""
         running_set, memory = self._running_set, self._running_set.memory
         most = -(-num_steps // memory.block_size) * plan.num_requests
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Return whether the next step probably consists of this step's decodes and the prompts that it completes."""
+        """Return True if the next step probably consists of this step's decodes and the requests whose prompts this
+        step completes.
+        """
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
             return False
         ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)
@@ -83,12 +87,14 @@ class Repeats:
         return self._repeats_alone and not running_set.num_waiting
 
     def ignores_arrivals(self, plan: StepPlan | None) -> bool:
-        """Return whether repetitions of this plan continue when a request joins the replica's own queue."""
+        """Return True if repetitions of this plan continue when a request joins the replica's own queue."""
         return self._repeats_full and plan is not None and plan.num_requests >= self._running_set.limits.max_batch_size
 
 
 def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:
-    """Return the record of a step and its repetitions, which ended at these ticks with `num_waiting` requests waiting."""
+    """Return the record of a step and its repetitions, which ended at these ticks; `num_waiting` requests waited during
+    the repetitions.
+    """
     pool = plan.pool
     assert pool is not None
     free = plan.free_blocks

@@ -1,4 +1,4 @@
-"""Features of a batch for the latency model, group by group."""
+"""Features of a batch for the latency model, for each KV-parallel group."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GroupFeatures:
         return by_group
 
     def with_decode(self, by_group: list[BatchFeatures], request: Request) -> list[BatchFeatures]:
-        """Return `by_group` with one more decode, in every group that holds some of its tokens."""
+        """Return `by_group` with one more decode, added to every group that takes part in computing it."""
         context_tokens = request.num_computed_tokens
         if self._one_group:
             return [by_group[0].with_decodes(1, context_tokens)]
@@ -71,12 +71,12 @@ class GroupFeatures:
     def with_chunk(
         self, by_group: list[BatchFeatures], request: Request, num_tokens: int, context_tokens: int
     ) -> list[BatchFeatures]:
-        """Return `by_group` with one more chunk, in every group that works on it."""
+        """Return `by_group` with one more chunk, added to every group that takes part in computing it."""
         if self._one_group:
             return [by_group[0].with_chunk(num_tokens, context_tokens)]
         groups = self._memory.active_groups(request, context_tokens)
         contexts: Sequence[int] = self._memory.group_context(request, context_tokens)
-        if not groups:  # not placed yet: it would go to the group with the least pending prefill work
+        if not groups:  # the request has no groups yet and would get the one with the least pending prefill work
             pending = self._memory.pending_prefill_work
             groups, contexts = (min(range(len(pending)), key=pending.__getitem__),), (context_tokens,)
         result = list(by_group)
@@ -95,7 +95,9 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """Return a group's work for comparison without a latency model: tokens, then the context that they read."""
+    """Return a group's work for comparisons without a latency model: query tokens, then context tokens and attention
+    pairs.
+    """
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 

@@ -1,4 +1,4 @@
-"""Protocol between the mechanism and its backends: plans go in, tokens and durations come out."""
+"""Types exchanged between the mechanism and its backends: plans of steps, and results of steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class PlannedDrafts(NamedTuple):
     """Drafts of a decode that a step verifies: they are the last tokens of its chunk."""
 
     num_tokens: int
-    """0: none were proposed, or none fit."""
+    """Number of drafts; 0: none were proposed, or none fit."""
     num_kept_blocks: int
-    """Number of blocks that the request holds after the step in any case; further ones may be freed."""
+    """Number of blocks that the request keeps after the step in any case; further blocks may be freed."""
     is_padding: bool = False
     """True if the request is admitted with its last known token, and the draft positions are only padding."""
     num_unverified: int = 0
-    """Number of drafts of its previous step that may precede the chunk: it is not known yet which of them are accepted.
+    """Number of drafts of the request's previous step that may precede the chunk, because it is not known yet which are
+    accepted.
     """
 
 
@@ -41,14 +42,15 @@ class PlannedChunk(NamedTuple):
 
 
 new_chunk = partial(tuple.__new__, PlannedChunk)
-"""Function that makes a chunk from a tuple of its fields, in less than half the time of the constructor."""
+"""Function that creates a chunk from a tuple of its fields, in less than half the time of the constructor."""
 
 
 class DraftedDecodes(Sequence[PlannedChunk]):
-    """Entries of a step that consists of running decodes with drafts, as columns; chunks are made when they are read.
+    """Entries of a step that consists of running decodes with drafts, as columns; chunks are created when they are
+    first read.
 
-    `num_computed` are the computed tokens of each before the step, and `num_held_blocks` the blocks that it holds during
-    the step (empty: not counted); the others are fields of `PlannedDrafts`.
+    Each column has one value per decode. `num_computed`: computed tokens before the step; `num_held_blocks`: number of
+    blocks held during the step (empty: not counted); the other columns are fields of `PlannedDrafts`.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class DraftedDecodes(Sequence[PlannedChunk]):
 
 
 class _DraftsOf(Mapping[Request, PlannedDrafts]):
-    """Drafts of such decodes by request, made when they are read."""
+    """Drafts of `DraftedDecodes` by request, created when they are first read."""
 
     def __init__(self, decodes: DraftedDecodes) -> None:
         self._decodes = decodes
@@ -112,38 +114,42 @@ class _DraftsOf(Mapping[Request, PlannedDrafts]):
 class StepPlan(Struct, eq=False):
     """Work of one step. Created only by the batch builder; read by executors and observers.
 
-    It is not changed while its step is in flight; afterwards, a plan of decodes may be reused for its repetition.
+    A plan is not changed while its step is in flight; afterwards, a plan of decodes may be reused for its repetition.
     """
 
     step_index: int
     replica_id: int
     formed_at: int
-    """Tick at which it was formed."""
+    """Tick at which the step was formed."""
     features: BatchFeatures
     """Features of the batch; of its slowest group under KV parallelism."""
     chunks: Sequence[PlannedChunk]
     """Prefill chunks, and decodes that are not part of the pool's step."""
     pool: DecodePool | None
-    """Pool all of whose members decode in this step; None if there are none."""
+    """Decode pool, if all of its members decode in this step; else None."""
     num_pool_decodes: int
     free_blocks: int = 0
     num_waiting: int = 0
     num_running: int = 0
-    """Free blocks, waiting and running requests right after the step was formed."""
+    """Number of running requests right after the step was formed. `free_blocks` (free KV blocks) and `num_waiting` are
+    of the same moment.
+    """
     pool_position: int = 0
     """Number of `chunks` added before the pool's decodes."""
     running_in_order: bool = False
     """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
-    """Number of requests that were preempted just before, in attempts at this step that ran nothing."""
+    """Number of requests that were preempted in earlier attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
-    """Admission index of each entry with several steps in flight, by which an obsolete result is recognised."""
+    """Admission index of each entry, by which obsolete results are recognised; None unless several steps may be in
+    flight.
+    """
     copies: Sequence[BlockCopy] = ()
-    """KV blocks to move between device and host before the step runs."""
+    """KV blocks to copy between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
     drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
-    """Drafts of each decode, if decodes have drafts; decodes are then among the chunks, and `pool` is None."""
+    """Drafts of each decode, if decodes have drafts; the decodes are then among `chunks`, and `pool` is None."""
     num_apart: int = 0
     """Number of `chunks` that the pool does not count; the others belong to requests that arrived with their KV and
     have joined the pool.
@@ -156,11 +162,11 @@ class StepPlan(Struct, eq=False):
 
     @property
     def drafted(self) -> DraftedDecodes | None:
-        """The entries as columns, if they were planned so; None otherwise."""
+        """The entries as columns, if they were planned as columns; else None."""
         return self.chunks if isinstance(self.chunks, DraftedDecodes) else None
 
     def as_drafted(self) -> DraftedDecodes | None:
-        """The entries as columns, if all are running decodes with drafts; None otherwise."""
+        """Return the entries as columns, if all are running decodes with drafts; else None."""
         chunks, drafts = self.chunks, self.drafts
         if isinstance(chunks, DraftedDecodes):
             return chunks
@@ -171,12 +177,14 @@ class StepPlan(Struct, eq=False):
         return DraftedDecodes(requests, num_computed, num_drafts, num_kept_blocks, num_unverified)
 
     def decodes(self) -> Sequence[Request]:
-        """Members of the pool that are not among `chunks`, by admission; those that have just joined were admitted last."""
+        """Return the pool's members that are not among `chunks`, in order of admission. Members that have just joined
+        are among `chunks` and were admitted last.
+        """
         order = () if self.pool is None else self.pool.in_admission_order()
         return order[: self.num_pool_decodes] if self.num_apart < len(self.chunks) else order
 
     def entries(self) -> Iterator[PlannedChunk]:
-        """Every entry in batch order. Valid from the plan's creation until its result is applied."""
+        """Iterate over all entries in batch order. Valid from the plan's creation until its result is applied."""
         return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
 
     def computes(self, request: Request) -> bool:
@@ -185,7 +193,7 @@ class StepPlan(Struct, eq=False):
         return in_pool or any(chunk.request is request for chunk in self.chunks)
 
     def work(self) -> tuple[list[Request], list[int]]:
-        """Requests and query tokens of `entries`, in batch order, without making the entries; valid for as long."""
+        """Return the requests and the numbers of query tokens of `entries`, in batch order; valid as long as `entries`."""
         if self.running_in_order or self.pool is None:
             entries = list(self.entries())
             return [one.request for one in entries], [one.num_tokens for one in entries]
@@ -203,8 +211,8 @@ class StepPlan(Struct, eq=False):
 def in_batch_order(
     chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
 ) -> Iterator[PlannedChunk]:
-    """Return the chunks with the decodes inserted after the first `position` chunks; or all running entries by
-    admission, then the admitted ones.
+    """Yield the chunks, with the decodes inserted after the first `position` chunks; with `running_in_order`, yield all
+    running entries in order of admission, then the entries admitted in this step.
     """
     if running_in_order:
         running = [chunk for chunk in chunks if chunk.kind == "running"]
@@ -220,12 +228,12 @@ class StepResult(Struct, frozen=True):
     """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None if tokens have no ids
-    (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests whose token
-    ended them (end of sequence or a stop string), for executors that cannot know lengths in advance. `failed` names
-    requests whose part of the step failed, with reasons; only they end. `accepted` holds the number of drafts that were
-    accepted and became output, where there were any. With `is_ahead`, the next step is formed before tokens and
-    accepted drafts are known: each entry that caught up yields the one token that it yields in any case, and the rest
-    is reported through `Replica.verify`.
+    (simulation): then each entry whose computed tokens have caught up with its known tokens yields one token. `stopped`
+    names requests whose token ended them (end of sequence or a stop string), for executors that do not know lengths in
+    advance. `failed` names requests whose part of the step failed, with reasons; only they end. `accepted` holds the
+    number of drafts that became output, for requests with accepted drafts. With `is_ahead`, the next step is formed
+    before tokens and accepted drafts are known: each entry that caught up yields one token, which it yields in any
+    case, and accepted drafts are reported later, through `Replica.verify`.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
@@ -233,25 +241,31 @@ class StepResult(Struct, frozen=True):
     failed: Mapping[Request, str] = field(default_factory=dict)
     accepted: Mapping[Request, int] = field(default_factory=dict)
     report: KvReport | None = None
-    """Report of a connector's workers; None without a connector or a report."""
+    """Report of a connector's workers; None if there is no report."""
     is_ahead: bool = False
 
 
 class Executor(Protocol):
-    """Runs plans for one replica; the only part that differs between simulator and engine."""
+    """Source of output lengths, drafts and withheld tokens for one replica, provided by the side that executes its
+    plans.
+    """
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Number of output tokens after which the request stops, if it is known (simulation, replay)."""
+        """Return the number of output tokens after which the request stops, if it is known (simulation, replay); else
+        None.
+        """
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the number of drafts proposed for a decode's next tokens; called if `replica.draft` allows any."""
+        """Return the number of drafts proposed for a decode's next tokens, at most `at_most`; called only if
+        `replica.draft` allows drafts.
+        """
 
     def withheld_token(self, request: Request) -> StepResult:
-        """Return the token that the last step of a request's prompt sampled and that its result left out; needed if the
-        request stays after all.
+        """Return the token that the last step of a request's prompt sampled and that the step's result left out; needed
+        if the request then stays on this replica.
 
         Another replica was to sample it again; see `Replica.withholds_token`.
         """
 
     def release(self, request: Request) -> None:
-        """Drop everything kept for a request that has ended."""
+        """Drop all data about a request that has ended."""

@@ -1,4 +1,4 @@
-"""The plan of a step under construction: its entries, the remaining limits, and the finished plan."""
+"""The plan of the step being formed: its entries, the remaining limits, and the finished plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ UNLIMITED = 2**62
 
 
 class PlanDraft:
-    """Work that the builder has granted so far in one replica's step; reused for every step.
+    """Work that the builder has granted so far in the step being formed; the object is reused for every step.
 
-    Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
+    Decodes are stored as one entry (`bulk`: the whole pool) or one by one (`selected`); all other entries are chunks.
     """
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
@@ -84,20 +84,22 @@ class PlanDraft:
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
         self.now = 0.0
         self.slots_held = 0
-        """Slots of requests that ended with the step before, which an asynchronous scheduler has not seen end."""
+        """Number of slots of requests that ended with the previous step and whose ends an asynchronous scheduler has
+        not processed yet.
+        """
         self.swap_bytes_due = 0
-        """Bytes moved by attempts at a step that then stayed empty; they count in the next step."""
+        """Bytes swapped by attempts at a step that ran nothing; they count in the next step."""
         self.num_preempted_before = 0
-        """Number of requests that were preempted in attempts at this step that ran nothing."""
+        """Number of requests that were preempted in earlier attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.drafts: dict[Request, PlannedDrafts] = {}
-        """Drafts of the decodes in the batch, if decodes have drafts; those decodes are among `chunks`."""
+        """Drafts of the decodes in the batch, if decodes have drafts; these decodes are among `chunks`."""
         self._drafted: DraftedDecodes | None = None
-        """The whole batch as columns, in place of `chunks` and `drafts`; None: they have it."""
+        """The whole batch as columns; None: the batch is in `chunks` and `drafts`."""
         self._drafted_before: DraftedDecodes | None = None
-        """The whole batch of the step before, if it was columns."""
+        """The whole batch of the previous step, if it was stored as columns."""
         self.selected: dict[Request, None] = {}
-        """Decodes taken one by one, in order."""
+        """Decodes added one by one, in order."""
         # Contents and remaining limits of the batch: attributes rather than properties, since policies read them for
         # every chunk.
         self.slots_left = 0
@@ -108,19 +110,19 @@ class PlanDraft:
         """Number of query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
         self.num_moved = 0
-        """Number of chunks of requests that arrived with their KV and begin to run with this plan."""
+        """Number of chunks of requests that arrived with their KV and begin to run in this step."""
         self.hands_off = False
-        """True if a request is handed off with this plan."""
+        """True if a request was handed off while this step was formed."""
         self.notes: dict[str, dict[str, float | int | str]] = {}
         self._group_tokens: dict[int, int] = {}
         self._empty(0.0)
 
     def keep_notes(self, *, on: bool) -> None:
-        """Set whether policies' notes are kept."""
+        """Start or stop keeping policies' notes."""
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
-        """Begin the next step, for which nothing was preempted yet."""
+        """Begin the attempts at the next step, in which no request was preempted yet."""
         self.num_preempted_before = 0
 
     def count_preempted(self, num_requests: int) -> None:
@@ -128,7 +130,9 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Withhold the slots of `num_requests` ended requests from the next step, whose scheduler has not seen their ends."""
+        """Withhold the slots of `num_requests` ended requests from the next step, because an asynchronous scheduler
+        processes their ends later.
+        """
         self.slots_held = num_requests
 
     def _drop_dues(self) -> None:
@@ -166,7 +170,7 @@ class PlanDraft:
     # Contents of the batch
 
     def _spread(self) -> None:
-        """Have the batch in `chunks` and `drafts`, since something is added to it, taken out or looked up."""
+        """Move the batch from columns to `chunks` and `drafts`, because an entry is added, removed or looked up."""
         drafted, self._drafted = self._drafted, None
         if drafted is not None:
             self.chunks.update(zip(drafted.requests, drafted, strict=True))
@@ -185,7 +189,7 @@ class PlanDraft:
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks now."""
+        """Number of free KV blocks now."""
         return self._memory.free_blocks
 
     @property
@@ -199,12 +203,12 @@ class PlanDraft:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
     def features(self) -> BatchFeatures:
-        """Features of the batch so far, of its slowest group."""
+        """Return the features of the batch so far; with KV parallelism, those of its slowest group."""
         features = self._features or self._sum_features()
         return features[0] if self._one_group else self._group_features.slowest(features)
 
     def _sum_features(self) -> list[BatchFeatures]:
-        """Features of the batch by KV-parallel group; kept up to date with further chunks from here on."""
+        """Return the features of the batch by KV-parallel group; from now on, they are updated with each further chunk."""
         self._spread()
         pool = self._running_set.pool
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
@@ -246,7 +250,7 @@ class PlanDraft:
         return features
 
     def _has_selected_the_pool(self) -> bool:
-        """Return True if the decodes added one by one are all members of the pool."""
+        """Return True if the decodes added one by one are the whole pool."""
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
@@ -268,7 +272,7 @@ class PlanDraft:
             self._memory.cache_blocks(request, computed + num_tokens)
 
     def _put_padded(self, request: Request, drafts: PlannedDrafts, computed: int, kind: str) -> None:
-        """Put in a request that is admitted with places for drafts."""
+        """Add an admitted request that is padded with draft positions."""
         num_tokens = 1 + drafts.num_tokens
         self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
         self.drafts[request] = drafts
@@ -311,7 +315,7 @@ class PlanDraft:
         self._features = None
 
     def _add_swap(self, num_blocks: int) -> None:
-        """Count blocks that are copied between device and host before the step."""
+        """Count blocks that are swapped between device and host before the step."""
         self._swap_bytes += num_blocks * self._running_set.limits.bytes_per_block
         self._features = None
 
@@ -322,7 +326,7 @@ class PlanDraft:
     # The finished plan
 
     def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """Return the plan, None if nothing was done; its tokens count as computed from now on."""
+        """Return the plan, None if the policy did nothing; the plan's tokens count as computed from now on."""
         runs_something = self.slots_left < self._slots_at_start
         if not runs_something and not self.preempted and not self.hands_off:
             return None
@@ -339,7 +343,7 @@ class PlanDraft:
             admissions = {chunk.request: chunk.request.admitted_index for chunk in chunks}
         elif num_pool_decodes:
             pool.commit()
-        # Copies due from a step that only preempts are made by the next step that runs.
+        # If a step only preempts, its copies are made by the next step that runs something.
         self.swap_bytes_due = 0 if runs_something else self._swap_bytes
         return StepPlan(
             step_index,
@@ -364,7 +368,9 @@ class PlanDraft:
         )
 
     def _take_chunks(self) -> tuple[Sequence[PlannedChunk], Mapping[Request, PlannedDrafts]]:
-        """Return the chunks and their drafts; their tokens count as computed from now on, drafts only once accepted."""
+        """Return the chunks and their drafts. The chunks' tokens count as computed from now on, except for drafts,
+        which count when they are accepted.
+        """
         drafted = self._drafted
         if drafted is not None:
             count_planned(drafted.requests)
@@ -376,9 +382,8 @@ class PlanDraft:
         return chunks, drafts
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
-        """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps`
-        repetitions,
-        and allocate their blocks. The caller must know that the policy would have decided the same.
+        """Turn a plan of pool decodes, whose step has ended, into the plan of the step `num_steps` later, and allocate
+        the blocks of these steps. The caller must be certain that the policy would have decided the same.
         """
         if plan.chunks:
             plan.num_pool_decodes += len(plan.chunks)
@@ -403,7 +408,9 @@ class PlanDraft:
             running_set.unskip(request)
 
     def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
-        """Give every entry its own counters until the step completes, since several steps are in flight."""
+        """Give every entry its own counters until the step completes, because several steps may be in flight; return
+        the entries.
+        """
         running_set = self._running_set
         decodes = []
         if num_pool_decodes:

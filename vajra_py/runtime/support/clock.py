@@ -1,4 +1,4 @@
-"""Time as integer picoseconds, so that events order exactly and sums of durations never drift."""
+"""Time as integer picoseconds, so that the order of events is exact and sums of durations have no rounding error."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def to_ticks(seconds: float) -> int:
 
 
 def to_seconds(ticks: int) -> float:
-    """A tick's time in seconds, correctly rounded."""
+    """Return a tick's time in seconds, correctly rounded."""
     return ticks / TICKS_PER_SECOND

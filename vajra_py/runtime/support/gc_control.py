@@ -1,4 +1,4 @@
-"""Reduce garbage collection during a run by excluding objects that existed before it."""
+"""Reduce garbage collection during a run by excluding objects that existed before the run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ALLOCATIONS_OF_A_START = 1_000_000
 
 
 def put_off_collections() -> None:
-    """Disable garbage collection while a command starts: nearly all objects that it creates live to its end.
+    """Postpone garbage collection while a command starts, because nearly all objects created then live until its end.
 
-    The first loop that freezes existing objects restores the earlier settings.
+    The first use of `existing_objects_frozen` restores the earlier settings.
     """
     first, *others = gc.get_threshold()
     if 0 < first < _ALLOCATIONS_OF_A_START:
@@ -30,7 +30,7 @@ def skip_collection_at_exit() -> None:
 
 @contextmanager
 def existing_objects_frozen() -> Iterator[None]:
-    """Collect cyclic garbage only among objects made inside.
+    """Collect cyclic garbage only among objects created within the context.
 
     A collection through all objects of the tensor libraries takes a quarter of a second, during which no step begins
     and no token is delivered.
@@ -39,9 +39,10 @@ def existing_objects_frozen() -> Iterator[None]:
     if freezes:
         gc.freeze()
         first, *others = gc.get_threshold()
-        if first > _ALLOCATIONS_OF_A_START:  # put off until now
+        if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
-        # Cheap now; CPython delays the next full collection until new objects reach a quarter of those examined here.
+        # This is cheap now, and CPython delays the next full collection until new objects reach a quarter of those
+        # examined here.
         gc.collect()
     try:
         yield
@@ -55,7 +56,7 @@ def infrequent_collections() -> Iterator[None]:
     """Freeze existing objects like `existing_objects_frozen`, and collect less often; the collector's settings are
     restored at the end.
 
-    The simulator's event loop makes no cycles of its own; those of policies and observers are still collected.
+    The simulator's event loop creates no reference cycles; cycles of policies and observers are still collected.
     """
     with existing_objects_frozen():
         thresholds = gc.get_threshold()

@@ -7,13 +7,13 @@ import hashlib
 import numpy as np
 
 STEP_TIMES = "step times"
-"""Name, in `draws`, of the streams for the durations of steps."""
+"""Name of the streams for step durations in `NotedSeeds.draws`."""
 
 
 class SeedTree:
     """A seed and the streams derived from it by name.
 
-    The stream of a name depends only on the seed and the path, not on the streams requested before.
+    The stream of a name depends only on the seed and the path, not on which streams were requested before.
     """
 
     def __init__(self, seed: int, path: tuple[str, ...] = ()) -> None:
@@ -32,7 +32,7 @@ class SeedTree:
 
 
 class NotedSeeds(SeedTree):
-    """Seeds that record the streams that were used."""
+    """`SeedTree` that records which streams were requested."""
 
     def __init__(self, seeds: SeedTree, path: tuple[str, ...] = (), asked: list[str] | None = None) -> None:
         self._seeds = seeds
@@ -49,5 +49,7 @@ class NotedSeeds(SeedTree):
         return self._seeds.stream(name)
 
     def draws(self) -> list[str]:
-        """Return the sorted kinds of the streams used so far: policies' streams by name, and step times."""
+        """Return the sorted names of the streams requested so far, without their paths; streams of step durations count
+        as `STEP_TIMES`.
+        """
         return sorted({STEP_TIMES if one.startswith("steps/") else one.rpartition("/")[2] for one in self.asked})
