@@ -49,18 +49,18 @@ class Deadlines:
         """Return the seconds from arrival to the request's deadline; above 0."""
         config = self._config
         if config.use_request_deadlines:
-            promised = _promised_s(request)
-            if promised is not None:
-                return max(promised, SHORTEST_DEADLINE_S)
+            own_s = _own_target_s(request)
+            if own_s is not None:
+                return max(own_s, SHORTEST_DEADLINE_S)
         predicted = self._prefill_time.total_s(request.num_prompt_tokens)
         return max(predicted * config.deadline_multiplier, config.min_deadline_s)
 
 
-def _promised_s(request: RequestView) -> float | None:
+def _own_target_s(request: RequestView) -> float | None:
     """Return the earliest of the request's own SLO and deadline, in seconds from arrival; None without either."""
-    promises = []
+    targets_s = []
     if request.deadline_at is not None:
-        promises.append(request.deadline_at - request.arrived_at)
+        targets_s.append(request.deadline_at - request.arrived_at)
     if request.ttft_slo_s is not None:
-        promises.append(request.ttft_slo_s)
-    return min(promises, default=None)
+        targets_s.append(request.ttft_slo_s)
+    return min(targets_s, default=None)

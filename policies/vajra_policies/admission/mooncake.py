@@ -108,8 +108,8 @@ class Mooncake:
             ("TTFT", ttft_s, request.ttft_slo_s, self._config.ttft_slo_s),
             ("TBT", tbt_s, request.tbt_slo_s, self._config.tbt_slo_s),
         ):
-            promised_s = default_s if stated_s is None else stated_s
-            if promised_s is not None and predicted_s > promised_s:
+            target_s = default_s if stated_s is None else stated_s
+            if target_s is not None and predicted_s > target_s:
                 return Refuse(f"its predicted {noun} exceeds its SLO")
         return ACCEPT
 

@@ -28,7 +28,7 @@ class DynamoPlanner:
         self._config = config
         self._context = context
         self._rules = config.rules()
-        self._model = EnginePredictions(context, self._rules.promises, config.expected_prompt_tokens)
+        self._model = EnginePredictions(context, self._rules.slos, config.expected_prompt_tokens)
         self._observed = ObservedTraffic(config.expected_prompt_tokens, config.expected_output_tokens)
         self._due: set[str] = set()
         self._floors: dict[str, int] = {}

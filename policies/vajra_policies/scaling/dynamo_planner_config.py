@@ -11,8 +11,8 @@ from vajra_policies.scaling.device_budget import Budget
 from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
+    LatencySlos,
     PlannerRules,
-    Promises,
     Target,
     Thresholds,
 )
@@ -88,9 +88,9 @@ class DynamoPlannerConfig(PolicyConfig):
 
     def rules(self) -> PlannerRules:
         """Return the rules of the deployment."""
-        promises = Promises(self.ttft_slo_s, self.itl_slo_s, self.down_sensitivity_fraction)
+        slos = LatencySlos(self.ttft_slo_s, self.itl_slo_s, self.down_sensitivity_fraction)
         budget = Budget(self.max_devices, self.min_devices)
-        return PlannerRules(self.target, promises, budget, self.by_load, self._scales_by_throughput, self.max_change)
+        return PlannerRules(self.target, slos, budget, self.by_load, self._scales_by_throughput, self.max_change)
 
     def thresholds(self, role: PoolRole) -> Thresholds | None:
         """Return the load thresholds of a pool; None if latencies decide, or none are given."""

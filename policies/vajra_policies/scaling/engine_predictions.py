@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_policies.scaling.planner_rules import EngineLoad, Promises, Traffic
+from vajra_policies.scaling.planner_rules import EngineLoad, LatencySlos, Traffic
 from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
@@ -19,9 +19,9 @@ class EnginePredictions:
     between prompts and decodes.
     """
 
-    def __init__(self, context: PolicyContext, promises: Promises, prompt_tokens: float) -> None:
+    def __init__(self, context: PolicyContext, slos: LatencySlos, prompt_tokens: float) -> None:
         self._context = context
-        self._promises = promises
+        self._slos = slos
         self.prompt_tokens = prompt_tokens
         """Mean length of prompts, tokens."""
         self.hit_fraction = 0.0
@@ -49,7 +49,7 @@ class EnginePredictions:
         if role is PoolRole.PREFILL:
             return 1.0 / prompt_s if prompt_s > 0 else 0.0
         num_decodes, step_s = self._largest_batch(traffic)
-        decode_s = traffic.num_output_tokens / self._promises.accept_length * step_s / num_decodes
+        decode_s = traffic.num_output_tokens / self._slos.accept_length * step_s / num_decodes
         busy_s = decode_s if role is PoolRole.DECODE else prompt_s + decode_s
         return 1.0 / busy_s if busy_s > 0 else 0.0
 
@@ -72,9 +72,9 @@ class EnginePredictions:
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
         room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))
 
-        def keeps_promise(num_decodes: int) -> bool:
+        def meets_slo(num_decodes: int) -> bool:
             step_s = self._decode_s(num_decodes, num_decodes * context_tokens)
-            return step_s / self._promises.accept_length <= self._promises.itl_s
+            return step_s / self._slos.accept_length <= self._slos.itl_s
 
-        most = most_that_fits(1, max(1, min(limits.max_batch_size, room)) + 1, keeps_promise)
+        most = most_that_fits(1, max(1, min(limits.max_batch_size, room)) + 1, meets_slo)
         return most, self._decode_s(most, most * context_tokens)

@@ -52,7 +52,7 @@ DECODE_THRESHOLDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
+class LatencySlos:
     """SLOs of the engines, in seconds, and the fraction of them that scaling down may use up."""
 
     ttft_s: float
@@ -93,7 +93,7 @@ class PlannerRules:
     """Rules of a deployment."""
 
     target: Target
-    promises: Promises
+    slos: LatencySlos
     budget: Budget = NO_BUDGET
     scales_by_load: bool = True
     scales_by_throughput: bool = False

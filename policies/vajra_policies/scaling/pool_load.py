@@ -18,9 +18,9 @@ from vajra_policies.scaling.planner_rules import (
     EngineLoad,
     EngineModel,
     EngineSizes,
+    LatencySlos,
     PlannerRules,
     PoolState,
-    Promises,
     Target,
     Thresholds,
 )
@@ -58,18 +58,18 @@ class Consolidation(Enum):
 
 def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opinion:
     """Return the number of replicas that a pool's load requires, by the rules of its role and target."""
-    own, promises = pool.rules, rules.promises
+    own, slos = pool.rules, rules.slos
     counts = pool.ready, own.least
     if rules.target != "sla":
         loads = [load_of(engine, own.role, rules.target, own.sizes) for engine in pool.engines]
         known = [load for load in loads if load is not None]
         return by_thresholds(known if len(known) == len(loads) else (), own.thresholds, *counts)
     if own.role is PoolRole.PREFILL:
-        return by_prompts(pool.engines, model, promises, counts, own.role)
-    decodes = by_decodes(pool.engines, model, promises, counts, (own.role, own.sizes))
+        return by_prompts(pool.engines, model, slos, counts, own.role)
+    decodes = by_decodes(pool.engines, model, slos, counts, (own.role, own.sizes))
     if own.role is PoolRole.DECODE:
         return decodes
-    return _both(by_prompts(pool.engines, model, promises, counts, own.role), decodes, pool.ready)
+    return _both(by_prompts(pool.engines, model, slos, counts, own.role), decodes, pool.ready)
 
 
 def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
@@ -114,7 +114,7 @@ def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSiz
 
 
 def by_prompts(
-    engines: Sequence[EngineLoad], model: EngineModel, promises: Promises, counts: tuple[int, int], role: PoolRole
+    engines: Sequence[EngineLoad], model: EngineModel, slos: LatencySlos, counts: tuple[int, int], role: PoolRole
 ) -> Opinion:
     """Opinion by times to first token. `counts`: replicas that are up, and the fewest."""
     ready = counts[0]
@@ -125,19 +125,19 @@ def by_prompts(
 
     def check(engine: EngineLoad) -> Consolidation:
         own_s = model.ttft_s(engine, queue_scale=0.0, kv_scale=kv_scale)
-        budget_s = (promises.ttft_s - own_s) * promises.sensitivity
+        budget_s = (slos.ttft_s - own_s) * slos.sensitivity
         induced_s = model.ttft_s(engine, queue_scale=share, kv_scale=kv_scale) - own_s
         return Consolidation.REFUSED if budget_s <= 0 or induced_s >= budget_s else Consolidation.SAFE
 
     found = [model.ttft_s(engine, queue_scale=1.0, kv_scale=None) for engine in engines]
-    opinion = _by_latency(found, promises.ttft_s, counts, _consolidation(engines, ready, check))
+    opinion = _by_latency(found, slos.ttft_s, counts, _consolidation(engines, ready, check))
     return Opinion(opinion.wanted, opinion.reason, ttft_s=max(found, default=None))
 
 
 def by_decodes(
     engines: Sequence[EngineLoad],
     model: EngineModel,
-    promises: Promises,
+    slos: LatencySlos,
     counts: tuple[int, int],
     where: tuple[PoolRole, EngineSizes],
 ) -> Opinion:
@@ -151,12 +151,12 @@ def by_decodes(
         held = engine.scheduled_kv + engine.queued_kv + (engine.queued_prefill if is_mixed else 0)
         if sizes.max_kv_tokens and int(held * share) >= sizes.max_kv_tokens:
             return Consolidation.REFUSED
-        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / promises.accept_length
-        is_late = itl_s >= promises.itl_s * promises.sensitivity
+        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / slos.accept_length
+        is_late = itl_s >= slos.itl_s * slos.sensitivity
         return Consolidation.REFUSED if is_late else Consolidation.SAFE
 
-    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / promises.accept_length for engine in engines]
-    opinion = _by_latency(found, promises.itl_s, counts, _consolidation(engines, ready, check))
+    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / slos.accept_length for engine in engines]
+    opinion = _by_latency(found, slos.itl_s, counts, _consolidation(engines, ready, check))
     return Opinion(opinion.wanted, opinion.reason, itl_s=max(found, default=None))
 
 
@@ -175,12 +175,12 @@ def _consolidation(
 
 
 def _by_latency(
-    found_s: Sequence[float], promised_s: float, counts: tuple[int, int], consolidation: Consolidation
+    found_s: Sequence[float], target_s: float, counts: tuple[int, int], consolidation: Consolidation
 ) -> Opinion:
     ready, least = counts
     if not found_s:
         return Opinion(None, INSUFFICIENT)
-    if all(one > promised_s for one in found_s):
+    if all(one > target_s for one in found_s):
         return Opinion(ready + 1)
     if consolidation is Consolidation.SAFE:
         return Opinion(max(ready - 1, least))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.slo.promises import promised_tpot_s
 from vajra_policies.slo.reading import Reading
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     EndedStep,
     KeyMotion,
@@ -110,8 +110,8 @@ class Andes:
     def _reading(self, request: RequestView) -> Reading:
         reading = self._readings.get(request)
         if reading is None:
-            config, promised_s = self._config, promised_tpot_s(request)
-            speed = config.reading_speed if not promised_s else 1.0 / promised_s
+            config, target_s = self._config, tpot_target_s(request)
+            speed = config.reading_speed if not target_s else 1.0 / target_s
             ttft_s = config.expected_ttft_s if request.ttft_slo_s is None else request.ttft_slo_s
             reading = self._readings[request] = Reading(speed, ttft_s)
         return reading

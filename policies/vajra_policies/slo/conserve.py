@@ -6,7 +6,7 @@ from pydantic import Field
 
 from vajra_policies.preemptive import PreemptiveConfig
 from vajra_policies.slo.hygen import Hygen, HygenConfig
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyContext, PolicySpec
 
 
@@ -49,15 +49,15 @@ class Conserve(Hygen):
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Add online requests, then offline ones within the budget of this step."""
-        promises = [
-            self._default_tpot_s if (promised_s := promised_tpot_s(one)) is None else promised_s
+        targets_s = [
+            self._default_tpot_s if (target_s := tpot_target_s(one)) is None else target_s
             for one in replica.running()
             if one.priority < self._offline_from
         ]
-        head = next(replica.waiting(), None) if replica.num_waiting and not promises else None
+        head = next(replica.waiting(), None) if replica.num_waiting and not targets_s else None
         if head is not None and head.priority < self._offline_from:
-            promises.append(self._default_tpot_s)
-        self._budget_s = min(promises, default=self._offline_step_s)
+            targets_s.append(self._default_tpot_s)
+        self._budget_s = min(targets_s, default=self._offline_step_s)
         super().schedule(replica, batch, now)
 
 

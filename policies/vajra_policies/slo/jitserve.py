@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.size.lengths import LengthConfig, Lengths
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     EndedStep,
     FallenRequests,
@@ -121,7 +121,7 @@ class Jitserve:
         return sum(self._tokens(one) for one in calls) * ratio / remaining_s
 
     def _reward(self, request: RequestView, now: float) -> float:
-        between_s = promised_tpot_s(request)
+        between_s = tpot_target_s(request)
         age_s = now - request.arrived_at
         if request.deadline_at is not None:
             allowed_s = request.deadline_at - request.arrived_at

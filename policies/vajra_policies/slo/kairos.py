@@ -42,11 +42,11 @@ class Kairos:
 
     def key(self, request: RequestView, now: float) -> float:
         """Latest start, seconds on the run's clock."""
-        promised_s = self._default_s if request.ttft_slo_s is None else request.ttft_slo_s
+        target_s = self._default_s if request.ttft_slo_s is None else request.ttft_slo_s
         prompt = request.num_prompt_tokens
         done = prompt - request.num_remaining_prompt_tokens
         rest_s = self._prefill_time.remaining_s(prompt, done) if done < prompt else 0.0
-        return request.arrived_at + promised_s - rest_s
+        return request.arrived_at + target_s - rest_s
 
 
 def _build(config: KairosConfig, context: PolicyContext) -> Kairos:

@@ -47,11 +47,11 @@ class Polyserve:
         up = those_up(replicas)
         if not up:
             return None
-        tier, has_promises = self._tiers.of(request, now)
+        tier, is_attainable = self._tiers.of(request, now)
         for own in range(tier, -1, -1):
             members = [one for one in up if self._tier_of.get(one.replica_id) == own]
             for one in sorted(members, key=lambda one: (-self._load(one), one.replica_id)):
-                if self._tiers.keeps(request, one, own, now, has_promises=has_promises):
+                if self._tiers.keeps(request, one, own, now, is_attainable=is_attainable):
                     return self._place(request, one.replica_id, own)
         idle = min((one.replica_id for one in up if one.replica_id not in self._tier_of), default=None)
         return None if idle is None else self._place(request, idle, tier)
@@ -59,10 +59,10 @@ class Polyserve:
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Yield the most urgent request that waits for a replica like this one."""
         for request in queued:
-            tier, has_promises = self._tiers.of(request, now)
+            tier, is_attainable = self._tiers.of(request, now)
             own = self._tier_of.get(replica.replica_id)
             if own is None or (
-                own <= tier and self._tiers.keeps(request, replica, own, now, has_promises=has_promises)
+                own <= tier and self._tiers.keeps(request, replica, own, now, is_attainable=is_attainable)
             ):
                 yield request.request_id
                 return
@@ -71,7 +71,7 @@ class Polyserve:
         """Place a request that was pulled."""
         if self._placed.get(request) != replica_id:
             self._leave(request)
-            self._place(request, replica_id, self._tiers.promised(request))
+            self._place(request, replica_id, self._tiers.target_tier(request))
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Learn outputs; a replica without requests is idle."""

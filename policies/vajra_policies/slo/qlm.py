@@ -127,12 +127,10 @@ class Qlm:
         if group is not None:
             return group
         config = self._config
-        promised_s = request.ttft_slo_s
-        if promised_s is None:
-            promised_s = (
-                config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
-            )
-        slo_s = promised_s // config.granularity_s * config.granularity_s
+        target_s = request.ttft_slo_s
+        if target_s is None:
+            target_s = config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
+        slo_s = target_s // config.granularity_s * config.granularity_s
         group = self._open.get(slo_s)
         if group is None or group.num_members >= config.group_requests or not group.waiting:
             group = self._open[slo_s] = Group(self._num_groups, slo_s, request.arrived_at)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import give_way
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -89,8 +89,8 @@ class Scorpio(FixedChunk):
             self._credits.pop(request, None)
 
     def _tpot_s(self, request: RequestView) -> float:
-        promised_s = promised_tpot_s(request)
-        return self._default_tpot_s if promised_s is None else promised_s
+        target_s = tpot_target_s(request)
+        return self._default_tpot_s if target_s is None else target_s
 
     def _add_due(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         credits = self._credits
@@ -112,10 +112,10 @@ class Scorpio(FixedChunk):
         ahead_s = 0.0
         for request in list(replica.waiting()):
             prefill_s = self._prefill_time.remaining_s(request.num_prompt_tokens, 0)
-            promised_s = request.ttft_slo_s
+            target_s = request.ttft_slo_s
             is_new = not request.num_output_tokens and not request.num_preemptions
-            if is_new and promised_s is not None and now + ahead_s + prefill_s > request.arrived_at + promised_s:
-                batch.drop(request, f"its first token would miss its TTFT SLO of {promised_s:g} s")
+            if is_new and target_s is not None and now + ahead_s + prefill_s > request.arrived_at + target_s:
+                batch.drop(request, f"its first token would miss its TTFT SLO of {target_s:g} s")
             else:
                 ahead_s += prefill_s
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, field_validator
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.promises import DueTimes
+from vajra_policies.slo.targets import DueTimes
 from vajra_py.contract import (
     BatchBuilder,
     Layer,

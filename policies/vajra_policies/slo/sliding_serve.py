@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.promises import DueTimes
+from vajra_policies.slo.targets import DueTimes
 from vajra_policies.slo.windows import first_of_two, most_in_time
 from vajra_py.contract import (
     BatchBuilder,
@@ -136,15 +136,15 @@ class SlidingServe:
             if len(heads) >= self._config.candidates:
                 break
             heads.append(request)
-        promised = [
+        with_slo = [
             one for one in heads[: self._config.candidates] if one.ttft_slo_s is not None and not one.num_output_tokens
         ]
         jobs = [
             (one.arrived_at + (one.ttft_slo_s or 0.0) - now, one.num_remaining_prompt_tokens * self._token_s)
-            for one in promised
+            for one in with_slo
         ]
         chosen = most_in_time(jobs)
-        return frozenset(one for index, one in enumerate(promised) if index not in chosen) if chosen else frozenset()
+        return frozenset(one for index, one in enumerate(with_slo) if index not in chosen) if chosen else frozenset()
 
 
 SPEC = PolicySpec(

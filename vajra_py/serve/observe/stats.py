@@ -220,13 +220,13 @@ class ServerStats(Observer):
         for kept, value in ((recent.ttft_s, ttft), (recent.tpot_s, tpot), (recent.e2e_s, e2e)):
             kept.append(value)
         late = one.deadline_at is not None and now > one.deadline_at
-        for promise, is_broken in (
+        for slo, is_violated in (
             ("ttft", one.ttft_slo_s is not None and ttft > one.ttft_slo_s),
             ("tpot", one.tpot_slo_s is not None and tpot > one.tpot_slo_s),
             ("tbt", one.tbt_slo_s is not None and len(gaps) > 0 and float(gaps.max()) > one.tbt_slo_s),
             ("deadline", late),
         ):
-            stats.violations[promise, name] += is_broken
+            stats.violations[slo, name] += is_violated
 
     def on_step_end(self, step: StepEnd) -> None:
         """Count the step."""

@@ -12,17 +12,17 @@ class AgingShortestConfig(PolicyConfig):
     forgiven_tokens: int = Field(
         2048,
         gt=0,
-        description="Tokens by which a prompt counts as shorter once it has waited for its whole promised TTFT.",
+        description="Tokens by which a prompt counts as shorter once it has waited for its whole TTFT SLO.",
     )
     default_ttft_slo_s: float = Field(
-        5.0, gt=0, description="Promised TTFT of requests that come without one, seconds."
+        5.0, gt=0, description="TTFT SLO of requests that have none of their own, seconds."
     )
 
 
 class AgingShortestPolicy:
     """Shortest remaining prompt first, with ageing.
 
-    key = remaining prompt tokens - forgiven_tokens * waited / promised TTFT, a straight line in time whose slope differs from request to
+    key = remaining prompt tokens - forgiven_tokens * waited / TTFT SLO, a straight line in time whose slope differs from request to
     request: a request with a tighter TTFT target ages faster. Declaring the line lets the queue keep the exact order without sorting
     all requests again at each step.
     """
