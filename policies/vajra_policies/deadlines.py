@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
 
 SHORTEST_DEADLINE_S = 0.001
-"""Shortest time allowed, seconds; used for a deadline already past at arrival, so that slack can be relative to it."""
+"""Shortest relative deadline, seconds; replaces a deadline that has passed at arrival, so that division is possible."""
 
 
 class DeadlineConfig(PolicyConfig):
@@ -26,10 +26,10 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or the request's own SLO or deadline.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or requests' own targets.
 
-    Source: Vajra's scheduling architecture, EDF prioritizer. The product is kept: a published variant that takes
-    max(prefill_time, min_deadline) loses the multiplier.
+    Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline), lacks
+    the multiplier.
     """
 
     __slots__ = ("_config", "_prefill_time")
@@ -57,7 +57,7 @@ class Deadlines:
 
 
 def _own_target_s(request: RequestView) -> float | None:
-    """Return the earliest of the request's own SLO and deadline, in seconds from arrival; None without either."""
+    """Return the earlier of the request's own deadline and TTFT SLO, in seconds from arrival; None without either."""
     targets_s = []
     if request.deadline_at is not None:
         targets_s.append(request.deadline_at - request.arrived_at)

@@ -10,7 +10,7 @@ from vajra_py.contract import RoutingPartSpec
 
 
 def parts() -> list[RoutingPartSpec]:
-    """Return the producers, filters, scorers, pickers and deciders."""
+    """Return the specs of all producers, filters, scorers, pickers and deciders."""
     from vajra_policies.routers import (
         adapters,
         context_length,

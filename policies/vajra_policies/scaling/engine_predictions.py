@@ -7,7 +7,7 @@ from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
-"""Tokens of a step of prompts if there is no token budget."""
+"""Number of tokens of a step with prompts if there is no token budget."""
 
 
 class EnginePredictions:
@@ -15,7 +15,7 @@ class EnginePredictions:
 
     A queue is modelled as prompts of the mean length with the same total of tokens, computed one after another. Running
     decodes add the time of a decode step to each step of prompts. A replica's highest rate is that of the largest batch
-    that meets the SLO for the time between tokens and fits into its KV memory. A replica of both phases alternates
+    that meets the SLO for the time between tokens and fits into its KV memory. A replica of role `mixed` alternates
     between prompts and decodes.
     """
 
@@ -25,7 +25,7 @@ class EnginePredictions:
         self.prompt_tokens = prompt_tokens
         """Mean length of prompts, tokens."""
         self.hit_fraction = 0.0
-        """Fraction of recent prompt tokens that prefix caches had."""
+        """Fraction of recent prompt tokens that were prefix hits."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
         """See `EngineModel`."""

@@ -1,8 +1,8 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-Scale up as soon as one engine exceeds a load threshold; with latency SLOs, when every engine is predicted to miss them.
-Scale down if all engines are below the lower threshold and the remaining ones would not exceed the upper one with the
-load redistributed.
+Scale up if the load of one engine is above the upper threshold; with latency SLOs, if every engine is predicted to miss
+one. Scale down if the loads of all engines are below the lower threshold, and the remaining engines would not exceed
+the upper threshold with the load redistributed.
 
 Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
 """
@@ -33,14 +33,14 @@ INSUFFICIENT = "insufficient_data"
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """Number of replicas that the load requires, or the reason why there is none."""
+    """Number of replicas that the load requires, or the reason why it is unknown or unchanged."""
 
     wanted: int | None
-    """Number of replicas; None if it could not be determined, for `reason`."""
+    """Number of replicas; None if it is unknown or unchanged, for `reason`."""
     reason: str = ""
     ttft_s: float | None = None
     itl_s: float | None = None
-    """Largest predictions over the engines."""
+    """Largest predicted time between tokens of any engine, as `ttft_s` for the TTFT; None if not predicted."""
 
     @property
     def is_refusal(self) -> bool:
@@ -49,7 +49,7 @@ class Opinion:
 
 
 class Consolidation(Enum):
-    """Outcome of the check that the other engines could take over the load of one."""
+    """Outcome of the check that the remaining engines can take over the load of one engine."""
 
     SAFE = "safe"
     REFUSED = "refused"
@@ -73,7 +73,7 @@ def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opin
 
 
 def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
-    """Combine the decisions for a mixed pool: up if either role needs it, down if both agree."""
+    """Combine the results of both roles for a mixed pool: up if either requires it, down if both allow it."""
     estimates = prompts.ttft_s, decodes.itl_s
     p_wanted, d_wanted = prompts.wanted, decodes.wanted
     for wanted in (p_wanted, d_wanted):
@@ -86,8 +86,8 @@ def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
 
 
 def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
-    """Return one more if any load is over, one less if all are below and would not be over afterwards. `ready`:
-    replicas that are up.
+    """Return one replica more if any load is above the upper threshold, one less if all loads are below the lower
+    threshold and would not be above the upper one afterwards. `ready`: number of replicas that are up.
     """
     if ready == 0 or not loads or thresholds is None:
         return Opinion(None, INSUFFICIENT)
@@ -102,7 +102,7 @@ def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: 
 
 
 def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
-    """Return the load by which an engine is judged; None if a size is unknown."""
+    """Return the load of an engine that is compared with thresholds; None if a size is unknown."""
     if role is PoolRole.PREFILL:
         if target == "load":
             return float(engine.queued_prefill)
@@ -116,7 +116,7 @@ def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSiz
 def by_prompts(
     engines: Sequence[EngineLoad], model: EngineModel, slos: LatencySlos, counts: tuple[int, int], role: PoolRole
 ) -> Opinion:
-    """Opinion by times to first token. `counts`: replicas that are up, and the fewest."""
+    """Return the number of replicas by predicted TTFTs. `counts`: (replicas that are up, minimum)."""
     ready = counts[0]
     if ready == 0:
         return Opinion(None, INSUFFICIENT)
@@ -141,7 +141,7 @@ def by_decodes(
     counts: tuple[int, int],
     where: tuple[PoolRole, EngineSizes],
 ) -> Opinion:
-    """Opinion by times between tokens. `counts`: replicas that are up, and the fewest."""
+    """Return the number of replicas by predicted times between tokens. `counts`: (replicas that are up, minimum)."""
     ready, (role, sizes) = counts[0], where
     if ready == 0:
         return Opinion(None, INSUFFICIENT)

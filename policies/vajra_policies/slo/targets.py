@@ -1,4 +1,4 @@
-"""SLO targets of requests, in a form that policies compare."""
+"""SLO targets of requests: time per token, and due times of next tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tpot_target_s(request: RequestView) -> float | None:
 
 
 class DueTimes:
-    """Times at which decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * tokens so far."""
+    """Computes when decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * number of output tokens."""
 
     def __init__(self) -> None:
         self._first_token_at: dict[RequestView, float] = {}

@@ -43,7 +43,7 @@ class _Outputs:
 
 
 class Tiers:
-    """Tiers by number, the tightest first. The policy reports requests that have ended."""
+    """Tiers by number, from 0, the tightest. The policy reports requests that have ended (`learn`)."""
 
     def __init__(self, config: TierConfig, context: PolicyContext) -> None:
         self._tpots_s = config.tiers_s
@@ -61,7 +61,7 @@ class Tiers:
             outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
 
     def target_tier(self, request: RequestView) -> int:
-        """Return the loosest tier that meets the request's TPOT SLO, or else the tightest of all."""
+        """Return the loosest tier that meets the TPOT SLO, or else the tightest tier; without an SLO, the loosest tier."""
         tpot_s = tpot_target_s(request)
         last = len(self._tpots_s) - 1
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
@@ -87,8 +87,8 @@ class Tiers:
     def keeps(
         self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, is_attainable: bool
     ) -> bool:
-        """Return True if a replica of this tier would meet the SLOs: of the first token, of the second, and of each
-        step.
+        """Return True if a replica of this tier, with the request, meets the SLOs for the first token, the second token
+        and each step, and has enough memory. Without `is_attainable`, the first two are not checked.
         """
         prompt = request.num_prompt_tokens
         hit = min(replica.prefix_hit_tokens(request), prompt - 1)
