@@ -51,7 +51,7 @@ class Preemptive(FixedChunk):
     """Waiting requests may overtake running ones; if none waits, all running requests fit and continue."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add the most urgent requests, as far as slots, tokens and blocks suffice."""
+        """Add the most urgent requests, as many as slots, tokens and blocks allow."""
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return

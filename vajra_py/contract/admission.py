@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision to refuse the request; counted apart from refusals because a request can never run or a queue is full."""
+    """Decision to refuse the request; not counted as a request that can never run, or that found a full queue."""
 
     reason: str
     retry_after_s: float | None = None
@@ -40,10 +40,10 @@ class Defer:
     reason: str = ""
     """Reason shown in tables and reports."""
     holds_rest: bool = False
-    """True if all requests of its replicaset that come after it (by priority, then submission) are deferred with it.
+    """True if deferred requests that come after this one wait as long as it does.
 
-    After a change, the policy is then called for the first of these requests only, instead of for each. Without effect
-    if `until` is set.
+    These are the requests of its replicaset that follow it by priority, then submission. After a change, the policy is
+    called for them only if it no longer defers this request. No effect if `until` is set.
     """
 
 
@@ -55,8 +55,9 @@ ACCEPT = Accept()
 class AdmissionPolicy(Protocol):
     """Accepts, refuses or defers requests.
 
-    One instance serves the whole system; without an admission policy, all requests are accepted. It may listen to
-    requests and set wake-ups, like policies of the layers. Requests that can never run are refused without a call.
+    One instance serves the whole system; without an admission policy, all requests are accepted. An admission policy may
+    listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused without a
+    call.
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:

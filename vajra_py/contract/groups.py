@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vajra_py.contract.requests import RequestView
 
 _NUM_KEPT = 1024
-"""Number of latest names that are kept at least; a queue that has not read for longer re-reads all its keys."""
+"""Minimum number of latest names that are kept; a queue that has missed older names re-reads all its keys."""
 
 
 class _Fallen:

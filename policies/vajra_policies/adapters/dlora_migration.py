@@ -51,7 +51,7 @@ class DloraMigration(BindsOnArrival):
     adapter. Ties go to the replica with the fewest requests.
 
     In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
-    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by enough. Requests move
+    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by `more_requests`. Requests move
     from the first to the second while this reduces the longer of the two replicas' times: the sum over requests of the
     mean time of their adapter, plus `move_s` for each move. Requests whose adapter is loaded at the target move first,
     then those of one adapter after another, the rarest at the source first; their adapters are loaded afterwards, at

@@ -45,7 +45,7 @@ class MooncakeConfig(PolicyConfig):
 
 
 class Mooncake:
-    """Refuses a request when its predicted TTFT, or the predicted TBT, exceeds the SLO.
+    """Refuses a request if its predicted TTFT or the predicted TBT exceeds its SLO.
 
     For each replica that computes prompts, T = T_queue + T_prefill: the prefill times of the prompts queued there, and
     the prefill time of this request without its prefix hit. The smallest T is the predicted TTFT. The predicted TBT is

@@ -13,7 +13,7 @@ from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, R
 
 
 class HoldbackConfig(SaturationConfig, HoldingConfig):
-    """Parameters of `priority_holdback`. Lower priorities (numbers) are more urgent."""
+    """Parameters of `priority_holdback`. A priority with a lower number is more urgent."""
 
     spacing: Literal["rank", "value"] = Field(
         "rank", description="Spacing of the ceilings: equal steps, or in proportion to the priorities' numbers."

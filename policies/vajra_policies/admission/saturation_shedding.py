@@ -37,7 +37,7 @@ class SaturationShedding(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Accept a protected request, or any request below the limit that no deferred request comes before."""
+        """Accept a request that is protected, or if saturation is below the limit and no deferred request comes before."""
         config = self._config
         if request.priority <= config.protected_priority:
             return ACCEPT

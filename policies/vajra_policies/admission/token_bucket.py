@@ -101,7 +101,7 @@ class TokenBucket:
         return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Return the cost of deferred requests that have left to their buckets."""
+        """Refund the buckets of deferred requests that have left."""
         for request in requests:
             bucket = self._bucket_of(request, now)
             if bucket.due.pop(request.request_id, None) is not None:

@@ -32,8 +32,8 @@ class PPasConfig(FixedChunkConfig):
 
 
 class PPas(PromptBudget):
-    """Prompt tokens of a step: at most B_cap while a request decodes and at least N_th prompts wait or are in progress,
-    else B_max.
+    """Limits a step to B_cap prompt tokens while a request decodes and at least N_th prompts wait or are in progress,
+    else to B_max.
 
     A single prompt is computed in large, efficient chunks. Several prompts would delay the decodes by several large
     steps, so they are computed in smaller chunks.

@@ -57,7 +57,7 @@ class D2lpm(BindsOnArrival):
         return chosen
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for outputs."""
+        """Charge the outputs of these requests."""
         for request in requests:
             replica_id = self._placed.pop(request, None)
             if replica_id is not None:

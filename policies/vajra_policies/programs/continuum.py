@@ -1,4 +1,4 @@
-"""Continuum's order: calls whose program's content is pinned first, then programs by their first arrival."""
+"""Continuum's order: calls of programs with pinned content first, then calls by the arrival of their programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ascendra: replicas for throughput, and a few that take over requests that would miss their TTFT SLO there."""
+"""Ascendra: replicas for throughput, and a few that take over requests that would miss their TTFT SLOs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class Always:
-    """Decides equally for every prompt."""
+    """Makes the same decision for every prompt."""
 
     def __init__(self, answer: bool) -> None:
         self._answer = answer

@@ -118,7 +118,7 @@ class TokenLoadScorer:
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores by the tokens that this router has sent and that, as far as it knows, are not computed yet."""
+        """Return scores by the tokens in flight at each replica, with those of this request."""
         in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
         tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
         score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold

@@ -35,7 +35,7 @@ class Scheduled:
     memory: int = 0
     """Tokens whose KV the replica holds or will hold."""
     here: dict[RequestView, None] = field(default_factory=dict)
-    """Requests that wait or run there."""
+    """Requests that wait or run at the replica."""
 
 
 class ScheduledTokens:
