@@ -129,7 +129,7 @@ def _float32_config(rows: int, head_pad: int) -> TileConfig:
 
 
 def merge_config(num_parts: int) -> TileConfig:
-    """Return the tile of a merge: ``tile_n`` parts are read at a time, for ``tile_m`` (token, head) pairs per program."""
+    """Return the tile of a merge: ``tile_n`` parts are read at a time, for ``tile_m`` (token, head) pairs a program."""
     parts = min(16, 1 << (max(num_parts, 1) - 1).bit_length())
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 

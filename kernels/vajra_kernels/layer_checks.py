@@ -21,7 +21,7 @@ LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Heads of a token: (query heads, KV heads), head dimension, rotated dimensions, norm of heads, order of the caches."""
+    """Heads of a token: (query heads, KV heads), dimension, rotated dimensions, norm of heads, order of the caches."""
 
     heads: tuple[int, int]
     dim: int

@@ -130,7 +130,8 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent request of `behind` that `needing` may preempt (None: a waiting request needs blocks).
+        """Preempt the least urgent request of `behind` that `needing` may preempt (None: a waiting request needs
+        blocks).
 
         Return False if there is none.
         """

@@ -23,7 +23,8 @@ class PullConfig(PolicyConfig):
 
 
 class Pull:
-    """Binds no request on arrival; a replica with a free slot and a free KV block may take any request of the shared queue.
+    """Binds no request on arrival; a replica with a free slot and a free KV block may take any request of the shared
+    queue.
 
     With pipeline stages, the slots are those of all steps in flight.
 

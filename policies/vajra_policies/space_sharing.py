@@ -95,7 +95,7 @@ class SpaceSharing:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the chunk that fits the full target time, since a prompt alone on the replica need not leave any time."""
+        """Return the chunk that fits the full target time: a prompt alone on the replica need not leave any time."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

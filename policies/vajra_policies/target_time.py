@@ -136,7 +136,7 @@ class ChunkSizes:
         return min(self._first + GRAIN_TOKENS * position, self._largest)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return the position of the largest size of at most `num_tokens`, clamped to the positions from 1 to the last."""
+        """Return the position of the largest size of at most `num_tokens`, clamped to positions from 1 to the last."""
         return min(max(1, (num_tokens - self._first) // GRAIN_TOKENS), self.count - 1)
 
 

@@ -55,9 +55,9 @@ ACCEPT = Accept()
 class AdmissionPolicy(Protocol):
     """Accepts, refuses or defers requests.
 
-    One instance serves the whole system; without an admission policy, all requests are accepted. An admission policy may
-    listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused without a
-    call.
+    One instance serves the whole system; without an admission policy, all requests are accepted. An admission policy
+    may listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused
+    without a call.
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:

@@ -108,7 +108,7 @@ class SharedState:
         self._objects: dict[Callable[[], Any], Any] = {}
 
     def get(self, kind: Callable[[], T]) -> T:
-        """Return the replicaset's object of this kind; on first use, `kind` (a class or function) is called to create it."""
+        """Return the replicaset's object of this kind, created by `kind` (a class or function) on first use."""
         if kind not in self._objects:
             self._objects[kind] = kind()
         made: T = self._objects[kind]
@@ -138,7 +138,7 @@ class PolicyContext:
     prefill_time: PrefillTime
     output_lengths: OutputLengthPredictor
     random_stream: Callable[[str], RandomStream]
-    """Function that returns the random stream of a name: equal names give equal numbers, independent of other streams."""
+    """Function that returns the random stream of a name; equal names give equal numbers, regardless of other streams."""
     shared: SharedState = field(default_factory=SharedState)
     """State that the policies of the replicaset share."""
     emit: EmitFigure = emit_nothing

@@ -114,7 +114,7 @@ class RetentionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
-    """True if blocks are always evicted in the order in which they became idle, so that a list replaces a search tree."""
+    """True if blocks are always evicted in the order in which they became idle; a list then replaces a search tree."""
     advice: str = ""
     """Advice in two sentences: `Use it where …. Not where …`."""
 

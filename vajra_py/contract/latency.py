@@ -105,8 +105,8 @@ class ModelDescription:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
     num_fallback: int = 0
-    """Number of predictions so far that an analytic model made, since the batch was outside the measured range; includes
-    policies' calls."""
+    """Number of predictions so far that an analytic model made, since the batch was outside the measured range;
+    includes policies' calls."""
     filled_fraction: float = 0.0
     """Fraction of the predicted step time so far that is not based on measurements."""
     device: str | None = None

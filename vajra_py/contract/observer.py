@@ -205,7 +205,7 @@ class Observer:
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """Called when the replicaset scheduler starts to move a running request, which continues to compute meanwhile."""
+        """Called when the replicaset scheduler starts to move a running request, which continues to compute."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
@@ -286,7 +286,7 @@ class Observer:
     def on_pinned(
         self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
     ) -> None:
-        """Called after the cached content of a request was pinned under `name`; an earlier pin of this name has ended."""
+        """Called after a request's cached content was pinned under `name`; an earlier pin of this name has ended."""
 
     def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
         """Called after a pin has ended."""

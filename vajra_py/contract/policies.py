@@ -97,7 +97,9 @@ class NamesFalls(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class FallsWithTime(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may change without events."""
+    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may change without
+    events.
+    """
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
         """Return the earliest time at which the key may fall without an event, seconds on the run's clock; None: never.
@@ -405,7 +407,7 @@ class ListensToRequests(Protocol):
         """Called after requests have ended, whether finished, aborted, expired, dropped or failed (`end_reason`)."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Called on every policy of the run after a program has ended (`end_reason`), after the end of its last call."""
+        """Called on every policy of the run after a program has ended (`end_reason`), after its last call's end."""
 
 
 @runtime_checkable

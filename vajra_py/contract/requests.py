@@ -81,7 +81,7 @@ class RequestView(Protocol):
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
-        """Number of prompt tokens not computed yet; after a preemption by recompute, it starts from the whole prompt."""
+        """Number of prompt tokens not computed yet; the whole prompt again after a preemption by recompute."""
 
     @property
     def num_cached_tokens(self) -> int:

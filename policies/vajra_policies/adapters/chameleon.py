@@ -141,7 +141,7 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            # The request may still be charged for an admission on a replica that was lost, or from which its KV was moved.
+            # It may still be charged for an admission on a replica that was lost, or from which its KV was moved.
             queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):

@@ -47,7 +47,7 @@ class Thresholds:
         self._favourite: str | None = None
 
     def count(self, num_merged: int, num_unmerged: int, favourite: str, *, is_merged: bool) -> None:
-        """Add the numbers of requests that a step would run in each mode. `favourite`: the adapter that would be merged."""
+        """Add the numbers of requests that a step would run in each mode. `favourite`: the adapter to merge."""
         self._num_steps += 1
         self._num_merged += num_merged
         self._num_unmerged += num_unmerged
@@ -56,7 +56,7 @@ class Thresholds:
             self._num_switches += 1
 
     def end_phase(self, *, was_merged: bool) -> None:
-        """Adapt a threshold: `begin` at the end of a phase in merged mode, `stay` at the end of one in unmerged mode."""
+        """Adapt a threshold: `begin` after a phase in merged mode, `stay` after one in unmerged mode."""
         config, num_steps = self._config, self._num_steps
         if not num_steps:
             return

@@ -19,7 +19,7 @@ _FIRST, _WINDOW = 16, 1000
 
 
 def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
-    """Return the sizes that separate queues: midpoints between neighbouring centroids of k-means, started at quantiles."""
+    """Return the sizes that separate queues: midpoints between centroids of k-means, which starts at quantiles."""
     points = sorted(sizes)
     count = min(most_queues, len(points))
     centroids = sorted({points[(2 * index + 1) * len(points) // (2 * count)] for index in range(count)})
@@ -132,8 +132,8 @@ class SizeQueues:
             self.used[queue] += num_tokens
 
     def give_back(self, request: RequestView) -> float | None:
-        """Return the request's tokens to the queues that were charged. Returns the time of its admission; None if it was
-        not admitted.
+        """Return the request's tokens to the queues that were charged. Returns the time of its admission; None if it
+        was not admitted.
         """
         charged = self._charges.pop(request, None)
         if charged is None:

@@ -70,7 +70,7 @@ class Line:
 
 
 class Holding:
-    """Common part of policies that defer requests: deferred requests by replicaset, and the time of the next attempt."""
+    """Base of policies that defer requests: deferred requests by replicaset, and the time of the next attempt."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed

@@ -146,7 +146,7 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the predicted duration in seconds of a decode step of the least loaded replica, by the configured rule."""
+        """Return the predicted seconds of a decode step of the least loaded replica, by the configured rule."""
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":

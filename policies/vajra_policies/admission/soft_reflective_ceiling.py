@@ -44,7 +44,7 @@ class SoftReflectiveCeiling(Holding):
         self._config = config
         self._priorities: list[int] = []
         self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
-        """(time, number) of the latest counted cycle, by replicaset and priority; cycles with period 1 are not counted."""
+        """(time, number) of the latest counted cycle by replicaset and priority; cycles with period 1 do not count."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
         """Defer or refuse the request if its band is closed in this cycle, or deferred requests come before it."""

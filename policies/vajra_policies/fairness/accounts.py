@@ -178,8 +178,8 @@ class Accounts:
 
 
 def added(total: float, cost: float, times: int) -> float:
-    """Return `total` after adding `cost` to it `times` times. The sum is the same to the last bit, however its terms are
-    divided among calls.
+    """Return `total` after adding `cost` to it `times` times. The sum is the same to the last bit, however its terms
+    are divided among calls.
     """
     if times > 1 and total.is_integer() and cost.is_integer() and abs(total) + times * abs(cost) <= _EXACT:
         return total + times * cost

@@ -113,7 +113,7 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Pass the turn on until a tenant has credit. Full rounds after which no tenant has credit are added at once."""
+        """Pass the turn on until a tenant has credit. Rounds after which no tenant has credit are added at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

@@ -35,8 +35,8 @@ class AscendraConfig(PolicyConfig):
 
 
 class Ascendra(BindsOnArrival):
-    """Binds on arrival to the least loaded low-priority (LP) replica; a request that is about to miss its TTFT SLO moves
-    to a high-priority (HP) replica.
+    """Binds on arrival to the least loaded low-priority (LP) replica; a request that is about to miss its TTFT SLO
+    moves to a high-priority (HP) replica.
 
     A waiting request moves when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T the predicted time of the
     prompt alone. The target is the HP replica with the fewest tokens to prefill; the request moves only if these are

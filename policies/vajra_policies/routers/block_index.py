@@ -11,7 +11,9 @@ from vajra_policies.routers.figures import Integers
 
 
 class BlockHolders:
-    """Set of replicas that hold each block, as bits of an integer; equal sets of consecutive blocks are counted at once."""
+    """Set of replicas that hold each block, as bits of an integer; equal sets of consecutive blocks are counted at
+    once.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self._size = (num_replicas + 7) // 8

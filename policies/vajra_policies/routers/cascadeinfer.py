@@ -35,8 +35,8 @@ class CascadeinferConfig(PolicyConfig):
 
 
 class Cascadeinfer(BindsOnArrival):
-    """Binds on arrival to the least loaded replica (by tokens) for the request's length; a request that has outgrown the
-    range of its replica moves to another one with its KV.
+    """Binds on arrival to the least loaded replica (by tokens) for the request's length; a request that has outgrown
+    the range of its replica moves to another one with its KV.
 
     Ranges, and the replicas of each, are computed by `partition` from the lengths (known tokens) of the present
     requests, every `plan_s` and whenever the replicas that are up change; lower ids are for shorter requests. Moves

@@ -100,7 +100,7 @@ class Llumnix(BindsOnArrival):
     # Freeness
 
     def _freeness(self, replica: ReplicaLoadView, counted: Counted, moved_blocks: int = 0, num_moved: int = 0) -> float:
-        """Return the freeness after adding `num_moved` requests with `moved_blocks` blocks (negative: removing them)."""
+        """Return the freeness after adding `num_moved` requests with `moved_blocks` blocks (negative: removing)."""
         if replica.state is ReplicaState.DRAINING:
             return -math.inf
         waiting = self._places.waiting[replica.replica_id]

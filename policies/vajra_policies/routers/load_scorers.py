@@ -111,7 +111,7 @@ class TokenLoadConfig(_OfProducer):
 
 
 class TokenLoadScorer:
-    """Scores 1 - min(tokens, threshold) / threshold, with the tokens in flight and those that this request would add."""
+    """Scores 1 - min(tokens, threshold) / threshold, with the tokens in flight and those of this request."""
 
     def __init__(self, config: TokenLoadConfig, load: InFlightLoads) -> None:
         self._threshold = config.queue_threshold_tokens

@@ -1,4 +1,4 @@
-"""ThunderAgent's router: programs keep their replicas, and whole programs are paused if their contexts do not all fit."""
+"""ThunderAgent's router: programs keep their replicas, and whole programs are paused if not all contexts fit."""
 
 from __future__ import annotations
 

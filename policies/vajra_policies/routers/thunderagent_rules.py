@@ -33,7 +33,7 @@ class ThunderTable(ProgramTable):
     """Table of programs, with the operations on them."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
-        """Place a call of a program; None if the call is held until the program is resumed. `prompt_tokens` 0: unknown."""
+        """Place a call of a program; None: it is held until the program is resumed. `prompt_tokens` 0: unknown."""
         program = self.programs.get(program_id)
         is_new = program is None
         if program is None:
@@ -103,7 +103,7 @@ class ThunderTable(ProgramTable):
                         one.soft_until = now + 1.5 * rules.scheduler_interval_s
 
     def _relieve(self, replica: ReplicaKey, used: dict[ReplicaKey, int]) -> None:
-        """Pause programs whose tool runs, if the replica has too many tokens; if that is not enough, mark all others."""
+        """Pause programs whose tool runs if the replica has too many tokens; if not enough, mark all others."""
         rules, capacity = self.rules, self.capacity[replica]
         if not used[replica] > rules.pause_threshold * capacity:
             return

@@ -63,7 +63,7 @@ def clamp_one(wanted: int, devices: int, budget: Budget, least: int) -> int:
 
 
 def guard_one(current: int, wanted: int, devices: int, budget: Budget, least: int) -> tuple[int, str | None]:
-    """Apply the budget to a decision on one pool; return (number of replicas, reason if the budget decided, else None)."""
+    """Apply the budget to a decision on one pool; return (replicas, reason if the budget decided, else None)."""
     total = current * devices
     if not budget.admits(total, devices):
         return clamp_one(current, devices, budget, least), RECONCILE

@@ -1,5 +1,5 @@
-"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within throughput's minimum and the
-device budget.
+"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within throughput's minimum and
+the device budget.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """

@@ -97,7 +97,9 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Yield counts within the budget: for each count of the pool with the shorter range, the best of the other pool."""
+        """Yield counts within the budget: for each count of the pool with the shorter range, the best of the other
+        pool.
+        """
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1
         inner = 1 - outer
@@ -138,7 +140,9 @@ class PairBudget:
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
     def decide(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget as `guard` does; if a pool is below its minimum, raise the wanted counts to the minima first."""
+        """Apply the budget as `guard` does; if a pool is below its minimum, raise the wanted counts to the minima
+        first.
+        """
         if self._is_short(current):
             return self.clamp(self.raised(wanted)), RECONCILE
         return self.guard(current, wanted)

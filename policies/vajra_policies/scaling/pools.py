@@ -28,5 +28,5 @@ def shared_requests(pool: PoolView) -> int:
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return a lower bound on the tokens in the shared queue, since pending tokens include those of running requests."""
+    """Return a lower bound on the shared queue's tokens, since pending tokens include those of running requests."""
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

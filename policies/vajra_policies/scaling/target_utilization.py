@@ -57,9 +57,10 @@ class TargetUtilizationConfig(PolicyConfig):
 class TargetUtilization:
     """Sets ceil(replicas * load / target) replicas, or changes nothing if load / target is within the tolerance of 1.
 
-    Starting replicas count as idle for decisions to start replicas, and do not count for decisions to stop any. The result
-    is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to scale down,
-    the largest within `down_window_s`. Before the first decision, the computed number counts as the present one.
+    Starting replicas count as idle for decisions to start replicas, and do not count for decisions to stop any. The
+    result is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to
+    scale down, the largest within `down_window_s`. Before the first decision, the computed number counts as the present
+    one.
 
     Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
     """

@@ -1,5 +1,5 @@
-"""Throughput-based scaling of Dynamo's planner: the number of replicas for the expected request rate, from the rate that
-one replica serves within the SLOs.
+"""Throughput-based scaling of Dynamo's planner: the number of replicas for the expected request rate, from the rate
+that one replica serves within the SLOs.
 
 If load-based scaling is on too, this number is its minimum.
 

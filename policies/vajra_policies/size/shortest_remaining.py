@@ -14,8 +14,8 @@ class ShortestRemaining:
     """Key = w * known tokens left to compute + output tokens that are now expected to remain.
 
     With `preemptive` and the oracle's lengths this rule minimises the mean time in system on one server. A request that
-    has exceeded its expected output has one expected token left; a request preempted by recompute has to compute all its
-    known tokens again.
+    has exceeded its expected output has one expected token left; a request preempted by recompute has to compute all
+    its known tokens again.
 
     Left out: nothing.
 

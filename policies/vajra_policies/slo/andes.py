@@ -49,8 +49,8 @@ class Andes:
 
     Needs the replica scheduler `preemptive`, which pauses and preempts requests only if slots or memory are short.
 
-    Left out: the search for the batch size; the time between tokens is a moving average of step times (weight 0.1). Cap and
-    horizon are from memory of the paper; the reading speed is a round figure.
+    Left out: the search for the batch size; the time between tokens is a moving average of step times (weight 0.1). Cap
+    and horizon are from memory of the paper; the reading speed is a round figure.
 
     Source: Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services"
     (arXiv:2404.16283).

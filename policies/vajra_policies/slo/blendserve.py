@@ -90,7 +90,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """Return ((rho, request) of each waiting request, the densest first; rho of all together, 0 without requests)."""
+        """Return ((rho, request) of each waiting request, the densest first; rho of all, 0 without requests)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)

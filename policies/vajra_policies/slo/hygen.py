@@ -55,7 +55,7 @@ class Hygen(Preemptive):
         return False
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the number of tokens as `preemptive` does, for an offline request at most as many as fit the budget."""
+        """Return the number of tokens as `preemptive` does, limited by the budget for an offline request."""
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens

@@ -56,8 +56,8 @@ class Qlm:
 
     - A group has up to `group_requests` requests whose TTFT SLOs (or, without one, deadlines) are equal when rounded
       down. Its deadline is that of its first request.
-    - Waiting time of a group = requests ahead * mean output / throughput in output tokens per second, both averaged over
-      recent requests.
+    - Waiting time of a group = requests ahead * mean output / throughput in output tokens per second, both averaged
+      over recent requests.
     - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time
       left for any group, the order is earliest deadline first until the queue is empty.
 

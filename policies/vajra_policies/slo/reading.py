@@ -59,7 +59,7 @@ class Reading:
         return area + more
 
     def _drained(self, seconds: float, read: float, buffered: float, rate: float) -> tuple[float, float]:
-        """Return (integral of the tokens read, tokens read at the end) over a period with a constant rate of arrivals."""
+        """Return (integral of the tokens read, tokens read at the end) over a period with constant arrivals."""
         inflow = min(rate, self.speed)
         full_s = seconds if inflow >= self.speed else min(seconds, buffered / (self.speed - inflow))
         rest_s = seconds - full_s

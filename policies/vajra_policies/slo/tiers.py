@@ -61,7 +61,7 @@ class Tiers:
             outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
 
     def target_tier(self, request: RequestView) -> int:
-        """Return the loosest tier that meets the TPOT SLO, or else the tightest tier; without an SLO, the loosest tier."""
+        """Return the loosest tier that meets the TPOT SLO, or else the tightest; without an SLO, the loosest tier."""
         tpot_s = tpot_target_s(request)
         last = len(self._tpots_s) - 1
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)

@@ -6,8 +6,8 @@ from collections import deque
 
 
 class WaitingTimeEstimator:
-    """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second, both over the last
-    `window` requests that ended.
+    """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second, both over the
+    last `window` requests that ended.
 
     `output_tokens` and `throughput` are used before any request has ended.
 

@@ -100,7 +100,7 @@ class NanoVllmRs:
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the sequence can outgrow the budget: without chunks, it could wait at the head forever."""
+        """Return the reason if the sequence can outgrow the budget and, without chunks, wait at the head forever."""
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

@@ -161,7 +161,7 @@ class VllmV1:
                 return
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
-        """Preempt requests until `stop.request` fits or is itself preempted; return True if more requests may be added."""
+        """Preempt requests until `stop.request` fits or is itself preempted; return True if the step goes on."""
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
         if cap is not None:
