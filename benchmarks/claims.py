@@ -27,10 +27,10 @@ import claims_fairness
 import claims_offline
 import claims_prefixes
 import claims_programs
-import claims_promises
 import claims_routing
 import claims_size
 import claims_slo
+import claims_slo_targets
 from claims_parts import ROOT, Cells, Claim, Verdict
 
 PAGE = ROOT / "docs" / "policy-library.md"
@@ -47,7 +47,7 @@ CLAIMS: list[Claim] = [
     *claims_adapters.CLAIMS,
     *claims_routing.CLAIMS,
     *claims_offline.CLAIMS,
-    *claims_promises.CLAIMS,
+    *claims_slo_targets.CLAIMS,
     *claims_blend.CLAIMS,
     *claims_basics.CLAIMS,
 ]

@@ -16,7 +16,7 @@ from vajra_py.workload.request import RequestSpec
 
 TEST = "tests/policies/test_adaserve.py"
 PACES_S = (0.0085, 0.05, 0.15)
-"""Promised times per token: the first one cannot be had without drafts, the others are the paper's."""
+"""TPOT SLOs, seconds: the first can only be met with drafts, the others are the paper's."""
 RATE = 31.0
 """Requests a second: about as many as one replica serves with two drafts each."""
 
@@ -43,7 +43,7 @@ def paces(seed: int) -> list[RequestSpec]:
 
 
 def missed(how: str | int, seed: int) -> Cell:
-    """Share of requests that are slower than promised, or wait more than a second for the first token."""
+    """Share of requests that are slower than their TPOT SLO, or wait more than a second for the first token."""
     specs = paces(seed)
     num_drafts = how if isinstance(how, int) else 0
     options = options_of(

@@ -1,4 +1,4 @@
-"""Claims on promises and experience: JITServe, Andes, PolyServe."""
+"""Claims on deadlines and experience: JITServe, Andes, PolyServe."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SLOTS = 8
 STEP_S = 0.0172
 
 
-def promised(seed: int) -> list[RequestSpec]:
-    """Outputs of 20 to 400 tokens with a promised end of 2 to 6 times the time alone, at 1.5 times full load."""
+def with_deadlines(seed: int) -> list[RequestSpec]:
+    """Outputs of 20 to 400 tokens with a deadline of 2 to 6 times the time alone, at 1.5 times full load."""
     stream = np.random.default_rng([321, seed])
     specs = []
     for index, at in enumerate(poisson(stream, 1.5 * SLOTS / (135 * STEP_S), 60.0)):
@@ -55,7 +55,7 @@ def upper_bounds(seed: int, specs: Sequence[RequestSpec]) -> OracleLengths:
 
 def in_time(prioritizer: PolicySource, seed: int, knows: Knows | None = None) -> Cell:
     """Share of output tokens that are of requests which ended in time; lengths are known up to a factor of 1 to 2."""
-    specs = promised(seed)
+    specs = with_deadlines(seed)
     lengths = upper_bounds(seed, specs) if knows is None else knows(specs)
     options = options_of(num_blocks=20_000, max_batch_size=SLOTS, output_lengths=lengths)
     requests = served(prioritizer, "preemptive", specs, options)
@@ -147,7 +147,7 @@ def tiered(seed: int) -> list[RequestSpec]:
 
 
 def graded(router: PolicySource, seed: int) -> Cell:
-    """Replicas that are idle for more than nine tenths of the time, and the share of requests with both promises kept."""
+    """Replicas that are idle for more than nine tenths of the time, and the share of requests that meet both SLOs."""
     specs = tiered(seed)
     options = options_of(num_replicas=NUM_REPLICAS, num_blocks=4000, max_batch_size=64, keeps_steps=True)
     harness = simulate("fcfs", ("fixed_chunk", {"chunk_size": 128}), specs, options, router)
@@ -172,7 +172,7 @@ def _gradient(cells: Cells) -> Verdict:
 
 def _kept(cells: Cells) -> Verdict:
     kept = fmean(cells.column(f"graded {POLYSERVE}", "kept", partial(graded, POLYSERVE)))
-    return Verdict(kept >= 0.99, f"{100 * kept:.1f} %", "" if kept >= 0.99 else "fewer keep their promises")
+    return Verdict(kept >= 0.99, f"{100 * kept:.1f} %", "" if kept >= 0.99 else "fewer meet their SLOs")
 
 
 CLAIMS = [

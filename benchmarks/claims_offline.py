@@ -32,7 +32,7 @@ TPOT_S = 0.045
 
 
 def bursts(seed: int, *, with_offline: bool) -> list[RequestSpec]:
-    """Chats in bursts of two seconds in every eight, 45 ms a token promised, and more offline requests than fit beside them."""
+    """Chats in bursts of two seconds in every eight, a TPOT SLO of 45 ms, and more offline requests than fit beside them."""
     stream = np.random.default_rng([331, seed])
     online = [
         RequestSpec(f"chat{index}", at, int(stream.integers(50, 500)), int(stream.integers(20, 120)), tpot_slo_s=TPOT_S)

@@ -1,4 +1,4 @@
-"""Claims on promised times and admission: QoServe, SlidingServe, Past-Future, HyGen, SCORPIO."""
+"""Claims on SLOs and admission: QoServe, SlidingServe, Past-Future, HyGen, SCORPIO."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tiers(seed: int, rate: float) -> list[RequestSpec]:
 
 
 def missed(system: str, rate: float, seed: int) -> Cell:
-    """Share of requests that miss a promise: first token, more than a tenth of its gaps' deadlines, or end."""
+    """Share of requests that miss an SLO: of the first token, of more than a tenth of the later tokens, or of the end."""
     specs = tiers(seed, rate)
     prioritizer, batcher = SYSTEMS[system]
     options = options_of(num_blocks=20_000, max_batch_size=256)
@@ -252,7 +252,7 @@ def _throughput(cells: Cells) -> Verdict:
 CLASSES = (0.03, 0.06, 0.12)
 
 
-def mixed_promises(seed: int, load: float) -> list[RequestSpec]:
+def mixed_slos(seed: int, load: float) -> list[RequestSpec]:
     """Three classes of 30, 60 and 120 ms a token and 2 s to the first one, in equal parts; about 5 requests a second are full load."""
     stream = np.random.default_rng([287, seed])
     return [
@@ -269,8 +269,8 @@ def mixed_promises(seed: int, load: float) -> list[RequestSpec]:
 
 
 def attained(load: float, how: str, seed: int) -> Cell:
-    """Share of requests with both promises kept; steps of at most 128 tokens, which the tightest promise allows."""
-    specs = mixed_promises(seed, load)
+    """Share of requests that meet both SLOs; steps of at most 128 tokens, which the tightest SLO allows."""
+    specs = mixed_slos(seed, load)
     prioritizer, batcher = (EDF, "scorpio") if how == "scorpio" else ("fcfs", "fixed_chunk")
     options = options_of(num_blocks=4000, max_batch_size=128, output_lengths=lengths_of(specs))
     requests = served(prioritizer, (batcher, {"chunk_size": 128}), specs, options)

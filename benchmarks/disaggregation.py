@@ -1,6 +1,6 @@
 """Published results about split pools, held against the simulator: paired seeds, with a margin of two standard errors.
 
-- DistServe (OSDI'24): with tight promises of TTFT and TPOT both, split pools keep more of them than chunked prefill on the same GPUs; with a
+- DistServe (OSDI'24): with tight SLOs for both TTFT and TPOT, split pools meet more of them than chunked prefill on the same GPUs; with a
   loose TPOT they do not.
 - Mooncake (FAST'25; arXiv 2407.00079): early rejection by the present load lets the load of the decode replicas swing; by the predicted load it
   swings less.
@@ -66,7 +66,7 @@ class Served(Observer):
         self.rows.append((first - request.arrived_at, (now - first) / max(1, count - 1), count))
 
     def attainment(self, ttft_s: float, tpot_s: float) -> float:
-        """Part of the requests that kept both promises."""
+        """Return the fraction of requests that met both SLOs."""
         return mean(ttft <= ttft_s and tpot <= tpot_s for ttft, tpot, _ in self.rows)
 
     def swing(self, begin_s: float, end_s: float) -> float:
@@ -170,8 +170,8 @@ def distserve_claims(seeds: Sequence[int]) -> list[Claim]:
     """Split pools against chunked prefill, four GPUs each."""
     split, chunked = ([simulated(of_distserve(is_split=one), seed) for seed in seeds] for one in (True, False))
 
-    def kept(runs: Sequence[Served], promise: str) -> list[float]:
-        return [run.attainment(TTFT_S, TPOT_S[promise]) for run in runs]
+    def kept(runs: Sequence[Served], slo: str) -> list[float]:
+        return [run.attainment(TTFT_S, TPOT_S[slo]) for run in runs]
 
     return [
         Claim("DistServe, tight TPOT: attainment, split over chunked", kept(split, "tight"), kept(chunked, "tight")),
@@ -191,7 +191,7 @@ def mooncake_claims(seeds: Sequence[int]) -> list[Claim]:
 
     return [
         Claim("Mooncake: variation of the decode load, present over predicted", swings(present), swings(predicted)),
-        Claim("Mooncake: requests that kept their promises, predicted over present", kept(predicted), kept(present)),
+        Claim("Mooncake: requests that met their SLOs, predicted over present", kept(predicted), kept(present)),
     ]
 
 

@@ -23,10 +23,10 @@ from claims_experience import in_time
 from claims_offline import divided
 from claims_parts import ROOT, Cell, Cells, Knows, lengths_of, options_of, served, time_in_system
 from claims_programs import pampered
-from claims_promises import shared
 from claims_routing import routed
 from claims_size import SLOTS, heavy_tailed
 from claims_slo import admitted
+from claims_slo_targets import shared
 
 from vajra_py.contract import LengthEstimate
 from vajra_py.contract.latency import OutputLengthPredictor

@@ -188,7 +188,7 @@ DAY_PROGRAMS, DAY_CALLS = 10_000, 300_000
 def measure_agents(num_programs: int = 1_500) -> dict[str, float]:
     """CPU seconds of a day of agents, by its first programs: the event loop of these, over their calls, times a day's calls.
 
-    With fewer of them the load has not built up: 300 would promise a sixth less.
+    With fewer programs the load has not built up: 300 would measure a sixth less.
     """
     figures = measure_run(agents(num_programs))
     return {

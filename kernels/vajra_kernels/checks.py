@@ -170,7 +170,7 @@ _MIXED = ((1, 90), (1, 17), (33, 150), (3, 3))
 
 
 def interpreter_cases() -> list[AttentionCase]:
-    """Return cases with every feature once or twice, in few and large tiles, small enough for the interpreter."""
+    """Return cases that cover every feature once or twice, and are small enough for the interpreter."""
     base = AttentionCase((8, 2), (64, 64), 16, _DECODES)
     half, brain = torch.float16, torch.bfloat16
     decodes = [

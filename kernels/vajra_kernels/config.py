@@ -16,7 +16,7 @@ from dataclasses import dataclass
 MIN_SPLIT_TOKENS = 128
 """Shortest decode split in tokens; shorter ones cost more in start-up and merging than their parallelism gains."""
 SPLITS_PER_SM = 8
-"""Target number of decode programs per multiprocessor, large enough that the last, partial wave matters little."""
+"""Target number of decode programs per multiprocessor, large enough that the last, partial wave takes little time."""
 MAX_PIECES = 2048
 """Largest number of pieces of a batch beyond one per sequence; enough for GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
@@ -119,7 +119,7 @@ def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
 def _float32_config(rows: int, head_pad: int) -> TileConfig:
     """Return the tile for float32.
 
-    Small enough for the registers, since products run on the scalar units without tf32.
+    It is small enough for the registers, since products run on the scalar units without tf32.
     """
     if rows <= 16 and head_pad <= 128:
         return TileConfig(16, 32, 4, 3)
@@ -129,7 +129,7 @@ def _float32_config(rows: int, head_pad: int) -> TileConfig:
 
 
 def merge_config(num_parts: int) -> TileConfig:
-    """Return the parts read at a time (``tile_n``) and the (token, head) pairs per program (``tile_m``) of a merge."""
+    """Return the tile of a merge: ``tile_n`` parts are read at a time, for ``tile_m`` (token, head) pairs a program."""
     parts = min(16, 1 << (max(num_parts, 1) - 1).bit_length())
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 

@@ -118,7 +118,7 @@ class CpuAttention:
     def _gather(self, name: str, tokens: torch.Tensor, keys: KeyRange) -> torch.Tensor:
         """Return the gathered token rows as a view [n, Hkv, length, D].
 
-        For consecutive slots, a view of the cache itself.
+        For consecutive slots, this is a view of the cache itself.
         """
         width = tokens.shape[1]
         shape = (keys.num_rows, keys.length, self.num_kv_heads, width // self.num_kv_heads)

@@ -45,7 +45,7 @@ class KeyRange:
         first: first slot, if ``slots`` is None.
         num_rows: number of sequences gathered together.
         length: number of keys per sequence, padded.
-        buffers: memory that the layers gather into, kept from the step's first layer to its last.
+        buffers: memory into which the step's layers gather, by name and width.
     """
 
     slots: torch.Tensor | None
@@ -169,7 +169,7 @@ class _Planner:
         return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.itemsize))
 
     def _group(self, members: list[tuple[int, int, int]], lane: Ints) -> DecodeGroup:
-        """Return the group of ``members`` (longest first); ``lane`` counts from 0 to at least their length."""
+        """Return the group of ``members`` (longest first); ``lane`` is 0, 1, ... up to at least their length."""
         length = members[0][0]
         even = members[-1][0] == length
         members.sort(key=_row_of)

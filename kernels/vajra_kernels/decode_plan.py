@@ -91,7 +91,7 @@ def is_split(
 ) -> bool:
     """Return True if a sequence may have several pieces.
 
-    If only bounds of lengths are known, any sequence longer than the shortest piece may.
+    If only bounds of lengths are known, any sequence longer than the shortest piece may have several.
     """
     longest = metadata.max_kv_len if window is None else min(metadata.max_kv_len, window + tile_n)
     piece = MIN_SPLIT_TOKENS

@@ -63,7 +63,7 @@ def kept_weights(
 
     The weight is 0 beyond ``limit``.
 
-    A weight is the probability relative to the likeliest token's, or 1 with COUNTS.
+    A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS.
     """
     distance = largest - logits
     bits = distance.to(tl.int32, bitcast=True)

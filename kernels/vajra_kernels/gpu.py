@@ -3,7 +3,7 @@
 Invariants:
     - A batch of decodes only uses the split-KV decode kernel; one without leading decodes uses the ragged kernel.
     - A mixed batch uses one ragged launch if its sequences are so short that the ragged kernel would not split a chunk
-      with such a context (``config.chunk_splits``). Otherwise the decodes use the decode kernel, since a single ragged
+      with a context of that length (``config.chunk_splits``). Otherwise decodes use the decode kernel, since one ragged
       program would read a long context alone.
 """
 

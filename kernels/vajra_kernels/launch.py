@@ -17,8 +17,8 @@ class Launch:
     """One kernel launch; ``aot`` compiles exactly the code that ``run`` would start.
 
     Attributes:
+        kernel: function decorated with ``triton.jit``.
         grid: number of programs along each of the three axes.
-        grid: number of programs along the three axes.
         arguments: run-time arguments by parameter name (tensors, ints, floats).
         constants: ``tl.constexpr`` arguments by parameter name.
         tile: warps and pipeline stages (the tile's shape is also part of ``constants``).

@@ -1,4 +1,4 @@
-"""Compare the kernels between a layer's products with float64 references on random inputs.
+"""Compare the kernels of a layer between its matrix products with float64 references, on random inputs.
 
 Tests run these cases in Triton's interpreter, and ``benchmarks/gpu_check.py`` runs them on a GPU. Each returns the
 largest error relative to max(1, the largest magnitude).
@@ -21,7 +21,7 @@ LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Heads of one token: (query heads, KV heads), head dimension, rotated dimensions, True if heads are normalised."""
+    """Heads of a token: (query heads, KV heads), dimension, rotated dimensions, norm of heads, order of the caches."""
 
     heads: tuple[int, int]
     dim: int
@@ -31,7 +31,7 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the error of a norm over rows of a wider tensor, with wider weights (Gemma's) and an in-place residual.
+    """Return the error of a norm over rows of a wider tensor, with float32 weights (as Gemma's) and in-place addition.
 
     ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first).
     """
@@ -53,7 +53,7 @@ def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator:
 
 
 def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the error of queries and of both caches.
+    """Return the largest error of the queries and of both caches.
 
     Values must be bit-identical, and rows without a slot must not be written.
     """

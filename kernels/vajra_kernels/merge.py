@@ -118,7 +118,7 @@ def merge_launch(
 def merge_pieces_launch(
     parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> Launch:
-    """Return the launch that merges each row's pieces into ``out`` [T, H, D] and ``lse``, skipping rows with one.
+    """Return the launch that merges each row's pieces into ``out`` [T, H, D] and ``lse``; rows with one are skipped.
 
     ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; those of row t are ``starts[t]`` up
     to ``starts[t + 1]`` (int32 [T + 1 or more]).

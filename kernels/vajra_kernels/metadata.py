@@ -32,9 +32,9 @@ class AttentionMetadata:
             written.
         block_size: tokens per KV block.
         num_decodes: number of leading sequences with exactly one query token.
+        num_query_tokens: number of query tokens, T.
         max_query_len: length of the longest query.
         max_kv_len: length of the longest KV sequence.
-        max_kv_len: the longest KV sequence.
         num_kv_tokens: sum of the KV lengths.
         causal: False if the blocks hold an earlier part of the sequences (KV parallelism): every query then attends to
             all ``kv_lens`` positions, and windows are not allowed.
@@ -67,8 +67,8 @@ class AttentionMetadata:
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
         """Return (the leading decodes, the rest) as separate batches that are views, created once.
 
-        The second one's ``query_start`` counts rows of the whole batch. If the lengths are not known on the host, both
-        keep the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
+        The second batch's ``query_start`` counts rows of the whole batch. If the lengths are not known on the host,
+        both have the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
         """
         if self.memo.parts is None:
             n = self.num_decodes
@@ -98,7 +98,7 @@ class AttentionMetadata:
 
 @dataclass(slots=True)
 class StepMemo:
-    """Values derived once per step and used by every layer: plans of both backends, and the two parts of a mixed batch."""
+    """Values computed once per step for all layers: plans of both backends, and the two parts of a mixed batch."""
 
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
     decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)

@@ -76,7 +76,7 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ) -> None:
-    """Grid (num_tokens, ceil((QUERY_HEADS + 2 * KV_HEADS) / HEADS)): HEADS heads of one token a program.
+    """Grid (num_tokens, ceil((QUERY_HEADS + 2 * KV_HEADS) / HEADS)): HEADS heads of one token per program.
 
     qkv [T, (QUERY_HEADS + 2 * KV_HEADS) * DIM]; query [T, QUERY_HEADS, DIM] dense; cos and sin [positions, HALF]; the
     norm's weight [QUERY_HEADS + KV_HEADS, DIM].

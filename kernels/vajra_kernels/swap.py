@@ -12,8 +12,9 @@ Invariants:
     - The host does not wait in these copies. Its memory may be read only after both streams have completed
       (``synchronize``).
     - ``beside`` returns the same memory with separate streams and buffers, whose copies are ordered with other work by
-      ``follow`` and ``synchronize`` only. There the host waits for each buffer: a device makes copies of one direction
-      one after the other, so a step's tokens would have to wait for all copies submitted before them.
+      ``follow`` and ``synchronize`` only. Before each of its copies, the host waits until a buffer is free, so that few
+      copies are pending: a device makes copies of one direction one after the other, and a step's tokens would
+      otherwise wait for all of them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from vajra_kernels.ops import copy_words
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20
-"""Bytes of each device buffer, about one millisecond of transfer."""
+"""Bytes of each device buffer, whose transfer takes about one millisecond."""
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of (device block, host block)."""
 
 
 class StreamKind(Enum):
-    """Kind of stream: work within a stream runs in order, work in different streams is ordered by events only."""
+    """Kind of stream. Work in one stream runs in order; work in different streams is ordered only by events."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"
@@ -66,7 +67,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """A stream for transfers, and for computing the current stream or a separate one."""
+    """A separate stream for transfers, and the current stream or another one for computing."""
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         self._device = device

@@ -41,7 +41,7 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the batches.
+    """Limits of the batches for which kernels are compiled.
 
     Attributes:
         max_seqs: number of sequences.

@@ -93,13 +93,13 @@ _POLICIES = (
 
 @hookimpl
 def vajra_policies() -> list[PolicyAt]:
-    """Vajra's own policies, and those of other systems; each is imported when it is used."""
+    """Return the built-in policies, Vajra's own and those of other systems; each is imported on first use."""
     return list(_POLICIES)
 
 
 @hookimpl
 def vajra_routing_parts() -> list[RoutingPartSpec]:
-    """Parts of composable routers, under llm-d's names."""
+    """Return the built-in parts of composable routers, under llm-d's names."""
     from vajra_policies.routers import parts
 
     return parts()
@@ -107,7 +107,7 @@ def vajra_routing_parts() -> list[RoutingPartSpec]:
 
 @hookimpl
 def vajra_scalers() -> list[ScalerSpec]:
-    """Scalers of replicasets; imported on first use."""
+    """Return the built-in scalers of replicasets, which are imported by this call."""
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
@@ -115,7 +115,7 @@ def vajra_scalers() -> list[ScalerSpec]:
 
 @hookimpl
 def vajra_retention_policies() -> list[RetentionSpec]:
-    """Retention policies; imported on first use."""
+    """Return the built-in retention policies, which are imported by this call."""
     from vajra_policies.retention import (
         age,
         arc,
@@ -134,7 +134,7 @@ def vajra_retention_policies() -> list[RetentionSpec]:
 
 @hookimpl
 def vajra_admission_policies() -> list[AdmissionSpec]:
-    """Vajra's own admission policies, and those of other systems."""
+    """Return the built-in admission policies, Vajra's own and those of other systems."""
     from vajra_policies.admission import ADMISSION_POLICIES
 
     return list(ADMISSION_POLICIES)
@@ -142,7 +142,7 @@ def vajra_admission_policies() -> list[AdmissionSpec]:
 
 @hookimpl
 def vajra_presets() -> list[Preset]:
-    """Settings of whole systems by name."""
+    """Return the built-in presets, which are named settings of whole systems."""
     from vajra_policies.systems.presets import PRESETS
 
     return list(PRESETS)

@@ -10,8 +10,8 @@ from vajra_py.contract import BatchBuilder, RequestView
 class ClassShares:
     """Tracks the predicted time that the prompts of each class add to the step.
 
-    All classes that are not listed share the time that the listed ones leave. Shares are hard: time that a class does
-    not use is not given to others.
+    All classes that are not listed share the remaining time. Shares are hard limits: time that a class does
+    not use is not given to other classes.
     """
 
     __slots__ = ("_added_s", "_budgets_s", "_by_tenant", "_last", "_rest_s")
@@ -28,7 +28,7 @@ class ClassShares:
         self._last: tuple[str | None, float] | None = None
 
     def budget_s(self, request: RequestView) -> float:
-        """Return the seconds of a step that the request's class may take in all."""
+        """Return the seconds of each step that all prompts of the request's class may take together."""
         name = self._class_of(request)
         return self._rest_s if name is None else self._budgets_s[name]
 
@@ -36,7 +36,7 @@ class ClassShares:
         """Return the seconds that the request's class may still add to the step; called before the request is added."""
         before_s = batch.predicted_time()
         if self._last is not None:
-            last, last_before_s = self._last  # all growth since then is caused by the request of that call
+            last, last_before_s = self._last  # since that call, only its request was added
             self._added_s[last] = self._added_s.get(last, 0.0) + before_s - last_before_s
         name = self._class_of(request)
         self._last = (name, before_s)

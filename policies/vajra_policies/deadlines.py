@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
 
 SHORTEST_DEADLINE_S = 0.001
-"""Shortest time allowed, seconds; used for a deadline already past at arrival, so that slack can be relative to it."""
+"""Shortest relative deadline, seconds; replaces a deadline that has passed at arrival, so that division is possible."""
 
 
 class DeadlineConfig(PolicyConfig):
@@ -26,10 +26,10 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or the request's own SLO or deadline.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or requests' own targets.
 
-    Source: Vajra's scheduling architecture, EDF prioritizer. The product is kept: a published variant that takes
-    max(prefill_time, min_deadline) loses the multiplier.
+    Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline),
+    lacks the multiplier.
     """
 
     __slots__ = ("_config", "_prefill_time")
@@ -49,18 +49,18 @@ class Deadlines:
         """Return the seconds from arrival to the request's deadline; above 0."""
         config = self._config
         if config.use_request_deadlines:
-            promised = _promised_s(request)
-            if promised is not None:
-                return max(promised, SHORTEST_DEADLINE_S)
+            own_s = _own_target_s(request)
+            if own_s is not None:
+                return max(own_s, SHORTEST_DEADLINE_S)
         predicted = self._prefill_time.total_s(request.num_prompt_tokens)
         return max(predicted * config.deadline_multiplier, config.min_deadline_s)
 
 
-def _promised_s(request: RequestView) -> float | None:
-    """Return the earliest of the request's own SLO and deadline, in seconds from arrival; None without either."""
-    promises = []
+def _own_target_s(request: RequestView) -> float | None:
+    """Return the earlier of the request's own deadline and TTFT SLO, in seconds from arrival; None without either."""
+    targets_s = []
     if request.deadline_at is not None:
-        promises.append(request.deadline_at - request.arrived_at)
+        targets_s.append(request.deadline_at - request.arrived_at)
     if request.ttft_slo_s is not None:
-        promises.append(request.ttft_slo_s)
-    return min(promises, default=None)
+        targets_s.append(request.ttft_slo_s)
+    return min(targets_s, default=None)

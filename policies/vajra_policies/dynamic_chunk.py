@@ -24,15 +24,15 @@ class DynamicChunkConfig(TargetTimeConfig):
 class DynamicChunk:
     """Chooses the largest chunk with which the predicted step time stays within the target, given the batch so far.
 
-    Chunks lie between `min_chunk` and `max_chunk`, in multiples of 32 tokens except for a prompt's last. Once the step
-    takes more than (1 - tolerance_fraction) of its target, no further prompt gets anything. The more context a prompt
-    has behind it, the smaller its chunks become, so that its steps do not get longer.
+    Chunks are multiples of 32 tokens from `min_chunk` to `max_chunk`, except for a prompt's last chunk. Once the step
+    takes more than (1 - tolerance_fraction) of its target, no further prompt is added. The longer the context of a
+    prompt, the smaller are its chunks, so that its steps do not take longer.
 
     Source: Vajra's scheduling architecture, dynamic-chunk replica scheduler; Medha (arXiv:2409.17264), adaptive chunking.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
     runs.
     """
 

@@ -21,7 +21,7 @@ class Edf:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """A deadline is fixed at arrival."""
+        """`STATIC`, since a deadline is fixed at arrival."""
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
@@ -29,11 +29,11 @@ class Edf:
         return request.arrived_at + self._deadlines.relative_s(request)
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Arrival + D - now - prefill_time(remaining prompt), seconds."""
+        """Return arrival + D - now - prefill_time(remaining prompt), seconds."""
         return self._deadlines.slack_s(request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Slack relative to D, by which `lrs` orders."""
+        """Return the slack divided by D, which is the key of `lrs`."""
         return self._deadlines.slack_s(request, now) / self._deadlines.relative_s(request)
 
 

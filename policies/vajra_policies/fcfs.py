@@ -23,8 +23,8 @@ class FcfsConfig(PolicyConfig):
 class Fcfs:
     """Key = arrival, seconds on the run's clock.
 
-    With `preempted: first`, a preempted request returns to the head, as in engines that put victims at the front of the
-    queue; among several, the latest preempted is first. It keeps that place, also when victims are chosen.
+    With `preempted: first`, preempted requests come before all others, as in engines that put victims at the front of
+    the queue; the latest preempted is first. They keep this key after readmission, also for the choice of victims.
 
     Source: Vajra's scheduling architecture; the option follows vLLM (Kwon et al., SOSP'23), which prepends victims.
     """
@@ -34,11 +34,11 @@ class Fcfs:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """Fixed at arrival, unless preemption moves a request to the front."""
+        """`STATIC`, or `PROGRESS` if preemption moves a request to the front."""
         return KeyMotion.PROGRESS if self._preempted_first else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """Return the arrival; with `preempted: first`, after a first component that orders preempted requests first."""
+        """Return the arrival; with `preempted: first`, a pair that puts preempted requests first."""
         if not self._preempted_first:
             return request.arrived_at
         if request.preempted_index:

@@ -27,16 +27,16 @@ class FixedChunkConfig(PreemptionConfig):
 
 
 class FixedChunk:
-    """chunk = min(remaining prompt, chunk_size - query tokens already in the batch).
+    """Fills each step up to `chunk_size` query tokens: chunk = min(remaining prompt, chunk_size - tokens in the batch).
 
-    Decodes are never delayed by a prompt and count against the same budget, so that a step's work stays about constant.
+    Prompts never delay decodes. Both count against one budget, so that the work of a step stays about constant.
 
     Source: Sarathi-Serve (Agrawal et al., OSDI'24), chunked prefills with stall-free batching; its figures use 512 and
     2048. Vajra's scheduling architecture, fixed-chunk replica scheduler.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
     runs.
     """
 
@@ -49,7 +49,7 @@ class FixedChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget, which a prompt gets if it is alone on the replica."""
+        """Return the whole budget, or the remaining tokens if these are fewer."""
         return min(self._chunk_size, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

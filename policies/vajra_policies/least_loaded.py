@@ -24,7 +24,8 @@ class LeastLoaded(BindsOnArrival):
 
     While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
-    Source: join-the-shortest-queue (Winston, J. Appl. Prob. 1977); by tokens, since requests differ by orders of magnitude.
+    Source: join-the-shortest-queue (Winston, J. Appl. Prob. 1977). `by: tokens` takes into account that lengths of
+    requests differ by orders of magnitude.
     """
 
     def __init__(self, config: LeastLoadedConfig) -> None:

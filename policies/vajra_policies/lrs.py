@@ -13,10 +13,10 @@ class LrsConfig(DeadlineConfig):
 class Lrs:
     """Key = (arrival + D - now - prefill_time(remaining prompt)) / D, with EDF's relative deadline D.
 
-    The key falls by 1/D a second while a request waits and rises as its prompt is computed. Short prompts (small D) age
-    fast, long ones slowly, yet a long one is not starved: once it has waited long enough it goes first. This makes the
-    policy length-aware. Two requests with different D change places as time passes; `line` lets queues keep the exact
-    order.
+    The key falls by 1/D per second while a request waits, and rises as its prompt is computed. Short prompts (small D)
+    age fast and long prompts slowly, but a long prompt is not starved: once it has waited long enough, it goes first.
+    This makes the policy length-aware. The order of two requests with different D may change as time passes; `line`
+    lets queues keep the exact order.
 
     Source: Medha (arXiv:2409.17264), "length-aware relative slack" (LARS); Vajra's scheduling architecture calls it LRS.
     """
@@ -27,11 +27,11 @@ class Lrs:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """A straight line in time between two chunks of the request."""
+        """`TIME_LINEAR`: between two chunks of the request, the key is a straight line in time."""
         return KeyMotion.TIME_LINEAR
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """(intercept, slope): (arrival + D - prefill_time(remaining prompt)) / D, and -1/D per second."""
+        """Return (intercept, slope): (arrival + D - prefill_time(remaining prompt)) / D, and -1/D per second."""
         relative_s = self._deadlines.relative_s(request)
         remaining_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return (request.arrived_at + relative_s - remaining_s) / relative_s, -1.0 / relative_s
@@ -44,7 +44,7 @@ class Lrs:
         return intercept + slope * now
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Arrival + D - now - prefill_time(remaining prompt), seconds."""
+        """Return arrival + D - now - prefill_time(remaining prompt), seconds."""
         return self._deadlines.slack_s(request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:

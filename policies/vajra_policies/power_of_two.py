@@ -29,11 +29,11 @@ class PowerOfTwoConfig(PolicyConfig):
 
 
 class PowerOfTwo(BindsOnArrival):
-    """Binds on arrival: two distinct replicas that are up are drawn uniformly, the less loaded one gets the request.
+    """Binds on arrival to the less loaded of two distinct replicas, drawn uniformly from those that are up.
 
-    Ties go to the one drawn first, so that an idle replicaset is filled evenly. Only two loads are read, and a stale
-    load misleads fewer requests than under a policy that chooses the minimum. While no replica is up, requests wait in
-    the shared queue, from which the first replica that comes up takes them.
+    Ties go to the replica drawn first, so that an idle replicaset is filled evenly. Only two loads are read, and a
+    stale load misleads fewer requests than under a policy that chooses the minimum. While no replica is up, requests
+    wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: Mitzenmacher, "The power of two choices in randomized load balancing" (IEEE TPDS 2001).
     """

@@ -20,7 +20,7 @@ from vajra_py.contract import (
 
 _LACKS_BLOCKS = frozenset({Refusal.KV_BLOCKS, Refusal.WATERMARK})
 _PASSED_OVER = frozenset({Refusal.JUST_PREEMPTED, Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.GROUP_BUSY})
-"""Refusals of one waiting request that do not concern the next."""
+"""Refusals of one waiting request after which the next one may still be admitted."""
 
 
 class PreemptiveConfig(FixedChunkConfig):
@@ -28,19 +28,19 @@ class PreemptiveConfig(FixedChunkConfig):
 
 
 class Preemptive(FixedChunk):
-    """Running and waiting requests form one queue by urgency; a step takes them from its head while there are slots.
+    """Running and waiting requests form one queue by urgency; a step takes requests from its head while slots are free.
 
     - A running request without a slot is paused: it keeps its KV, and continues when it is among the first again.
     - A running request that lacks blocks preempts the least urgent running request behind it in the queue. A waiting
-      request does so only if all running requests behind it together hold enough blocks; otherwise no request behind it
-      is admitted in this step.
-    - To avoid thrashing under keys that rise with progress, a preempted request returns only once blocks are free, and
-      then keeps them until its prompt is computed; only running requests admitted earlier may take them.
+      request does so only if all running requests behind it together hold enough blocks; otherwise neither it nor any
+      waiting request behind it is admitted in this step.
+    - To avoid thrashing with keys that rise with progress, a preempted request is readmitted only once blocks are free,
+      and then keeps its blocks until its prompt is computed; only running requests admitted earlier may take them.
     - Of `chunk_size` tokens, each decode with a slot gets one; prompts share the rest by urgency.
 
-    A pause therefore costs nothing while blocks last, and a preemption (by `preemption`) afterwards. The prioritizer
-    decides everything else; under a non-preemptive rule, such as first come, first served, no request is preempted for
-    urgency.
+    A pause therefore costs nothing as long as blocks suffice; then paused requests are preempted (in the mode
+    `preemption`). The prioritizer decides everything else; with a non-preemptive rule, such as first come, first
+    served, no request is preempted for a more urgent one.
 
     Source: iteration-level preemption of FastServe (arXiv:2305.05920) and LTR (arXiv:2408.15792), whose scheduler cuts
     one list of waiting, running and swapped requests; chunks as in Sarathi-Serve (OSDI'24). Proactive swapping is left
@@ -51,7 +51,7 @@ class Preemptive(FixedChunk):
     """Waiting requests may overtake running ones; if none waits, all running requests fit and continue."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """The most urgent requests, as far as slots, tokens and blocks reach."""
+        """Add the most urgent requests, as many as slots, tokens and blocks allow."""
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return
@@ -59,7 +59,7 @@ class Preemptive(FixedChunk):
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            if len(running) == replica.num_running:  # no request in flight may still free enough
+            if len(running) == replica.num_running:  # otherwise, requests in flight may free enough
                 self._free_the_earliest(running, batch)
 
     def _run(
@@ -70,8 +70,8 @@ class Preemptive(FixedChunk):
         batch: BatchBuilder,
         paused: frozenset[RequestView] = frozenset(),
     ) -> None:
-        """Take requests from the heads of both queues. `paused` requests come last among the running ones, and only
-        make room.
+        """Add requests from the heads of both queues, the more urgent head first. `paused` requests are the last ones
+        of `running`; they are not added, but may be preempted.
         """
         queued = next(waiting, None)
         while batch.slots_left > 0 and self._room(batch) > 0:
@@ -85,13 +85,13 @@ class Preemptive(FixedChunk):
                 break
 
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if all have a turn in any order: no request waits, and no decode lacks slot, token or block."""
+        """Return True if no request waits, and there is a slot, a token and a free block for each running one."""
         limit = min(batch.slots_left, batch.free_blocks, self._room(batch))
         return not replica.num_waiting and replica.num_running <= limit
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the request's tokens in this step: its remaining ones, as far as each decode behind it with a slot
-        keeps one.
+        """Return the request's tokens in this step: its remaining tokens, limited so that one token is left for each
+        decode behind it that has a slot.
         """
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         if num_tokens <= 1:
@@ -100,7 +100,7 @@ class Preemptive(FixedChunk):
         return min(num_tokens, self._room(batch) - min(num_decodes, batch.slots_left - 1))
 
     def _continue(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> None:
-        """Add a running request, preempting requests behind it for blocks; it is paused if that does not suffice."""
+        """Add a running request, preempting requests behind it for blocks; if it still lacks blocks, it is paused."""
         num_tokens = self._tokens(request, behind, batch)
         if num_tokens < 1:
             return
@@ -111,8 +111,9 @@ class Preemptive(FixedChunk):
     def _admit(
         self, request: RequestView, behind: list[RequestView], replica: LocalReplicaView, batch: BatchBuilder
     ) -> bool:
-        """Add a waiting request, preempting requests behind it if they hold enough blocks; return False if none may
-        follow it.
+        """Add a waiting request, preempting requests behind it if they hold enough blocks.
+
+        Return False if no further waiting request may be admitted in this step.
         """
         num_tokens = self._tokens(request, behind, batch)
         if num_tokens < 1:
@@ -129,8 +130,10 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent running request behind this one (None: behind a waiting request); return False if
-        there is none.
+        """Preempt the least urgent request of `behind` that `needing` may preempt (None: a waiting request needs
+        blocks).
+
+        Return False if there is none.
         """
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]
@@ -141,7 +144,7 @@ class Preemptive(FixedChunk):
         return False
 
     def _free_the_earliest(self, running: list[RequestView], batch: BatchBuilder) -> None:
-        """Preempt the latest admitted requests, if no request can run, until the earliest admitted one can."""
+        """Preempt the latest admitted requests one by one until the earliest admitted request can run."""
         running.sort(key=_admission)
         first = running.pop(0)
         while running:
@@ -152,7 +155,7 @@ class Preemptive(FixedChunk):
 
 
 def _is_protected(request: RequestView) -> bool:
-    """Return True for a prompt that is recomputed after a preemption."""
+    """Return True if the request was preempted and is being recomputed."""
     return request.num_preemptions > 0 and not request.is_prefill_complete
 
 

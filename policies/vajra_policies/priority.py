@@ -23,7 +23,7 @@ class PriorityConfig(PolicyConfig):
 class Priority:
     """Key = the priority stated by the client; lower is more urgent, ties go by arrival.
 
-    There is no ageing: requests wait as long as there are more urgent ones.
+    There is no ageing: a request waits as long as more urgent ones do.
 
     Source: the `priority` policy of vLLM's scheduler, whose numbers mean the same.
     """
@@ -33,7 +33,7 @@ class Priority:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """A priority is fixed when the request is sent."""
+        """`STATIC`, since a priority is fixed when the request is sent."""
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:

@@ -23,7 +23,8 @@ class PullConfig(PolicyConfig):
 
 
 class Pull:
-    """Binds nothing on arrival; a replica with a free slot and free KV blocks may take any request of the shared queue.
+    """Binds no request on arrival; a replica with a free slot and a free KV block may take any request of the shared
+    queue.
 
     With pipeline stages, the slots are those of all steps in flight.
 
@@ -34,7 +35,7 @@ class Pull:
     """
 
     traits = SchedulerTraits(reads_load=False, is_work_conserving=True)
-    """Nothing is assigned; a replica with room may take any waiting request."""
+    """`assign` reads no load; a replica with room may take any waiting request."""
 
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches
@@ -44,7 +45,7 @@ class Pull:
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return the whole queue in order of urgency, for a replica that has room."""
+        """Return the ids of the whole queue, most urgent first, if the replica has room."""
         return whole_queue(replica, queued, self._num_batches)
 
 

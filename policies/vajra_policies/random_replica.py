@@ -19,7 +19,7 @@ from vajra_py.contract import (
 
 
 class RandomConfig(PolicyConfig):
-    """Parameters of `random`, which has none and draws from the random stream of the same name."""
+    """`random` has no parameters; it draws from the random stream of the same name."""
 
 
 class RandomReplica(BindsOnArrival):
@@ -31,13 +31,13 @@ class RandomReplica(BindsOnArrival):
     """
 
     traits = SchedulerTraits(reads_load=False)
-    """A draw does not depend on load."""
+    """`assign` draws at random and reads no load."""
 
     def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Draw a replica that is up, for each request."""
+        """Return a random replica that is up."""
         up = those_up(replicas)
         return up[int(self._stream.integers(0, len(up)))].replica_id if up else None
 

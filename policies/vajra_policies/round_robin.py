@@ -22,7 +22,7 @@ class RoundRobinConfig(PolicyConfig):
 
 
 class RoundRobin(BindsOnArrival):
-    """Binds on arrival to the replica after the one chosen last, in order of id, skipping those that are down.
+    """Binds on arrival to the next replica, in order of id, after the one chosen last; skips replicas that are not up.
 
     While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
@@ -30,7 +30,7 @@ class RoundRobin(BindsOnArrival):
     """
 
     traits = SchedulerTraits(reads_load=False)
-    """The next replica does not depend on load."""
+    """`assign` reads no load."""
 
     def __init__(self) -> None:
         self._next = 0

@@ -40,10 +40,10 @@ def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
 
 
 def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 1) -> Iterable[str]:
-    """Yield the whole shared queue, lazily, to a replica that is up and has a free slot and a free KV block; otherwise
-    nothing.
+    """Return the ids of all requests of the shared queue, lazily, if the replica is up and has a free slot and a free
+    KV block; otherwise nothing.
 
-    `num_batches`: the number of steps in flight of a replica (its pipeline stages), each with its own slots. Without
+    `num_batches`: the most steps that a replica has in flight (its pipeline stages), each with its own slots. Without
     this condition, a full replica would search the queue in vain at every step. Policies that bind on arrival use this
     for requests that arrived while no replica was up.
     """
@@ -56,7 +56,7 @@ class BindsOnArrival:
     """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return the requests that arrived while no replica was up."""
+        """Return the ids of requests that arrived while no replica was up, if the replica has room."""
         return whole_queue(replica, queued)
 
 
@@ -81,7 +81,7 @@ class PeriodicWakeUps:
             self._wake.at(now + self._interval_s, self._key)
 
     def woken(self, now: float, *, goes_on: bool) -> None:
-        """Note that the policy was woken; with `goes_on`, set the next wake-up."""
+        """Record that the policy was woken; with `goes_on`, set the next wake-up."""
         self._is_set = False
         if goes_on:
             self.start(now)

@@ -1,5 +1,5 @@
-"""Long and short prompts together: at most one very long prefill per step, which leaves short ones the time that it can
-spare.
+"""Space sharing: at most one very long prefill per step, which leaves a part of the step to short prompts if it has
+slack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vajra_py.contract import (
 )
 
 MAX_SPARED_FRACTION = 0.5
-"""Largest fraction of the target time that a long prefill leaves to others, however much slack it has."""
+"""Largest fraction of the target time that a long prefill leaves to other prompts."""
 
 
 class SpaceSharingConfig(TargetTimeConfig):
@@ -58,21 +58,22 @@ class SpaceSharingConfig(TargetTimeConfig):
 class SpaceSharing:
     """Dynamic chunks, with rules for prompts whose KV has reached `long_seq_kv_cache_len_threshold` tokens.
 
-    Below the threshold a prompt gets its chunk for the full target time. At or above it: nothing if another long
-    prefill is in the batch, else a chunk for target * (1 - clamp(slack, 0, 0.5)), with slack as a fraction of the
-    request's allowed time (`LocalReplicaView.slack_fraction`). A long prefill with slack thus leaves up to half of the
-    step to short ones; without slack it takes the whole step. The prioritizer must predict slack, as `lrs` and `edf`
-    do.
+    Below the threshold, a prompt gets the chunk that fits the full target time. At or above the threshold, it gets no
+    chunk if another long prefill is in the batch; otherwise its chunk fits target * (1 - clamp(slack, 0, 0.5)), with
+    slack as a fraction of the time from arrival to deadline (`LocalReplicaView.slack_fraction`). A long prefill with
+    slack thus leaves up to half of the step to short prompts; without slack it takes the whole step. The prioritizer
+    must predict slack, as `lrs` and `edf` do.
 
     `class_shares` is a separate option, off by default: hard limits on the fraction of a step's time that the prompts
-    of each class add, to isolate service classes or tenants. A step with nothing else in it ignores them.
+    of each class add, to isolate service classes or tenants. In an empty step, a prompt whose class has no time left
+    still gets a chunk of the minimum size.
 
     Source: Medha (arXiv:2409.17264), space sharing; Vajra's public code for threshold and bounds. `class_shares` exists
     because one page of Vajra's documentation describes space sharing as isolation between tenants.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
     runs.
     """
 
@@ -94,7 +95,7 @@ class SpaceSharing:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the chunk for the full target time: a prompt alone on the replica leaves no time to others."""
+        """Return the chunk that fits the full target time: a prompt alone on the replica need not leave any time."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
@@ -127,8 +128,8 @@ class SpaceSharing:
 
 
 def spared_fraction(slack: float) -> float:
-    """Return the fraction of a step that a long prefill leaves to others: its slack relative to the allowed time,
-    clamped to 0 .. 0.5.
+    """Return the fraction of a step that a long prefill leaves to other prompts: `slack`, a fraction of the time from
+    arrival to deadline, clamped to 0 .. 0.5.
     """
     return min(max(slack, 0.0), MAX_SPARED_FRACTION)
 

@@ -1,4 +1,4 @@
-"""Size a prompt's next chunk so that the step still meets its target time.
+"""Chunk sizes with which a step still meets its target time.
 
 Chunks are multiples of 32 tokens, so that kernels run full tiles, except where a prompt (or its KV-parallel group) ends.
 """
@@ -15,7 +15,7 @@ from vajra_py.contract import BatchBuilder, BatchFeatures, PolicyContext, Reques
 
 GRAIN_TOKENS = 32
 FIRST_CHUNK_TOKENS = 256
-"""Initial value for the size of the last chunk, so that the first search starts at 512."""
+"""Initial value for the size of the last chunk, so that the first search starts at 512 tokens."""
 
 
 class TargetTimeConfig(PreemptionConfig):
@@ -51,7 +51,7 @@ class TargetTimeConfig(PreemptionConfig):
 
 
 class TargetTime:
-    """Chunks of one policy: the largest ones with which the predicted step time does not exceed a target.
+    """Finds the largest chunks with which the predicted step time does not exceed a target.
 
     The search starts from twice the last chunk found; this affects only the number of predictions, as long as larger
     chunks are not predicted to be faster.
@@ -76,8 +76,9 @@ class TargetTime:
     def chunk(self, request: RequestView, batch: BatchBuilder, target_s: float) -> int:
         """Return the largest chunk of the request with which the step is predicted to take at most `target_s` seconds.
 
-        It has at least `min_chunk` tokens (or the rest of the prompt, if shorter), even if the step then takes longer,
-        so that a step that is not full always makes progress. 0 if the token budget leaves less.
+        The chunk has at least `min_chunk` tokens (or the rest of the prompt, if shorter), even if the step then takes
+        longer, so that a step that is not full always makes progress. If the token budget leaves less, the chunk is 0,
+        or in an empty step all of the budget.
         """
         cap = min(self._config.max_chunk, batch.tokens_left)
         num_remaining = batch.max_chunk(request)
@@ -89,12 +90,12 @@ class TargetTime:
             return batch.predicted_time_with(request, num_tokens) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
-        if chunk < num_remaining:  # the end of a prompt does not show which size would have fitted
+        if chunk < num_remaining:  # a prompt's last chunk does not show which size fits
             self._last_chunk = chunk
         return chunk
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
-        """Return the size of `chunk` for a prompt alone on the replica; at least 1."""
+        """Return the chunk, at least 1 token, for a prompt that is alone on the replica, by the same rule."""
         limits = self._context.limits
         cap = self._config.max_chunk
         if limits.max_batch_tokens is not None:
@@ -135,12 +136,12 @@ class ChunkSizes:
         return min(self._first + GRAIN_TOKENS * position, self._largest)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return the position of the largest size of at most `num_tokens`, kept between the second and the last."""
+        """Return the position of the largest size of at most `num_tokens`, clamped to positions from 1 to the last."""
         return min(max(1, (num_tokens - self._first) // GRAIN_TOKENS), self.count - 1)
 
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
-    """Return the largest size that fits, or the smallest if none does; doubles from `guess` on, then bisects."""
+    """Return the largest size that fits, or the smallest if none does, by doubling from `guess` and then bisecting."""
     low, high = 0, sizes.count  # the size at low fits, the size at high does not
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):

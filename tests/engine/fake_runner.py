@@ -419,7 +419,7 @@ class SteppedWorld:
 
 
 class SteppedRestarter:
-    """A `Restarter` that promises so many restarts in all, for each replica, and no more."""
+    """A `Restarter` that restarts each replica at most `max_restarts` times."""
 
     def __init__(self, max_restarts: int, replace: Callable[[ReplicaKey, Worker], None]) -> None:
         self._left: dict[ReplicaKey, int] = {}

@@ -1,4 +1,4 @@
-"""Do the examples work, and do they show what is promised of them?"""
+"""Do the examples work, and do they show what their texts say?"""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class FormsEachStep(Observer):
 
 
 def test_equal_runs_give_equal_bytes(tmp_path: Path, with_observer: Callable[[str, Observer], Registry]) -> None:
-    """Every file but environment.json, as docs/experiments.md promises; with or without the decision log and decode
+    """Every file but environment.json, as docs/experiments.md says; with or without the decision log and decode
     fast-forward, the same tables."""
     config = load_example(
         "demo.yaml", tmp_path, sweep=None, replications=1, output__decision_log=True, workload__first=40

@@ -183,7 +183,7 @@ def test_blocks_are_the_memory_that_there_is(ran: Ran) -> None:
 # Requests
 
 
-def test_classes_bring_their_promises_and_their_names(ran: Ran) -> None:
+def test_classes_bring_their_slos_and_their_names(ran: Ran) -> None:
     classes = "[{name: fast, share: 1, ttft_slo_s: 0.05}, {name: slow, share: 1, ttft_slo_s: 0.5}]"
     run = ran({"workload.slo_classes": classes})
     assert set(column(run, "slo_class")) == {"fast", "slow"}

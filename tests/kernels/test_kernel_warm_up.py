@@ -89,7 +89,7 @@ def test_parts_of_sequences_have_programs_of_their_own(monkeypatch: pytest.Monke
     assert earlier <= warmed(monkeypatch, 2, H200, replace(LIMITS, causal=False))
 
 
-def test_longer_sequences_than_promised_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_sequences_than_the_limits_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     ready = warmed(monkeypatch, 0, H200, Limits(max_seqs=4, max_query_len=16, max_kv_len=100))
     assert not needed(0, H200, [(1, 5000)]) <= ready

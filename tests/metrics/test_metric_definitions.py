@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from vajra_py.metrics.definitions import (
     Outcomes,
-    Promises,
     ServiceWeights,
     Slo,
     SloDefaults,
     SloStatus,
+    SloTargets,
     Window,
     attained_service,
     e2e_s,
@@ -46,8 +46,8 @@ def outcomes(*rows: tuple[float, float, float, int, str]) -> Outcomes:
     )
 
 
-def promises(ttft: float = NAN, tpot: float = NAN, deadline: float = NAN, count: int = 1) -> Promises:
-    return Promises(np.full(count, ttft), np.full(count, tpot), np.full(count, deadline))
+def targets(ttft: float = NAN, tpot: float = NAN, deadline: float = NAN, count: int = 1) -> SloTargets:
+    return SloTargets(np.full(count, ttft), np.full(count, tpot), np.full(count, deadline))
 
 
 def test_latencies_of_a_request_worked_out_by_hand() -> None:
@@ -97,19 +97,19 @@ def test_requests_without_an_answer_have_no_end_to_end_latency(reason: str) -> N
     ],
 )
 def test_slo_verdicts(row: tuple[float, float, float, int, str], given: dict[str, float], expected: int) -> None:
-    assert judge_slos(outcomes(row), promises(**given)).overall.tolist() == [expected]
+    assert judge_slos(outcomes(row), targets(**given)).overall.tolist() == [expected]
 
 
 def test_what_waits_at_the_end_of_the_run_has_waited_until_then() -> None:
     rows = ((0.0, NAN, NAN, 0, "unfinished"), (6.0, 7.0, 9.0, 2, "stop"))
     own = outcomes(*rows)
-    assert judge_slos(own, promises(ttft=8.0, count=2)).overall.tolist() == [MISSED, MET]
-    assert judge_slos(own, promises(ttft=9.0, count=2)).overall.tolist() == [UNDECIDED, MET]
-    assert judge_slos(own, promises(ttft=9.0, count=2), observed_until=20.0).overall.tolist() == [MISSED, MET]
+    assert judge_slos(own, targets(ttft=8.0, count=2)).overall.tolist() == [MISSED, MET]
+    assert judge_slos(own, targets(ttft=9.0, count=2)).overall.tolist() == [UNDECIDED, MET]
+    assert judge_slos(own, targets(ttft=9.0, count=2), observed_until=20.0).overall.tolist() == [MISSED, MET]
 
 
-def test_a_dropped_request_keeps_the_promise_of_a_first_token_that_came() -> None:
-    judged = judge_slos(outcomes((0, 1, 2, 3, "failed")), promises(ttft=1.0, tpot=9.0, deadline=9.0))
+def test_a_dropped_request_meets_the_slo_of_a_first_token_that_came() -> None:
+    judged = judge_slos(outcomes((0, 1, 2, 3, "failed")), targets(ttft=1.0, tpot=9.0, deadline=9.0))
     assert (judged.ttft[0], judged.tpot[0], judged.deadline[0]) == (MET, MISSED, MISSED)
 
 

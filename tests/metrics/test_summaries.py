@@ -101,7 +101,7 @@ def test_latencies_counts_and_rates_are_those_of_the_requests_that_arrived_in_th
     assert (found["rates"]["drain_s"], found["rates"]["num_completed_in_drain"]) == (5.0, 1)
 
 
-def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
+def test_attainment_and_goodput_use_own_slos_then_defaults() -> None:
     requests = table(
         {"ttft_slo_s": 1.0},
         {"ttft_slo_s": 0.5},
@@ -125,7 +125,7 @@ def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
     }  # fmt: skip
 
 
-def test_the_longest_gap_is_judged_by_own_promises_then_defaults() -> None:
+def test_the_longest_gap_is_judged_by_own_slos_then_defaults() -> None:
     requests = table(
         {"slo_class": "chat", "tbt_max_s": 0.3},
         {"slo_class": "chat", "tbt_max_s": 0.3, "tbt_slo_s": 0.5},
@@ -138,7 +138,7 @@ def test_the_longest_gap_is_judged_by_own_promises_then_defaults() -> None:
         "num_met": 2, "num_missed": 1, "num_undecided": 0, "attainment_fraction": pytest.approx(2 / 3),
     }  # fmt: skip
     before = summarise(requests.drop_columns("tbt_slo_s"), steps(), gaps(), Window(0.0, 10.0), slo).data
-    assert before["overall"]["slo"]["tbt"]["num_missed"] == 2, "tables of earlier versions have no promises on gaps"
+    assert before["overall"]["slo"]["tbt"]["num_missed"] == 2, "tables of earlier versions have no SLOs on gaps"
 
 
 def test_goodput_never_exceeds_throughput(make_run: Callable[..., RunData]) -> None:

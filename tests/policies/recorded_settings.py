@@ -19,7 +19,7 @@ def without_lengths(world: World) -> World:
 
 
 def _worlds(copies: int, more: DEEP) -> dict[str, World]:
-    """Chats with promises that expire, prefixes in short memory, programs with tools, and long prompts."""
+    """Chats with SLOs that expire, prefixes in short memory, programs with tools, and long prompts."""
     return {
         "chats": World(of_scenario(scenarios.LEAVING, 2 + copies), merged(_FEW, more)),
         "memory": World(of_scenario(scenarios.SHARED_PREFIXES, 2 + copies), merged(_SHORT, more)),

@@ -1,4 +1,4 @@
-"""AdaServe: drafts go where a promised pace needs them, then where they are accepted most likely."""
+"""AdaServe: drafts go where a TPOT SLO needs them, then where they are accepted most likely."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_greedy_choice_is_as_good_as_exhaustive_search(wishes: list[Wish], n
     assert value(tuple(given_)) == pytest.approx(max(map(value, choices)))
 
 
-def test_the_tight_promise_gets_the_scarce_drafts_and_a_faster_pace() -> None:
+def test_the_tight_slo_gets_the_scarce_drafts_and_a_faster_pace() -> None:
     options = HarnessOptions(
         drafts=DraftRules(num_tokens=0, max_tokens=4),
         acceptance=RatesByPosition([0.8], SeedTree(0), endless=True),
@@ -67,7 +67,7 @@ def test_the_tight_promise_gets_the_scarce_drafts_and_a_faster_pace() -> None:
 
 
 def test_a_request_that_is_on_pace_needs_no_drafts() -> None:
-    """Steps take 5.3 ms. The token that each decode has anyway is more than the promise asks for; the draft goes to the first of equals."""
+    """Steps take 5.3 ms. The token that each decode has anyway is more than the SLO asks for; the draft goes to the first of equals."""
     options = HarnessOptions(
         drafts=DraftRules(num_tokens=0, max_tokens=4), acceptance=RatesByPosition([0.8], SeedTree(0))
     )

@@ -439,7 +439,7 @@ def test_a_predicted_tbt_is_a_step_with_this_request(running: int, slo_s: float,
     assert isinstance(decision, Refuse) is refused
 
 
-def test_the_request_states_its_promise_or_the_parameters_do() -> None:
+def test_the_request_states_its_slo_or_the_parameters_do() -> None:
     policy = mooncake(ttft_slo_s=0.05)
     assert isinstance(policy.admit(Asked(), [System([Load()])], 0.0), Refuse)
     assert policy.admit(Asked(ttft_slo_s=1.0), [System([Load()])], 0.0) is ACCEPT

@@ -1,4 +1,4 @@
-"""ConServe: budgets that keep online promises, and checkpoints that bound what a preemption costs."""
+"""ConServe: budgets that meet online SLOs, and checkpoints that bound what a preemption costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIED = replace(SPEC, name="tried")
 BLOCK = 16
 
 
-def test_offline_work_fills_what_the_tightest_promise_leaves() -> None:
+def test_offline_work_fills_what_the_tightest_slo_leaves() -> None:
     options = HarnessOptions(num_blocks=400, latency=AffineModel(0.01, 0.0001))
     harness = Harness("priority", "round_robin", ("conserve", {"offline_step_s": 0.06004}), options)
     harness.submit("offline", 2000, 50, priority=1)

@@ -173,7 +173,7 @@ def test_the_assumed_step_time_counts_until_steps_have_ended_and_no_longer() -> 
     assert -policy.key(request, 0.0) == pytest.approx((200 + 8 * 100) / (100 * 0.05))
 
 
-def test_calls_of_a_program_with_a_promised_end_count_together() -> None:
+def test_calls_of_a_program_with_a_deadline_count_together() -> None:
     program = SimpleHashable(deadline_at=5.0, arrived_at=0.0)
     policy = jitserve()
     calls: list[Any] = [Call(length=50.0, program=program), Call(length=300.0, program=program)]
@@ -237,7 +237,7 @@ def test_a_cached_prefix_leaves_less_to_compute_before_the_first_token() -> None
     for ttft_slo_s, is_kept in ((0.052, True), (0.051, False)):
         asked: Any = Request(512, ttft_slo_s=ttft_slo_s, tpot_slo_s=0.1)
         tiers = Tiers(TierConfig(tiers_s=(0.1,)), context(latency=AffineModel(0.0, 0.0001), num_blocks=1000))
-        assert tiers.keeps(asked, busy[0], 0, 0.0, has_promises=True) is is_kept
+        assert tiers.keeps(asked, busy[0], 0, 0.0, is_attainable=True) is is_kept
 
 
 def test_a_peak_that_fills_memory_to_the_last_token_fits() -> None:
@@ -245,7 +245,7 @@ def test_a_peak_that_fills_memory_to_the_last_token_fits() -> None:
     asked: Any = Request(100)
     sizes = {10: True, 9: False}  # blocks of 16 tokens, for a prompt of 100 and an output of 60
     views = replicas(num_blocks=list(sizes))
-    assert [tiers.keeps(asked, one, 0, 0.0, has_promises=False) for one in views] == list(sizes.values())
+    assert [tiers.keeps(asked, one, 0, 0.0, is_attainable=False) for one in views] == list(sizes.values())
 
 
 def test_a_replica_without_requests_is_idle_again_and_who_waits_is_pulled() -> None:

@@ -1,4 +1,4 @@
-"""Shares of tenants in every window, as VTC, deficit round robin and the control promise them."""
+"""Shares of tenants in every window, as VTC, deficit round robin and the control guarantee them."""
 
 from __future__ import annotations
 

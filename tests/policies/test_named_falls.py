@@ -24,8 +24,8 @@ def workload(seed: int) -> list[RequestSpec]:
     specs, at = [], 0.0
     for index in range(70):
         at += stream.expovariate(25.0)
-        promises: dict[str, float] = {"ttft_slo_s": stream.choice([0.1, 0.4, 1.5])} if stream.random() < 0.8 else {}
-        specs.append(RequestSpec(f"r{index}", at, stream.randint(5, 150), stream.randint(1, 30), **promises))
+        slos: dict[str, float] = {"ttft_slo_s": stream.choice([0.1, 0.4, 1.5])} if stream.random() < 0.8 else {}
+        specs.append(RequestSpec(f"r{index}", at, stream.randint(5, 150), stream.randint(1, 30), **slos))
     return specs
 
 

@@ -71,7 +71,7 @@ def test_deadline_parameters() -> None:
         ({"deadline_at": 9.0}, 0.001),
     ],
 )
-def test_own_promises_replace_the_formula_when_asked_for(facts: dict[str, float], relative_s: float) -> None:
+def test_own_slos_replace_the_formula_when_asked_for(facts: dict[str, float], relative_s: float) -> None:
     one = request(1000, arrived_at=10.0, **facts)
     own = EdfConfig(use_request_deadlines=True)
     assert Edf(own, LinearPrefill()).key(one, 0.0) == pytest.approx(10.0 + relative_s)
@@ -114,7 +114,7 @@ def test_slack_is_the_line_that_it_claims_to_be(prompt: int, computed: int, arri
 
 
 def harness_with_slack() -> Harness:
-    """LRS where only promises matter: a step takes next to no time."""
+    """LRS where only deadlines matter: a step takes next to no time."""
     options = HarnessOptions(max_batch_size=1, latency=AffineModel(base_s=1e-9))
     return Harness(("lrs", {"use_request_deadlines": True}), "round_robin", "fixed_chunk", options)
 

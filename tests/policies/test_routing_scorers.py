@@ -245,7 +245,7 @@ def latency(given: dict[int, tuple[float, float, float, int]], count: int, **par
     return scores("latency-scorer", replicas(num_waiting=[0] * count), producers=producers, **params)
 
 
-def test_headroom_of_those_that_keep_their_promises() -> None:
+def test_headroom_of_those_that_meet_their_slos() -> None:
     kept = {0: (100.0, 20.0, 50.0, 0), 1: (30.0, 5.0, 120.0, 0)}
     assert latency(kept, 2) == close(0.01, 1.01)
     assert latency(kept, 2, headroom_selection_strategy="most") == close(1.01, 0.01)
@@ -299,7 +299,7 @@ def test_predictions_follow_the_latency_model() -> None:
     assert for_busy.tpot_s > for_idle.tpot_s > 0
     assert (for_idle.num_dispatched, for_busy.num_dispatched) == (0, 3)
     assert for_idle.is_met
-    assert not predictor.latencies(Request(100), [idle], 0.0)[0].is_met, "no promise: headroom is minus the prediction"
+    assert not predictor.latencies(Request(100), [idle], 0.0)[0].is_met, "no SLO: headroom is minus the prediction"
 
 
 # Any attribute

@@ -22,10 +22,10 @@ from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
     EngineLoad,
+    LatencySlos,
     PlannerRules,
     PoolRules,
     PoolState,
-    Promises,
     Traffic,
 )
 from vajra_policies.scaling.pool_load import by_prompts, by_thresholds
@@ -343,10 +343,10 @@ def test_the_planner_decides_on_prompts_and_decodes_together() -> None:
 
 
 @pytest.mark.parametrize(("itl_s", "num_decodes"), [(0.02, 8), (0.021, 8), (0.019, 1)])
-def test_the_largest_batch_keeps_its_promise_to_the_letter(itl_s: float, num_decodes: int) -> None:
+def test_the_largest_batch_meets_its_slo_to_the_letter(itl_s: float, num_decodes: int) -> None:
     options = HarnessOptions(latency=ConstantModel(0.02), max_batch_size=8, num_blocks=1000, max_model_len=10_000)
     context = Harness("fcfs", "round_robin", "fixed_chunk", options).context
-    model = EnginePredictions(context, Promises(ttft_s=1.0, itl_s=itl_s, sensitivity=1.0), 100.0)
+    model = EnginePredictions(context, LatencySlos(ttft_s=1.0, itl_s=itl_s, sensitivity=1.0), 100.0)
     rate = model.requests_per_s(PoolRole.DECODE, Traffic(1.0, 100.0, 10.0))
     assert rate == pytest.approx(num_decodes / (10 * 0.02))
 
@@ -378,7 +378,7 @@ class OneLatency:
 def test_a_mixed_pool_goes_down_as_far_as_throughput_lets_it(
     seconds: float, floor: int, counts: tuple[int, ...] | None, reason: str
 ) -> None:
-    rules = PlannerRules("sla", Promises(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
+    rules = PlannerRules("sla", LatencySlos(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
     pool = PoolState(PoolRules(PoolRole.MIXED), 3, [EngineLoad(num_decodes=1)] * 3, floor=floor)
     decided = decide_by_load(rules, [pool], OneLatency(seconds))
     assert (decided.counts, decided.reason) == (counts, reason)
@@ -386,7 +386,7 @@ def test_a_mixed_pool_goes_down_as_far_as_throughput_lets_it(
 
 @pytest.mark.parametrize("floors", [(3, 2), (2, 3)])
 def test_each_of_two_pools_goes_down_as_far_as_throughput_lets_it(floors: tuple[int, int]) -> None:
-    rules = PlannerRules("sla", Promises(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
+    rules = PlannerRules("sla", LatencySlos(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
     pools = [
         PoolState(PoolRules(role), 3, [EngineLoad(num_decodes=1)] * 3, floor=floor)
         for role, floor in zip((PoolRole.PREFILL, PoolRole.DECODE), floors, strict=True)
@@ -397,7 +397,7 @@ def test_each_of_two_pools_goes_down_as_far_as_throughput_lets_it(floors: tuple[
 @pytest.mark.parametrize("role", [PoolRole.PREFILL, PoolRole.MIXED])
 def test_what_decodes_beside_prompts_counts_where_one_pool_does_both(role: PoolRole) -> None:
     model = OneLatency(0.001)
-    by_prompts([EngineLoad()] * 3, model, Promises(1.0, 1.0, 1.0), (3, 1), role)
+    by_prompts([EngineLoad()] * 3, model, LatencySlos(1.0, 1.0, 1.0), (3, 1), role)
     assert set(model.kv_scales) == ({None, 1.5} if role is PoolRole.MIXED else {None})
 
 
@@ -417,7 +417,7 @@ class OneRate(OneLatency):
     ],
 )
 def test_throughput_decides_on_two_pools_together(rate: float, by_load: bool, expected: Any) -> None:
-    rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=by_load, scales_by_throughput=True)
+    rules = PlannerRules("sla", LatencySlos(1.0, 1.0, 1.0), scales_by_load=by_load, scales_by_throughput=True)
     pools = [PoolState(PoolRules(role), 3, [EngineLoad()] * 3) for role in (PoolRole.PREFILL, PoolRole.DECODE)]
     decided = decide_by_throughput(rules, pools, Traffic(rate, 100.0, 10.0), OneRate(0.1))
     assert decided.requests_per_s == (10.0, 10.0)
@@ -425,7 +425,9 @@ def test_throughput_decides_on_two_pools_together(rate: float, by_load: bool, ex
 
 
 def test_pools_below_their_fewest_replicas_get_what_throughput_needs_of_each() -> None:
-    rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=False, scales_by_throughput=True, max_change=2)
+    rules = PlannerRules(
+        "sla", LatencySlos(1.0, 1.0, 1.0), scales_by_load=False, scales_by_throughput=True, max_change=2
+    )
     pools = [
         PoolState(PoolRules(role, least=least), ready, [EngineLoad()] * ready)
         for role, least, ready in ((PoolRole.PREFILL, 2, 1), (PoolRole.DECODE, 1, 3))

@@ -51,7 +51,7 @@ def test_alpha_mixes_deadline_and_length(alpha_s: float, order: list[str]) -> No
     assert first_served(("qoserve", {"alpha_s": alpha_s}), requests) == order
 
 
-def test_a_promised_end_leaves_time_for_the_expected_output() -> None:
+def test_a_deadline_leaves_time_for_the_expected_output() -> None:
     requests = {"end": {"prompt": 10, "deadline_s": 10.0}, "first": {"prompt": 10, "ttft_slo_s": 6.0}}
     assert first_served(("qoserve", {"expected_output_tokens": 15, "batch_tbt_s": 0.4}), dict(requests)) == [
         "end",
@@ -314,7 +314,7 @@ def test_an_offline_request_alone_is_served_whatever_the_budget() -> None:
 # SCORPIO
 
 
-def test_decodes_run_as_often_as_their_promises_need_exactly() -> None:
+def test_decodes_run_as_often_as_their_slos_need_exactly() -> None:
     one = Harness("fcfs", "round_robin", "scorpio", HarnessOptions(num_blocks=400))
     for name, tpot_s in (("tight", 0.025), ("middle", 0.05), ("third", 0.075), ("loose", 0.1)):
         one.submit(name, 10, 61, tpot_slo_s=tpot_s)

@@ -1,4 +1,4 @@
-"""What `KvMemory` promises, of every kind of memory."""
+"""The contract of `KvMemory`, for every kind of memory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_newest_token_and_the_next_ones_deadline_also_after_giving_way() -> 
     assert any(harness.request(f"r{index}").num_preemptions for index in range(5))
 
 
-def test_without_promises_nothing_is_due() -> None:
+def test_without_slos_nothing_is_due() -> None:
     harness = Harness(ByArrival(), InTurn(), PlainChunks(), OPTIONS)
     harness.submit("a", 4, 3)
     assert (harness.request("a").last_token_at, harness.request("a").next_token_due_at) == (None, None)
@@ -83,8 +83,8 @@ def test_the_newest_token_is_known_while_steps_run_ahead() -> None:
     assert all(seen[True][1:])
 
 
-@pytest.mark.parametrize(("promised_s", "attained"), [(0.02, 1.0), (0.005, 0.0)])
-def test_the_promise_is_judged(tmp_path: Any, promised_s: float, attained: float) -> None:
+@pytest.mark.parametrize(("slo_s", "attained"), [(0.02, 1.0), (0.005, 0.0)])
+def test_the_slo_is_judged(tmp_path: Any, slo_s: float, attained: float) -> None:
     experiment = {
         "version": 1,
         "scheduling": {
@@ -98,7 +98,7 @@ def test_the_promise_is_judged(tmp_path: Any, promised_s: float, attained: float
             "num_requests": 12,
             "prompt_tokens": {"type": "constant", "value": 40},
             "output_tokens": {"type": "constant", "value": 6},
-            "slo_classes": [{"name": "chat", "tbt_slo_s": promised_s}],
+            "slo_classes": [{"name": "chat", "tbt_slo_s": slo_s}],
         },
         "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
         "replica": {"max_model_len": 4096, "memory": {"num_blocks": 400}},
@@ -106,4 +106,4 @@ def test_the_promise_is_judged(tmp_path: Any, promised_s: float, attained: float
     run = vajra.run(vajra.load(experiment), folder=tmp_path / "run")
     assert run.summary.value("overall.slo.tbt.attainment_fraction") == attained
     assert run.summary.value("overall.slo.overall.attainment_fraction") == attained
-    assert set(run.requests_frame("tbt_slo_s").tbt_slo_s) == {promised_s}
+    assert set(run.requests_frame("tbt_slo_s").tbt_slo_s) == {slo_s}

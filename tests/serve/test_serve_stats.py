@@ -130,21 +130,21 @@ def test_preemptions_are_counted_and_waiting_again_is_no_queueing() -> None:
     ],
     ids=["ttft", "tpot", "tbt", "deadline"],
 )
-def test_a_promise_is_broken_or_kept_by_class(
+def test_an_slo_is_missed_or_met_by_class(
     kept: dict[str, float], broken: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     stats, _ = served(
         [
             RequestSpec("kept", 0.0, 10, 5, slo_class="gold", **kept),  # type: ignore[arg-type]
             RequestSpec("broken", 1.0, 10, 5, slo_class="iron", **broken),  # type: ignore[arg-type]
-            RequestSpec("nothing promised", 2.0, 10, 5),
+            RequestSpec("no SLO", 2.0, 10, 5),
         ]
     )
     counts = {key: count for key, count in stats.sets["harness"].violations.items() if count}
     assert counts == {(request.node.callspec.id, "iron"): 1}
 
 
-def test_an_answer_of_one_token_breaks_no_promise_about_those_after_it() -> None:
+def test_an_answer_of_one_token_violates_no_slo_about_those_after_it() -> None:
     stats, _ = served([RequestSpec("r", 0.0, 10, 1, tpot_slo_s=1e-9, tbt_slo_s=1e-9)])
     assert not any(stats.sets["harness"].violations.values())
 

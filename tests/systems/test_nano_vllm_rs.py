@@ -1,4 +1,4 @@
-"""What the Rust nano-vllm's document promises and its code does not do."""
+"""What the Rust nano-vllm's document describes and its code does not do."""
 
 from __future__ import annotations
 

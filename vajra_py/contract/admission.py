@@ -12,19 +12,19 @@ from vajra_py.contract.views import PoolView, ReplicasetView
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Accept the request; fields that are set degrade it."""
+    """Decision to accept the request; each field that is set changes the request."""
 
     max_tokens: int | None = None
     """New limit on output tokens, if below the request's own; None keeps its limit."""
     slo_class: str | None = None
     """New SLO class; None keeps the request's class."""
     replicaset: str | None = None
-    """Replicaset to serve it, instead of the one chosen by `select`; None keeps that one."""
+    """Replicaset to serve it, instead of the one chosen by `select`; None keeps the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Refuse the request; counted separately from requests that can never run and from full queues."""
+    """Decision to refuse the request; not counted as a request that can never run, or that found a full queue."""
 
     reason: str
     retry_after_s: float | None = None
@@ -33,17 +33,17 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Decide again later; the request waits outside every queue meanwhile, and may expire."""
+    """Decision to decide again later; the request waits outside every queue meanwhile, and may expire."""
 
     until: float | None = None
     """Time of the next decision, seconds on the run's clock; None: when the policy is woken or any request ends."""
     reason: str = ""
     """Reason shown in tables and reports."""
     holds_rest: bool = False
-    """True if requests of its replicaset that come after it (by priority, then submission) wait as long as it does.
+    """True if deferred requests that come after this one wait as long as it does.
 
-    After a change, the policy is then called for the first of them alone, instead of for each. Without effect if `until`
-    is set.
+    These are the requests of its replicaset that follow it by priority, then submission. After a change, the policy is
+    called for them only if it no longer defers this request. No effect if `until` is set.
     """
 
 
@@ -55,14 +55,13 @@ ACCEPT = Accept()
 class AdmissionPolicy(Protocol):
     """Accepts, refuses or defers requests.
 
-    One instance serves the whole system; without one, all requests are accepted.
-
-    It may listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused
-    without calling it.
+    One instance serves the whole system; without an admission policy, all requests are accepted. An admission policy
+    may listen to requests and set wake-ups, like policies of the layers. Requests that can never run are refused
+    without a call.
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Decide on an arriving or deferred request at `now` (seconds); `replicasets` are in the order of the file."""
+        """Return the decision on an arriving or deferred request; `replicasets` are in the order of the file."""
 
 
 @runtime_checkable

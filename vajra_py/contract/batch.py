@@ -82,12 +82,13 @@ class BatchBuilder(Protocol):
         """Return True if the request is in the batch."""
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
-        """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.
+        """Compute the next `num_tokens` (at least 1, at most the remaining tokens) of the request in this step.
 
-        A waiting request is admitted by this call: its cached prefix is attached first, blocks are taken for
-        `reserve_tokens` leading tokens (default: the whole known sequence or just the tokens of this step, by the replica's
-        reservation option), and `num_tokens` counts from the end of the cached prefix. A swapped request
-        is brought back. A running request grows as needed, or to `reserve_tokens` if these are more.
+        Returns None if the request was added. A waiting request is admitted by this call: its cached prefix is attached
+        first, blocks are taken for `reserve_tokens` leading tokens (by default, depending on the replica's reservation
+        option, for the whole known sequence or for the tokens of this step), and `num_tokens` counts from the end of
+        the cached prefix. A swapped request is swapped in. A running request gets the blocks that this step needs, or
+        those for `reserve_tokens` leading tokens if that is more.
         """
 
     def add_decodes(self) -> DecodeStop | None:
@@ -120,7 +121,7 @@ class BatchBuilder(Protocol):
         """
 
     def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:
-        """Verify at most `num_tokens` drafts of a decode if it is added to this step, instead of `replica.draft.num_tokens`.
+        """Limit the drafts that this step verifies for a decode to `num_tokens`, instead of `replica.draft.num_tokens`.
 
         Drafts are query tokens of the decode's own entry, whichever call adds it, and use token budget and blocks.
         Fewer are verified if fewer were proposed, or if budget or lengths leave no room; if blocks are lacking, adding
@@ -159,15 +160,15 @@ class BatchBuilder(Protocol):
         """Return the prefix hit of a waiting request in tokens; at least one token is always left to compute.
 
         0 for a running or swapped request, and without a prefix cache. For a request that came from another replica
-        with its KV, the tokens of that KV.
+        with its KV, the number of tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Includes idle cached blocks of its prefix hit, but not blocks that it holds or that other requests hold too.
-        With `in_steps`, several steps compute the tokens, so blocks that leave the model's sliding windows by then are
-        not counted.
+        Includes idle cached blocks of its prefix hit, but neither blocks that it holds already nor blocks of its prefix
+        hit that other requests hold. With `in_steps`, several steps compute the tokens, so blocks that leave the
+        model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class PolicyConfig(BaseModel):
-    """Base of every policy's parameters: frozen, without extra keys, with validated defaults. Put units into names."""
+    """Base of every policy's parameters: frozen, without extra keys, with validated defaults.
+
+    Names of parameters include the unit, such as `timeout_s`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
@@ -49,7 +52,7 @@ def emit_nothing(name: str, value: float, now: float, request: RequestView | Non
 
 
 class WakeUps(Protocol):
-    """Wakes the policy at times that it sets: for batching windows, periodic rebalancing, planners.
+    """Wakes the policy at times that it sets, such as for batching windows, periodic rebalancing or planning.
 
     All other events of the same tick happen first. Then `on_wake` is called if the policy has it (`HandlesWakes`), and
     steps are formed: for a replica scheduler on its replica unless a step is in flight, for policies of other layers on
@@ -67,7 +70,7 @@ class WakeUps(Protocol):
 
 
 class NoWakeUps:
-    """The default of `PolicyContext.wake`: outside a run no policy is woken."""
+    """Default of `PolicyContext.wake`; outside a run, no policy is woken."""
 
     def at(self, time_s: float, key: str = "") -> None:
         """Do nothing."""
@@ -80,7 +83,10 @@ class BuildRoutingPart(Protocol):
     """Builds parts of composable routers."""
 
     def __call__(self, choice: RoutingPartChoice, context: RoutingContext) -> Any:
-        """Build the installed part that `choice` names, from its validated parameters. Raises like building a policy."""
+        """Build the installed part that `choice` names, from its validated parameters.
+
+        Raises the errors of building a policy.
+        """
 
 
 def no_routing_parts(choice: RoutingPartChoice, context: RoutingContext) -> Any:
@@ -94,7 +100,7 @@ T = TypeVar("T")
 class SharedState:
     """Objects shared by the policies of one replicaset, one of each kind, such as counters of tenants or a prefix tree.
 
-    An object is created on first use. Replicasets do not share objects. A policy that replaces another one gets the
+    An object is created on first use. Replicasets do not share objects. A policy that replaces another policy gets the
     same objects.
     """
 
@@ -102,7 +108,7 @@ class SharedState:
         self._objects: dict[Callable[[], Any], Any] = {}
 
     def get(self, kind: Callable[[], T]) -> T:
-        """Return the replicaset's object of this kind; `kind` (class or function) is called to create it on first use."""
+        """Return the replicaset's object of this kind, created by `kind` (a class or function) on first use."""
         if kind not in self._objects:
             self._objects[kind] = kind()
         made: T = self._objects[kind]
@@ -120,10 +126,10 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Services for one policy object. Policies of one replicaset share all services except `emit`.
+    """Services for one policy object. `emit` and `wake` belong to this policy alone.
 
-    A replica scheduler gets limits and latency model of its replica; if replicas differ, the other layers get the
-    largest value of each limit.
+    A replica scheduler or retention policy gets limits and latency model of its replica; if replicas differ, other
+    policies get the largest value of each limit.
     """
 
     limits: ReplicaLimits
@@ -132,7 +138,7 @@ class PolicyContext:
     prefill_time: PrefillTime
     output_lengths: OutputLengthPredictor
     random_stream: Callable[[str], RandomStream]
-    """Returns the random stream of a name: equal names give equal numbers, independent of other streams."""
+    """Function that returns the random stream of a name; equal names give equal numbers, regardless of other streams."""
     shared: SharedState = field(default_factory=SharedState)
     """State that the policies of the replicaset share."""
     emit: EmitFigure = emit_nothing
@@ -140,4 +146,4 @@ class PolicyContext:
     wake: WakeUps = field(default_factory=NoWakeUps)
     """Wakes the policy at a time."""
     build_part: BuildRoutingPart = no_routing_parts
-    """Builds the routing parts that a composable router's parameters name."""
+    """Function that builds a routing part named in the parameters of a composable router."""

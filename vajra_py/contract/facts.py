@@ -16,7 +16,7 @@ __all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
 
 
 class FactKind(Enum):
-    """Kind of a fact's values, which determines their representation in every format."""
+    """Kind of a fact's values, which determines how every format represents them."""
 
     TEXT = "text"
     """A string; empty if the client states nothing."""
@@ -139,7 +139,7 @@ class StatedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact with name, type and default; further fields are those of `FactInfo`, with defaults filled in."""
+    """One fact: its name, type and default, and the fields of its `FactInfo` with defaults filled in."""
 
     name: str
     kind: FactKind

@@ -35,8 +35,8 @@ def fill(
     """Form a step: every decode, preempting for blocks as needed, then partial prefills and waiting prompts by urgency.
 
     A decode that lacks a block preempts the least urgent partial prefill, or if there is none the least urgent decode,
-    which may be itself. If the host has no room for swapping, the victim is recomputed. Prompts come from two sources,
-    partial prefills and waiting requests; the more urgent head is taken first, and a partial prefill wins ties. A
+    which may be the decode itself. If the host has no room for swapping, the victim is recomputed. Prompts come from
+    two queues, partial prefills and waiting requests; the more urgent head is next, and a partial prefill wins ties. A
     prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this step. A
     prompt's memory is reserved according to the replica's reservation option.
 
@@ -52,7 +52,7 @@ def fill(
 
 
 def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: PreemptionMode) -> None:
-    """Add every decode to the batch, with preemption for decodes that lack a block; stops when the batch is full."""
+    """Add every decode to the batch until it is full; preempt requests if a decode lacks a block."""
     while (stop := batch.add_decodes()) is not None:
         if stop.refusal not in (Refusal.KV_BLOCKS, Refusal.GROUP_BUSY):
             return
@@ -72,9 +72,9 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     """Add prompts by urgency until the batch is full or the rule returns None.
 
     After `MAX_SKIPPED` skipped prompts, or without a free block, no further prompt is admitted; partial prefills still
-    continue, since they release their memory only when they are done. Returns False if one of them lacked blocks.
+    continue, since they release their memory only when they are done. Returns False if a partial prefill lacked blocks.
     """
-    has_looked = not replica.num_waiting  # reads the queue as late as possible: cheapest once its head has left
+    has_looked = not replica.num_waiting  # reading the queue is cheapest after its head was admitted, so read late
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
@@ -116,7 +116,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
 
 
 def _give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:
-    """Preempt the victim in the given mode, by recompute if the host is full; return False if neither is possible."""
+    """Preempt the victim in the given mode, or else by recompute; return False if both are refused."""
     return batch.preempt(victim, mode) is None or batch.preempt(victim) is None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vajra_py.contract.requests import RequestView
 
 _NUM_KEPT = 1024
-"""Number of latest names kept; a queue that has missed more of them re-reads all its keys."""
+"""Minimum number of latest names that are kept; a queue that has missed older names re-reads all its keys."""
 
 
 class _Fallen:
@@ -36,7 +36,7 @@ class _Fallen:
 
 
 class FallenGroups(_Fallen):
-    """Groups whose keys have fallen; each prioritizer adds to a list of its own.
+    """List of groups whose keys have fallen; each prioritizer has its own list.
 
     Only the latest names are stored. Adding a group is cheap, and harmless if its key has not fallen or if none of its
     requests waits.
@@ -50,7 +50,7 @@ class FallenGroups(_Fallen):
 
 
 class FallenRequests(_Fallen):
-    """Requests whose keys have fallen; each prioritizer adds to a list of its own.
+    """List of requests whose keys have fallen; each prioritizer has its own list.
 
     Only the latest names are stored. Adding a request is cheap, and harmless if its key has not fallen or if it does
     not wait.

@@ -1,4 +1,4 @@
-"""Hooks by which a plug-in package registers its parts: called once, at start-up, never per step.
+"""Hooks by which a plug-in package registers its parts; they are never called per step.
 
 A package declares an entry point in the group ``vajra`` that names a module (or object) with hook implementations::
 
@@ -114,7 +114,7 @@ class RetentionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
-    """True if blocks are always evicted in the order of becoming idle, so that a list replaces a search tree."""
+    """True if blocks are always evicted in the order in which they became idle; a list then replaces a search tree."""
     advice: str = ""
     """Advice in two sentences: `Use it where …. Not where …`."""
 
@@ -151,8 +151,8 @@ class Preset:
     replica: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `replica:` in YAML: batch limits, memory and prefix-cache options."""
     replicaset: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of a replicaset in YAML: `pools`, `hand_off`, `links`. A file's `num_replicas` is divided among the pools in the
-    proportion of their own numbers."""
+    """Further keys of a replicaset in YAML: `pools`, `hand_off`, `links`. If a file sets `num_replicas`, this number is
+    divided among the pools in proportion to their numbers of replicas in the preset."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -174,9 +174,9 @@ class LatencyModelSpec:
 class OutputLengthSpec:
     """Makes an output-length predictor available by name.
 
-    `build` receives the parameters, a function that returns random streams by name, and the true output lengths in
-    tokens by request id, for every request whose length is known in advance (all in simulations and in experiments on
-    the engine, none on servers). Every predictor gets this mapping; a realistic one does not read it.
+    `build` receives the parameters, a function that returns random streams by name, and a mapping from request ids to
+    true output lengths in tokens. The mapping holds every request whose length is known in advance: all in simulations
+    and in experiments on the engine, none on servers. Realistic predictors do not read it.
     """
 
     name: str

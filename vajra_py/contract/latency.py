@@ -97,7 +97,7 @@ Origin: TypeAlias = Literal["given", "analytic", "measured", "calibrated", "reco
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Facts about a latency model besides step times: their origin and known error, and the memory and devices of a replica."""
+    """Description of a latency model: origin and known error of its step times, and memory and devices of a replica."""
 
     origin: Origin
     source: str
@@ -105,7 +105,8 @@ class ModelDescription:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
     num_fallback: int = 0
-    """Number of predictions so far outside the measured range, made by an analytic model; includes policies' calls."""
+    """Number of predictions so far that an analytic model made, since the batch was outside the measured range;
+    includes policies' calls."""
     filled_fraction: float = 0.0
     """Fraction of the predicted step time so far that is not based on measurements."""
     device: str | None = None
@@ -115,8 +116,8 @@ class ModelDescription:
     max_kv_groups: int | None = None
     """Largest number of KV-parallel groups for which the model predicts merging of attention; None: any number."""
     kv_blocks: Callable[[int, float], int] | None = None
-    """Function of (block size in tokens, fraction of device memory to use) that returns the KV blocks of one KV-parallel
-    group; None: unknown, so that `replica.memory.num_blocks` must be given."""
+    """Function of (block size in tokens, fraction of device memory to use) that returns the number of KV blocks of one
+    KV-parallel group; None: unknown, so that `replica.memory.num_blocks` must be given."""
     kv_bytes_per_token: int = 0
     """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
     max_model_len: int | None = None

@@ -37,8 +37,8 @@ class ScheduledChunk:
     num_computed_before: int
     """Number of tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
     kind: str
-    """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it arrived with its
-    KV).
+    """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (admission of a
+    request that arrived with its KV).
     """
 
 
@@ -77,12 +77,13 @@ class StepEnd:
     num_waiting: int
     num_running: int
     num_preempted: int
-    """Free blocks, waiting and running requests right after the step was formed, and how many were preempted for it."""
+    """Number of requests preempted for the step. `free_blocks`, `num_waiting` and `num_running` count right after the
+    step was formed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps of the same decodes; every sequence has one entry per step."""
+    """Consecutive steps that computed the same decodes and nothing else; every sequence has one entry per step."""
 
     replicaset: str
     replica_id: ReplicaId
@@ -115,7 +116,7 @@ class PolicySwap:
 
 @dataclass(frozen=True, slots=True)
 class TierTransfer:
-    """Transfer of cached content from one memory tier of a replica to another; "device" is one of them."""
+    """Transfer of cached content from one memory tier of a replica to another; the device is the tier "device"."""
 
     replicaset: str
     replica_id: ReplicaId
@@ -131,9 +132,9 @@ class PinEnd(Enum):
     """Reason that a pin ended."""
 
     RELEASED = "released"
-    """A policy ended it."""
+    """A policy ended the pin."""
     EXPIRED = "expired"
-    """Its time was over."""
+    """The pin's time was over."""
     FORCED = "forced"
     """The replica could run no request while pins held blocks."""
 
@@ -153,81 +154,84 @@ class Observer:
     wants_step_ends: bool = True
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """A request was submitted; one that cannot be accepted ends at once (`on_ended`)."""
+        """Called after a request was submitted; if it cannot be accepted, it ends at once (`on_ended`)."""
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
-        """The admission policy degraded, refused or deferred a request, or accepted one that it had deferred.
+        """Called after the admission policy degraded, refused or deferred a request, or accepted a deferred one.
 
-        There is no call for a request that is accepted unchanged on arrival.
+        Not called for a request that is accepted unchanged on arrival.
         """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
-        """A request was bound to a replica's queue, or left in the shared queue (None)."""
+        """Called after a request was put into a replica's queue, or into the shared queue (`replica_id` is None)."""
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request was admitted (or readmitted); its first chunk is in the step being formed."""
+        """Called after a request was admitted or readmitted; its first chunk is in the step being formed."""
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """A running request lost its memory or was swapped out."""
+        """Called after a running request lost its memory or was swapped out."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request with computed prompt leaves this replica, which holds its KV until the target has received it."""
+        """Called when a request with computed prompt leaves a replica, which holds its KV until the target has it."""
 
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them.
+        """Called when the transfer of a request's KV, `num_tokens` tokens, to reserved blocks of the target begins.
 
-        With `hand_off.overlap`, called when the prompt's computation begins, and again if the request leaves with fewer
-        tokens, with their number.
+        With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
+        the request leaves with fewer tokens.
         """
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """A transfer of KV is complete, or has failed for the reason `failure` (empty if it is complete)."""
+        """Called after a transfer of KV has completed (`failure` is empty), or has failed for the reason `failure`."""
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The target has the KV of a request, which waits there to run."""
+        """Called when the target has the KV of a request, which now waits there to run."""
 
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The source of a request has given back the blocks that it held for it."""
+        """Called after the source of a request has released the blocks that it held for the request."""
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request that was held to leave its replica continues there after all."""
+        """Called when a request that was to leave its replica (`on_held`) continues on this replica after all."""
 
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """A waiting request goes from one queue to another (None: the shared one), by the replicaset scheduler's decision."""
+        """Called when the replicaset scheduler moves a waiting request to another queue (None: the shared queue)."""
 
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request is to go to another replica while it continues to compute, by the replicaset scheduler's decision."""
+        """Called when the replicaset scheduler starts to move a running request, which continues to compute."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request does not move after all; it continues at its source, unless it has ended or was preempted."""
+        """Called when a running request does not move after all.
+
+        It continues at its source, unless it has ended or was preempted.
+        """
 
     def on_first_token(self, request: RequestView, now: float) -> None:
-        """A request's client saw its first token."""
+        """Called when the client of a request receives its first token."""
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """A request has ended; `detail` explains the reason."""
+        """Called after a request has ended; `detail` explains the reason."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended, for its `end_reason`."""
+        """Called after a program has ended (`ProgramView.end_reason`)."""
 
     def on_step_begin(self, step: StepRecord) -> None:
-        """A step was formed; only with `wants_steps`."""
+        """Called after a step was formed, if `wants_steps` is set."""
 
     def on_step_end(self, step: StepEnd) -> None:
-        """A step has completed."""
+        """Called after a step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Several steps of the same decodes have completed; by default `on_step_end` is called for each."""
+        """Called after several steps of the same decodes have completed; by default, call `on_step_end` for each."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)
@@ -251,46 +255,55 @@ class Observer:
             context += run.num_decodes
 
     def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
-        """A policy was replaced by another one."""
+        """Called after a policy was replaced by another one."""
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """A policy broke the contract: its replicaset's requests end; new ones are refused until a policy is swapped."""
+        """Called when a policy has violated the contract.
+
+        The requests of its replicaset end, and new ones are refused until a policy is swapped.
+        """
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """A replica failed; its running requests end, or are recomputed elsewhere (`on_requeued`)."""
+        """Called after a replica failed; its running requests end, or are recomputed elsewhere (`on_requeued`)."""
 
     def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
-        """A replica of a replicaset with a scaler changed its state; also called at the start of the run for each."""
+        """Called after a replica of a replicaset with a scaler changed its state, and for each replica at the start."""
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request's replica failed; it waits to be recomputed and keeps its tokens so far."""
+        """Called when a request whose replica failed waits to be recomputed; it keeps the tokens generated so far."""
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
-        """A replica that had failed computes again; its memory is empty."""
+        """Called when a replica that had failed computes again; its memory is empty."""
 
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """A replica's KV memory was reset on demand; its running `requests` wait to be recomputed (no preemption)."""
+        """Called after a replica's KV memory was reset on demand.
+
+        `requests` were running and wait to be recomputed; this does not count as preemption.
+        """
 
     def on_pinned(
         self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
     ) -> None:
-        """The cached content of a request was pinned under a name; an earlier pin of the name has ended."""
+        """Called after a request's cached content was pinned under `name`; an earlier pin of this name has ended."""
 
     def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
-        """A pin has ended."""
+        """Called after a pin has ended."""
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
-        """A cached block is about to be evicted by the choice of a retention policy; not called for the default one."""
+        """Called before a cached block chosen by a retention policy is evicted; not called with default eviction."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """The prefix of a waiting request was loaded in `load_s` seconds; `num_tokens` counts tokens by source tier."""
+        """Called after the prefix of a waiting request was loaded from memory tiers, which took `load_s` seconds.
+
+        `num_tokens` holds the number of loaded tokens by source tier.
+        """
 
     def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
-        """A transfer of a replica's cached content between two memory tiers has ended."""
+        """Called after a transfer of a replica's cached content between two memory tiers has ended."""
 
     def on_run_end(self, now: float) -> None:
-        """The run has ended; no further callback follows."""
+        """Called at the end of the run, after all other callbacks."""

@@ -28,23 +28,27 @@ class Layer(Enum):
 
 
 class KeyMotion(Enum):
-    """Volatility of a request's key while it waits. Queues are exact and cheap only if the declaration is correct."""
+    """Volatility of a waiting request's key. Queues are exact and cheap only if the declaration is correct."""
 
     STATIC = "static"
     """Fixed when the request arrives."""
     PROGRESS = "progress"
-    """Changes only when the request itself computes, generates or is preempted; re-read at those moments."""
+    """Changes only when the request itself computes or generates tokens or is preempted; re-read at those times."""
     TIME_LINEAR = "time_linear"
-    """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
-    NAMED_FALLS = "named_falls"
-    """May rise at any time, but falls only if the policy reports it (`NamesFalls`); order is exact at every time.
+    """Is intercept + slope * now (`TimeLinearPrioritizer.line`) until the request's next progress or preemption.
 
-    A key is re-read when its request would be next, so rises need not be reported.
+    The order is exact at every time.
+    """
+    NAMED_FALLS = "named_falls"
+    """May rise at any time, but falls only if the policy reports it (`NamesFalls`). The order is exact at every time.
+
+    A key is re-read before its request is selected as the next one, so rises need not be reported.
     """
     PREFIX_HITS = "prefix_hits"
     """Changes with the request's own progress, with its `prefix_hit_tokens`, and at times that `falls_at` returns.
 
-    Read at every step where one of these has changed, and in groups after each admission and preemption too.
+    Re-read at every step at which one of these has changed; with `GroupsRequests`, also after each admission and
+    preemption.
     """
     ARBITRARY = "arbitrary"
     """May change at any time; re-read for every waiting request at every step."""
@@ -58,7 +62,10 @@ class KeyMotion(Enum):
 
 @runtime_checkable
 class RequestPrioritizer(Protocol):
-    """Ranks requests by urgency. One instance serves a whole replicaset; the same key orders admission and victims."""
+    """Ranks requests by urgency. One instance serves a whole replicaset.
+
+    The same key orders admission and the choice of victims for preemption.
+    """
 
     @property
     def key_motion(self) -> KeyMotion:
@@ -90,7 +97,9 @@ class NamesFalls(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class FallsWithTime(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may move with time alone."""
+    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may change without
+    events.
+    """
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
         """Return the earliest time at which the key may fall without an event, seconds on the run's clock; None: never.
@@ -160,9 +169,9 @@ class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica, which must be up, whose queue the arriving request joins (early binding).
+        """Return the id of the replica whose queue the arriving request joins (early binding); it must be up.
 
-        None leaves it in the shared queue, from which replicas pull (late binding).
+        None leaves the request in the shared queue, from which replicas pull (late binding).
         """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -177,17 +186,18 @@ class ReplicasetScheduler(Protocol):
 class PlacesAfterPrompt(Protocol):
     """Optional method of a replicaset scheduler for replicasets whose pools split prompts and decodes.
 
-    A scheduler without it needs no change: one instance assigns arrivals to prefill replicas, and a second one assigns
-    requests with computed prompts to decode replicas; each sees only its own replicas. With it, `assign` sees the
-    replicas of all pools, and may choose any of them.
+    Without this method, one instance of the scheduler assigns arrivals to prefill replicas, and a second instance
+    assigns requests with computed prompts to decode replicas; each instance sees only its own replicas. With this
+    method there is one instance, whose `assign` sees the replicas of all pools and may choose any of them.
     """
 
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica to continue a request after its prompt, or after a replica scheduler's hand-off.
+        """Return the id of the replica that continues a request after its prompt, or after `BatchBuilder.hand_off`.
 
-        None: it stays on its replica. While the chosen replica has no room for it, this is called again after changes.
+        None: the request continues on its present replica; on a prefill replica, it waits there, and the method is
+        called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica is full.
         """
 
 
@@ -207,18 +217,22 @@ class MovesRequests(Protocol):
     """Optional method of a replicaset scheduler that moves waiting and running requests between replicas."""
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Return the requests to move now. Running ones take their KV along, and continue to compute during the copy.
+        """Return the moves to make now. A running request continues to compute while its KV is copied to the target.
 
-        Called when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
+        Called when the scheduler is woken (`PolicyContext.wake`), and when a replica comes up, drains or is lost.
         """
 
 
 @runtime_checkable
 class ReplicaScheduler(Protocol):
-    """Selects the requests of each step with their token counts, and victims of preemption if memory is short."""
+    """Selects the requests of each step, their token counts, and the victims of preemption if memory is short."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Fill `batch`. An empty batch means that nothing can run until something changes."""
+        """Fill `batch`. If it stays empty, no step runs, and this is called again after the next event.
+
+        Requests may wait only if an event is still to come, such as the end of a step or `BatchBuilder.idle_until`;
+        otherwise an empty batch is a violation of the contract.
+        """
 
 
 @runtime_checkable
@@ -241,12 +255,12 @@ class RefusesRequests(Protocol):
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason why the request, or others because of it, might wait for ever; None if that cannot happen.
+        """Return the reason why the request might wait for ever, or make other requests do so; None if it cannot.
 
-        Called before the request is queued, for the schedulers of the replicas that are up, until one returns None; if
+        Called before the request is queued, for the scheduler of each replica that is up, until one returns None; if
         none does, the first reason is sent to the client. A preempted request must be able to resume, so consider its
-        largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend on load,
-        which would refuse requests that could be served later; use `BatchBuilder.drop` for requests that already wait.
+        largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend on load:
+        requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that already wait.
         """
 
 
@@ -255,9 +269,10 @@ class EvictsAdapters(Protocol):
     """Optional method of a replica scheduler that chooses the LoRA adapter to evict."""
 
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
-        """Return one of `idle`, the unused loaded adapters, least recently used first; by default the first is evicted.
+        """Return the name of the adapter to evict, one of `idle`.
 
-        Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is free.
+        `idle` lists the loaded adapters that no request uses, least recently used first; schedulers without this method
+        evict the first. Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is free.
         """
 
 
@@ -278,10 +293,10 @@ class SchedulerTraits:
     """
 
     repeats_decodes: frozenset[SteadyState] = frozenset()
-    """Situations in which a step of all decodes is followed by equal ones; for replica schedulers.
+    """Situations in which a step of all decodes is followed by equal steps; for replica schedulers.
 
-    After such a step every further one is equal, regardless of the time, until a request arrives (with
-    `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then computes these steps at once.
+    In these situations every further step is equal, regardless of the time, until a request arrives (with
+    `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then computes the equal steps at once.
     """
     reads_load: bool = True
     """False if `assign` reads only `replica_id` and `is_up` of the replicas; for replicaset schedulers.
@@ -291,11 +306,10 @@ class SchedulerTraits:
     needs_slack: bool = False
     """True if a replica scheduler requires slack: building it fails if the prioritizer lacks `PredictsSlack`."""
     is_work_conserving: bool = False
-    """True if no replica idles while there is work for it.
+    """True if no replica idles while there is work for it, as long as there are enough blocks.
 
-    For a replica scheduler: as long as there are enough blocks, steps follow each other until every request has ended.
-    For a replicaset scheduler: as long as there are enough blocks, no replica is idle while a request of the replicaset
-    waits.
+    For a replica scheduler: steps follow each other until every request has ended. For a replicaset scheduler: no
+    replica is idle while a request of the replicaset waits.
     """
 
 
@@ -310,14 +324,14 @@ def traits_of(policy: object) -> SchedulerTraits:
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A completed step, for listening policies. The requests' counters are already updated."""
+    """A completed step, for policies that listen. The requests' counters are already updated."""
 
     replica_id: ReplicaId
     step_index: int
-    """Steps that this replica had run before."""
+    """Number of steps that this replica had run before this one."""
     formed_at: float
     ended_at: float
-    """Time of its end, seconds on the run's clock."""
+    """End of the step, seconds on the run's clock."""
     requests: Sequence[RequestView]
     """Requests of the step, in batch order; some of them may have ended with it."""
     num_tokens: Sequence[int]
@@ -338,16 +352,17 @@ class EndedRun:
 
     replica_id: ReplicaId
     step_index: int
-    """Steps that this replica had run before the first."""
+    """Number of steps that this replica had run before the first of these."""
     formed_at: float
-    """Time at which the first step was formed, seconds on the run's clock; each further one when the last had ended."""
+    """Time at which the first step was formed, seconds on the run's clock; each further step was formed when the one
+    before it ended."""
     ended_at: Sequence[float]
     """End of each step, seconds on the run's clock."""
     requests: Sequence[RequestView]
-    """Requests of every step, in batch order; a step computed one token of each."""
+    """Requests of every step, in batch order; each step computed one token of each request."""
 
     def steps(self) -> Iterator[EndedStep]:
-        """Yield the steps one by one; the requests' counters are those after the last."""
+        """Yield the steps one by one; the requests' counters are those after the last step."""
         num_tokens, formed_at = (1,) * len(self.requests), self.formed_at
         for number, ended_at in enumerate(self.ended_at):
             index = self.step_index + number
@@ -364,34 +379,35 @@ class ListensToRequests(Protocol):
     """
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests have been accepted; they are not yet assigned or queued."""
+        """Called after requests were accepted, before they are assigned or queued."""
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A waiting request has been admitted or readmitted; called immediately, while the step is being formed."""
+        """Called immediately after a waiting request was admitted or readmitted, while the step is being formed."""
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
+        """Called after a running request lost its memory or was swapped out (`is_swapped`); it waits again."""
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """A request that was handed off or migrates has its KV at the target and waits there; `source` released it."""
+        """Called when the KV of a handed-off or migrating request is at `target`, where the request now waits.
+
+        `source` has released its copy.
+        """
 
     def on_step_end(self, step: EndedStep) -> None:
-        """A step of a replica is complete."""
+        """Called after a step of a replica is complete."""
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps of a replica are complete, for which `on_step_end` is not called.
+        """Called after repeated steps of a replica are complete, instead of `on_step_end` for each of them.
 
-        A run may be reported in several parts.
-
-        Steps of one replica are reported in order; simultaneous steps of other replicas may be reported before or
-        after.
+        A run may be reported in several parts. Steps of one replica are reported in order; the order of simultaneous
+        steps of different replicas is unspecified.
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests have ended, each for its `end_reason`: finished, aborted, expired, dropped while waiting, failed."""
+        """Called after requests have ended, whether finished, aborted, expired, dropped or failed (`end_reason`)."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended, for its `end_reason`; called for every policy of the run, after the last call's end."""
+        """Called on every policy of the run after a program has ended (`end_reason`), after its last call's end."""
 
 
 @runtime_checkable
@@ -399,7 +415,7 @@ class HandlesWakes(Protocol):
     """Optional method of any policy that sets wake-ups (`PolicyContext.wake`)."""
 
     def on_wake(self, key: str, now: float) -> None:
-        """The time of the wake-up with this key has come."""
+        """Called at the time that the policy set for the wake-up with this key."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

@@ -1,6 +1,6 @@
-"""View of a program for policies: a set of related calls, as far as they are known now.
+"""View of a program for policies, as far as its calls are known.
 
-A program is the graph of calls of one agent, workflow or task, with tools that run in between. Its calls are the
+A program is the graph of calls of one agent, workflow or task, with tools that run between the calls. Its calls are the
 requests that state its `program_id`.
 """
 
@@ -20,7 +20,7 @@ class ProgramEnd(Enum):
     LAST_CALL = "last call"
     """A call with `is_last_call` has arrived, and every call has ended."""
     ALL_CALLS = "all calls"
-    """The number of ended calls is `num_program_calls`."""
+    """As many calls have ended as its client stated in `num_program_calls`."""
     IDLE = "idle"
     """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
@@ -28,25 +28,28 @@ class ProgramEnd(Enum):
 
 
 class ProgramView(Protocol):
-    """Read-only facts about one program. They change when one of its calls arrives or ends, and at no other time.
+    """Read-only facts about one program, which change only when one of its calls arrives or ends.
 
-    The only facts about a program's future are those that its client has stated. Progress of running calls is in their
-    own views, which policies receive by listening to requests (`ListensToRequests`). Two views are the same program if
-    and only if they are the same object; programs are hashable by identity. A program that has ended is never resumed:
-    a later call with its id begins another one.
+    The only facts about a program's future are those that its client has stated. The progress of running calls is in
+    their own views, which policies receive by listening to requests (`ListensToRequests`). Two views are the same
+    program if and only if they are the same object; programs are hashable by identity. A program that has ended is
+    never resumed: a later call with its id begins a new program.
     """
 
     @property
     def program_id(self) -> str:
-        """The name that the client or the workload gave."""
+        """Name of the program, given by the client or the workload."""
 
     @property
     def arrived_at(self) -> float:
-        """Arrival of its first call, seconds on the run's clock."""
+        """Arrival of the program's first call, seconds on the run's clock."""
 
     @property
     def deadline_at(self) -> float | None:
-        """Deadline, seconds on the run's clock: `arrived_at` plus the `program_slo_s` stated last by a call."""
+        """Deadline in seconds on the run's clock: `arrived_at` plus the latest `program_slo_s` that a call stated.
+
+        None if no call stated one.
+        """
 
     @property
     def num_calls(self) -> int:
@@ -58,11 +61,11 @@ class ProgramView(Protocol):
 
     @property
     def num_ended(self) -> int:
-        """Number of calls that have ended, in whatever way."""
+        """Number of calls that have ended, for any reason."""
 
     @property
     def num_declared(self) -> int | None:
-        """Total number of its calls, as its client stated last (`num_program_calls`); None: unknown."""
+        """Total number of calls, from the latest `num_program_calls` that a call stated; None: unknown."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,7 +81,7 @@ class ProgramView(Protocol):
 
     @property
     def service_tokens(self) -> int:
-        """Attained service: tokens computed for ended calls, which are outputs and prompts without prefix hits."""
+        """Attained service: number of output tokens of ended calls, and of their prompt tokens without prefix hits."""
 
     @property
     def run_s(self) -> float:
@@ -90,14 +93,14 @@ class ProgramView(Protocol):
 
     @property
     def next_call_at(self) -> float | None:
-        """Time at which its next call is expected, seconds on the run's clock: a tool runs until then.
+        """Time at which the next call is expected, seconds on the run's clock; a tool runs until then.
 
-        None while a call is alive, and if the last call to end did not state `next_call_after_s`.
+        None while a call is alive, and if the call that ended last did not state `next_call_after_s`.
         """
 
     @property
     def last_active_at(self) -> float:
-        """Time at which a call of it arrived or ended last, seconds on the run's clock."""
+        """Latest time at which one of its calls arrived or ended, seconds on the run's clock."""
 
     @property
     def end_reason(self) -> ProgramEnd | None:

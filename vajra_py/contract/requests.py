@@ -16,15 +16,15 @@ class EndReason(Enum):
     """Reason that a request ended; every request ends exactly once."""
 
     STOP = "stop"
-    """The model ended it (end of sequence or a stop string)."""
+    """Its output ended with the end of sequence or a stop string."""
     LENGTH = "length"
-    """Reached `max_tokens` or the model's length."""
+    """It reached `max_tokens` or the model's length."""
     ABORTED = "aborted"
     """Its client cancelled it."""
     EXPIRED = "expired"
-    """Waited longer than it allowed."""
+    """It waited longer for its admission than its client allows."""
     REJECTED = "rejected"
-    """The request was refused on arrival (too large, shed by an admission policy, or full queues), or a scheduler dropped it."""
+    """It was refused on arrival (too large, shed by an admission policy, or queues full), or dropped by a scheduler."""
     FAILED = "failed"
     """The replica that ran it failed."""
 
@@ -34,14 +34,14 @@ class EndReason(Enum):
 class RequestView(Protocol):
     """Read-only facts about one request.
 
-    A request is a counter of computed tokens that catches up with its known tokens (prompt plus generated so far).
-    Prefill and decode are views of that counter: a request with one token left to compute decodes.
-    Two views are the same request exactly when they are the same object; requests are hashable by identity.
+    A request has known tokens (its prompt and the tokens generated so far), of which a leading part is computed. It
+    decodes if one known token is left to compute; otherwise it prefills. Two views are the same request if and only if
+    they are the same object; requests are hashable by identity.
     """
 
     @property
     def request_id(self) -> RequestId:
-        """The name that the client or the workload gave."""
+        """Name of the request, given by the client or the workload."""
 
     @property
     def replicaset(self) -> str:
@@ -49,7 +49,7 @@ class RequestView(Protocol):
 
     @property
     def index(self) -> int:
-        """Submission order over the whole run, from 0; the last tie-break of every order."""
+        """Position in the order of submission over the whole run, from 0; the last tie-breaker of every order."""
 
     @property
     def arrived_at(self) -> float:
@@ -61,7 +61,7 @@ class RequestView(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most output tokens that this request may generate (what the client allowed, capped by the model's length)."""
+        """Maximum number of output tokens: the client's limit, reduced if the model's length requires it."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -81,19 +81,19 @@ class RequestView(Protocol):
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
-        """Number of prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
+        """Number of prompt tokens not computed yet; the whole prompt again after a preemption by recompute."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were a prefix hit at the first admission."""
+        """Length of the prefix hit at the first admission, in prompt tokens."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """Number of draft tokens that steps have verified for it so far."""
+        """Number of its draft tokens that steps have verified so far."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Number of draft tokens that became output so far."""
+        """Number of its draft tokens that were accepted as output so far."""
 
     @property
     def num_preemptions(self) -> int:
@@ -109,7 +109,7 @@ class RequestView(Protocol):
 
     @property
     def is_resident(self) -> bool:
-        """True if it holds KV blocks on its replica (is running)."""
+        """True if it holds KV blocks on its replica, that is, if it is running."""
 
     @property
     def is_swapped(self) -> bool:
@@ -149,22 +149,22 @@ class RequestView(Protocol):
 
     @property
     def last_token_at(self) -> float | None:
-        """Time at which its client saw its newest token, seconds on the run's clock; None before the first."""
+        """Time at which its client received its newest token, seconds on the run's clock; None before any token."""
 
     @property
     def next_token_due_at(self) -> float | None:
         """Time at which its next token is due, seconds on the run's clock; None without an SLO.
 
-        `ttft_slo_s` after the arrival for the first token, `tbt_slo_s` after the newest token for later ones.
+        The first token is due `ttft_slo_s` after the arrival, a later one `tbt_slo_s` after the newest token.
         """
 
     @property
     def deadline_at(self) -> float | None:
-        """Deadline of its end, seconds on the run's clock; None without one."""
+        """Time by which the request should end, seconds on the run's clock; None without a deadline."""
 
     @property
     def session_id(self) -> str:
-        """The conversation that it belongs to; empty when none."""
+        """Id of the conversation to which it belongs; empty if there is none."""
 
     @property
     def adapter(self) -> str:
@@ -172,11 +172,11 @@ class RequestView(Protocol):
 
     @property
     def program_id(self) -> str:
-        """The program that it is a call of; empty when none."""
+        """Id of the program of which it is a call; empty if there is none."""
 
     @property
     def stage(self) -> str:
-        """The program's name for this kind of call, such as `plan`; empty when none."""
+        """Name of this kind of call in the program, such as `plan`; empty if there is none."""
 
     @property
     def parent_calls(self) -> tuple[str, ...]:
@@ -210,17 +210,18 @@ class RequestView(Protocol):
         """
 
     def prefix_hit_tokens(self) -> int:
-        """Return the present prefix hit in tokens on the replica where it waits; eviction orders are unchanged.
+        """Return the present prefix hit in tokens on the replica where it waits; does not change the order of eviction.
 
         0 for a request in a shared queue, where the hit depends on the replica (`ReplicaLoadView.prefix_hit_tokens`),
         and for a running one.
         """
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Return the leading tokens in each memory tier of the replica where it waits, counted in the nearest tier.
+        """Return the number of leading prompt tokens in each memory tier of the replica where it waits, by tier.
 
-        With `{"device": 512, "host": 1024}`, 1024 further tokens could be loaded instead of computed. Empty without
-        tiers, and for requests for which `prefix_hit_tokens` is always 0. Eviction orders are unchanged.
+        A token in several tiers counts for the nearest: with `{"device": 512, "host": 1024}`, 1024 further tokens could
+        be loaded instead of computed. Empty without tiers, and for requests in a shared queue or running. Does not
+        change the order of eviction.
         """
 
     @property

@@ -16,11 +16,11 @@ from vajra_py.contract.views import Key
 
 
 class CachedBlock(Protocol):
-    """Read-only facts about one block of cached content. Equal views are the same object; hashable by identity."""
+    """Read-only facts about one block of cached content. Views are compared and hashed by identity."""
 
     @property
     def block_hash(self) -> Hashable:
-        """Hash of the content, as in `RequestView.block_hashes`; a unique name if no request can hit the content again."""
+        """Hash of the content, as in `RequestView.block_hashes`; if no request can hit the content, a unique value."""
 
     @property
     def depth(self) -> int:
@@ -28,15 +28,18 @@ class CachedBlock(Protocol):
 
     @property
     def stored_at(self) -> float:
-        """Time at which the content was entered, seconds on the run's clock."""
+        """Time at which the content was added to the cache, seconds on the run's clock."""
 
     @property
     def last_used_at(self) -> float:
-        """Latest time at which a request or a pin held it, seconds on the run's clock; for an idle block when it became idle."""
+        """Latest time at which a request or a pin held it, seconds on the run's clock.
+
+        For an idle block, this is the time at which it became idle.
+        """
 
     @property
     def num_uses(self) -> int:
-        """Number of requests that entered it, hit it, or computed a duplicate of it; at least 1."""
+        """Number of requests that added it to the cache, hit it, or computed a duplicate of it; at least 1."""
 
     @property
     def priority(self) -> int:
@@ -44,12 +47,12 @@ class CachedBlock(Protocol):
 
     @property
     def request(self) -> RequestView:
-        """Request that used it last; it may have ended."""
+        """Request that used the block last; the request may have ended."""
 
 
 @runtime_checkable
 class RetentionPolicy(Protocol):
-    """Ranks idle content. Every method but these two is optional."""
+    """Ranks idle blocks. `key_motion` and `key` are required; the methods of the Protocols below are optional."""
 
     @property
     def key_motion(self) -> KeyMotion:
@@ -104,32 +107,32 @@ class PinsContent(Protocol):
     def pin_s(self, request: RequestView, now: float) -> float:
         """Return the seconds for which to pin the content of a request that is about to free its blocks; 0: no pin.
 
-        Called when the request ends on the replica. A session's new pin replaces its earlier one. A pin is refused if
+        Called when the request ends on the replica. A new pin replaces the session's earlier pin. A pin is refused if
         pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`; it ends early if the replica could
         run no request otherwise.
         """
 
 
 class ListensToContent(Protocol):
-    """Optional callbacks of a retention policy about the cache that it ranks; each method is optional by itself.
+    """Optional callbacks of a retention policy about its replica's cache; each method is optional by itself.
 
     A retention policy may also listen to requests (`ListensToRequests`), except that it is not woken.
     """
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """New content of one request, in order of its chain, has been entered."""
+        """Called after new content of one request was added to the cache; `blocks` are in order of their chain."""
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """A request has hit these blocks, in order of their chain, or recomputed their content."""
+        """Called after a request hit `blocks` or recomputed their content; they are in order of their chain."""
 
     def on_evicted(self, block: CachedBlock, now: float) -> None:
-        """A block is about to be evicted, by this policy's choice."""
+        """Called before a block that this policy chose is evicted."""
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Content was removed without eviction: it expired, or turned out never to be computed."""
+        """Called after content was removed without eviction: it expired, or it was entered but never computed."""
 
     def on_cleared(self, now: float) -> None:
-        """All content is gone."""
+        """Called after all content was removed."""
 
 
 class ListensToCaches(Protocol):
@@ -141,25 +144,25 @@ class ListensToCaches(Protocol):
     """
 
     def on_blocks_stored(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """New content can be hit on the replica since `now`; hashes are in order of their chain."""
+        """Called when new content can be hit on the replica, from `now` on; `hashes` are in order of their chain."""
 
     def on_blocks_removed(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can no longer be hit on the replica since `now`."""
+        """Called when content can no longer be hit on the replica, from `now` on."""
 
     def on_cache_cleared(self, replica_id: ReplicaId, now: float) -> None:
-        """The replica has lost all content at `now`."""
+        """Called after the replica lost all content, at `now`."""
 
     def on_tier_blocks_stored(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """New content can be hit in a memory tier below the device since `now`.
+        """Called when new content can be hit in a memory tier below the device, from `now` on.
 
         For a shared tier, `replica_id` is the replica that wrote it.
         """
 
     def on_tier_blocks_removed(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Content can no longer be hit in that tier since `now`.
+        """Called when content can no longer be hit in a memory tier below the device, from `now` on.
 
         For a shared tier, `replica_id` is the replica whose content replaced it.
         """
 
     def on_tier_cleared(self, replica_id: ReplicaId, tier: str, now: float) -> None:
-        """The tier has lost all content at `now`."""
+        """Called after a memory tier below the device lost all content, at `now`."""

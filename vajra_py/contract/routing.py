@@ -39,10 +39,10 @@ class Scores(Protocol):
     """A score for each replica, in their order: a list, a tuple or a numpy array."""
 
     def __len__(self) -> int:
-        """Number of replicas."""
+        """Return the number of replicas."""
 
     def __iter__(self) -> Iterator[float | None]:
-        """The scores; None: this scorer has no score for the replica, which counts as 0."""
+        """Return an iterator over the scores; None means that there is no score for the replica, and counts as 0."""
 
 
 @runtime_checkable
@@ -57,11 +57,11 @@ class ReplicaFilter(Protocol):
 class LeavesOutPools(Protocol):
     """Optional method of a filter or replicaset scheduler whose parameters may exclude a whole pool permanently.
 
-    A pool that no request can ever reach is a mistake in the settings, which is reported when they are read.
+    A pool that no request can ever reach is an error in the settings, reported when the settings are read.
     """
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return False if no request is ever sent to replicas of this pool, in any state; `role` is the pool's role."""
+        """Return False if no request is ever sent to replicas of this pool; `role` is the value of its `PoolRole`."""
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class ReplicaScorer(Protocol):
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
         """Return a score for each of `replicas`, from 0 (worst) to 1 (best).
 
-        The router clamps others, and rejects NaN.
+        The router clamps scores outside this range, and rejects NaN.
         """
 
 
@@ -87,7 +87,7 @@ class ReplicaPicker(Protocol):
 
 @runtime_checkable
 class DisaggregationDecider(Protocol):
-    """Decides on disaggregation of one request after its decode replica was chosen."""
+    """Decides whether a request is disaggregated, after its decode replica was chosen."""
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
         """Return True if another replica is to compute the prompt, False if `decode` computes it itself."""
@@ -95,12 +95,12 @@ class DisaggregationDecider(Protocol):
 
 @runtime_checkable
 class LearnsPlacements(Protocol):
-    """Optional callback of any part about the router's choices, as for llm-d's PreRequest plug-ins."""
+    """Optional callback of any part after the router's choice, like llm-d's PreRequest plug-ins."""
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """The request has been placed; `placements` holds the replica by profile ("default", "prefill", "decode").
+        """Called after the request was placed; `placements` holds replicas by profile ("default", "prefill", "decode").
 
-        Called again if the request is placed again, with the profile chosen then. A part is notified before the
+        Called again, with the newly chosen profile, if the request is placed again. A part is notified before the
         producers that it reads.
         """
 
@@ -191,21 +191,21 @@ class RoutingPartChoice(PolicyConfig):
 
 
 class ProducerChoice(RoutingPartChoice):
-    """Settings of a producer; a producer without settings is built with its defaults when a part requests it."""
+    """Producer selected by name; a producer that is not listed is built with its defaults when a part requests it."""
 
     kind = RoutingPartKind.PRODUCER
     producer: str = Field(description="Name of a producer.")
 
 
 class FilterChoice(RoutingPartChoice):
-    """One of the filters."""
+    """Filter selected by name."""
 
     kind = RoutingPartKind.FILTER
     filter: str = Field(description="Name of a filter.")
 
 
 class ScorerChoice(RoutingPartChoice):
-    """One of the scorers, with its weight in the sum."""
+    """Scorer selected by name, with its weight in the sum."""
 
     kind = RoutingPartKind.SCORER
     scorer: str = Field(description="Name of a scorer.")
@@ -213,14 +213,14 @@ class ScorerChoice(RoutingPartChoice):
 
 
 class PickerChoice(RoutingPartChoice):
-    """The picker."""
+    """Picker selected by name."""
 
     kind = RoutingPartKind.PICKER
     picker: str = Field(description="Name of a picker.")
 
 
 class DeciderChoice(RoutingPartChoice):
-    """The decider."""
+    """Decider selected by name."""
 
     kind = RoutingPartKind.DECIDER
     decider: str = Field(description="Name of a decider.")
@@ -233,19 +233,19 @@ PART_CHOICES: tuple[type[RoutingPartChoice], ...] = (
     PickerChoice,
     DeciderChoice,
 )
-"""The choice of each kind."""
+"""Choice class of each kind of part."""
 
 
 class GetProducer(Protocol):
     """Looks up the producers of a router."""
 
     def __call__(self, name: str) -> Any:
-        """Return the router's producer of this name; it is built with its defaults if the settings do not list it."""
+        """Return the router's producer of this name; build it with its defaults if the settings do not list it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingContext:
-    """Services for one part: those of its router, and the router's producers."""
+    """Services for one part: the services of its router, and the router's producers."""
 
     policy: PolicyContext
     producer: GetProducer

@@ -1,4 +1,4 @@
-"""Views of replicas for policies: the scheduler's own replica in full, other replicas as loads."""
+"""Views of replicas for policies: all of a scheduler's own replica, and load figures of other replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReplicaLimits:
 
 
 class PoolRole(Enum):
-    """Kind of work of the replicas of a pool; the values are those of `role:` in YAML."""
+    """Kind of work of a pool's replicas; the values are those of `role:` in YAML."""
 
     MIXED = "mixed"
     """Prompts and decodes."""
@@ -87,7 +87,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that this replica could admit: its own queue and what it may pull from the shared one."""
+        """Number of requests that it could admit: its own queue, and what it may pull from the shared queue."""
 
     @property
     def loaded_adapters(self) -> Sequence[str]:
@@ -110,18 +110,17 @@ class LocalReplicaView(Protocol):
         """Return the running requests with more than one token left, most urgent first by the prioritizer's key now."""
 
     def waiting(self) -> Iterator[RequestView]:
-        """Return the requests not admitted yet, including preempted ones, most urgent first; lazy, so the head is
-        cheap.
+        """Iterate lazily over the waiting requests, including preempted ones, most urgent first; the head is cheap.
 
         Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
         whose adapter is being loaded, or has no slot, are omitted.
         """
 
     def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks that `num_tokens` tokens occupy."""
+        """Return the number of KV blocks that `num_tokens` tokens occupy."""
 
     def urgency(self, request: RequestView) -> PriorityKey:
-        """Return the request's present key with tie-breakers, which orders both admission and victims."""
+        """Return the request's present key with tie-breakers, which orders admission and the choice of victims."""
 
     def slack_s(self, request: RequestView) -> float | None:
         """Return the slack in seconds (`PredictsSlack`); None if the prioritizer does not predict it."""
@@ -163,7 +162,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill over its waiting and running requests."""
+        """Number of tokens left to prefill, summed over its waiting and running requests."""
 
     @property
     def num_context_tokens(self) -> int:
@@ -175,20 +174,20 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks in all."""
+        """Total number of KV blocks."""
 
     @property
     def max_batch_size(self) -> int:
-        """Requests that it can run in one step."""
+        """Maximum number of requests in one step."""
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Leading prompt tokens that its prefix cache holds now."""
+        """Return the number of leading prompt tokens that its prefix cache holds now."""
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the leading prompt tokens by the nearest memory tier that holds them; empty without tiers.
+        """Return the number of leading prompt tokens by the nearest memory tier that holds them; empty without tiers.
 
-        For example `{"device": 512, "host": 1024}`. Reading does not change eviction orders. The figures are live, even
-        if the others are older.
+        For example `{"device": 512, "host": 1024}`. Does not change the order of eviction. The numbers are live, even
+        if the other figures of this view are older.
         """
 
     @property
@@ -197,7 +196,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def waiting_adapters(self) -> Sequence[str]:
-        """LoRA adapters of requests assigned to it and not admitted, each once; costs O(these requests)."""
+        """LoRA adapters of requests assigned to it and not admitted, each once; takes time linear in these requests."""
 
     @property
     def num_adapter_slots(self) -> int:
@@ -205,7 +204,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def max_loras(self) -> int:
-        """Slots in all; 0 without adapters."""
+        """Total number of adapter slots; 0 without adapters."""
 
     @property
     def age_s(self) -> float:
@@ -262,11 +261,11 @@ class ReplicasetView(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in YAML; "default" when the file names none."""
+        """Name in YAML; "default" if the file has no named replicasets."""
 
     @property
     def pools(self) -> Sequence[PoolView]:
-        """Pools in the order of the file; one without `pools:`."""
+        """Pools in the order of the file; a single one if the file has no `pools:`."""
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
@@ -274,7 +273,7 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests of all queues, without deferred ones."""
+        """Number of waiting requests in all of its queues, without deferred ones."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -282,14 +281,14 @@ class ReplicasetView(Protocol):
 
     @property
     def num_deferred(self) -> int:
-        """Number of requests for it that the admission policy has deferred."""
+        """Number of requests for this replicaset that the admission policy has deferred."""
 
 
 class QueueView(Protocol):
     """The shared queue of a replicaset, as a pulling replica sees it."""
 
     def __len__(self) -> int:
-        """Requests in it."""
+        """Return the number of requests in the queue."""
 
     def __iter__(self) -> Iterator[RequestView]:
-        """Most urgent first; lazy."""
+        """Iterate over the requests lazily, most urgent first."""

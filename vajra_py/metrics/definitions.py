@@ -128,7 +128,7 @@ class Outcomes(Struct, frozen=True):
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
 
-class Promises(Struct, frozen=True):
+class SloTargets(Struct, frozen=True):
     """SLOs, one entry per request, in seconds; NaN = none. `deadline_at` is a time on the run's clock, the others are
     durations.
     """
@@ -173,7 +173,7 @@ def tpot_s(outcomes: Outcomes) -> Floats:
     return np.where(defined, (outcomes.ended_at - outcomes.first_token_at) / np.maximum(gaps, 1), np.nan)
 
 
-def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
+def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | None = None) -> SloJudgement:
     """Judge which requests met their SLOs.
 
     The TTFT SLO is met if the first token came in time. The other SLOs require that the request completed: the TPOT SLO
@@ -189,22 +189,22 @@ def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | N
     has_first = ~np.isnan(first_wait_s)
     open_ended = ~(outcomes.completed | outcomes.dropped)
     ttft = _status(
-        promised=~np.isnan(promises.ttft_s),
-        met=has_first & (first_wait_s <= promises.ttft_s),
-        undecided=open_ended & ~has_first & (until - outcomes.arrived_at <= promises.ttft_s),
+        has_target=~np.isnan(targets.ttft_s),
+        met=has_first & (first_wait_s <= targets.ttft_s),
+        undecided=open_ended & ~has_first & (until - outcomes.arrived_at <= targets.ttft_s),
     )
     mean_gap_s = tpot_s(outcomes)
     tpot = _status(
-        promised=~np.isnan(promises.tpot_s),
-        met=outcomes.completed & (np.isnan(mean_gap_s) | (mean_gap_s <= promises.tpot_s)),
+        has_target=~np.isnan(targets.tpot_s),
+        met=outcomes.completed & (np.isnan(mean_gap_s) | (mean_gap_s <= targets.tpot_s)),
         undecided=open_ended,
     )
     deadline = _status(
-        promised=~np.isnan(promises.deadline_at),
-        met=outcomes.completed & (outcomes.ended_at <= promises.deadline_at),
-        undecided=open_ended & (until <= promises.deadline_at),
+        has_target=~np.isnan(targets.deadline_at),
+        met=outcomes.completed & (outcomes.ended_at <= targets.deadline_at),
+        undecided=open_ended & (until <= targets.deadline_at),
     )
-    tbt = _tbt_status(outcomes, promises, open_ended)
+    tbt = _tbt_status(outcomes, targets, open_ended)
     kinds = np.stack([ttft, tpot, tbt, deadline])
     overall = np.full(len(ttft), SloStatus.UNDECIDED, dtype=np.int8)
     overall[outcomes.completed] = SloStatus.MET
@@ -213,20 +213,20 @@ def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | N
     return SloJudgement(ttft, tpot, deadline, overall, tbt)
 
 
-def _tbt_status(outcomes: Outcomes, promises: Promises, open_ended: Bools) -> NDArray[np.int8]:
+def _tbt_status(outcomes: Outcomes, targets: SloTargets, open_ended: Bools) -> NDArray[np.int8]:
     """Return the TBT status: a gap that is too long violates the SLO at once, however the request ends."""
     longest_s = outcomes.tbt_max_s
-    if promises.tbt_s is None or longest_s is None:
+    if targets.tbt_s is None or longest_s is None:
         return np.full(len(open_ended), SloStatus.NONE, dtype=np.int8)
-    kept = np.isnan(longest_s) | (longest_s <= promises.tbt_s)
-    return _status(promised=~np.isnan(promises.tbt_s), met=outcomes.completed & kept, undecided=open_ended & kept)
+    kept = np.isnan(longest_s) | (longest_s <= targets.tbt_s)
+    return _status(has_target=~np.isnan(targets.tbt_s), met=outcomes.completed & kept, undecided=open_ended & kept)
 
 
-def _status(promised: Bools, met: Bools, undecided: Bools) -> NDArray[np.int8]:
-    status = np.full(len(promised), SloStatus.MISSED, dtype=np.int8)
+def _status(has_target: Bools, met: Bools, undecided: Bools) -> NDArray[np.int8]:
+    status = np.full(len(has_target), SloStatus.MISSED, dtype=np.int8)
     status[undecided] = SloStatus.UNDECIDED
     status[met] = SloStatus.MET
-    status[~promised] = SloStatus.NONE
+    status[~has_target] = SloStatus.NONE
     return status
 
 

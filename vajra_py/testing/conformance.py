@@ -310,12 +310,12 @@ def _solo_chunks_are_true(subject: Subject) -> None:
         harness.submit("lone", num_tokens, 1)
         done = 0
         for step in harness.steps_until_idle():
-            promised = solo_chunk_size(done, num_tokens - done)
+            declared = solo_chunk_size(done, num_tokens - done)
             given = step.tokens["lone"]
             text = (
-                f"solo_chunk_size({done}, {num_tokens - done}) is {promised!r}, but the prompt alone got {given} tokens"
+                f"solo_chunk_size({done}, {num_tokens - done}) is {declared!r}, but the prompt alone got {given} tokens"
             )
-            require(promised == given, text)
+            require(declared == given, text)
             done += given
         require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
 

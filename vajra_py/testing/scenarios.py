@@ -206,7 +206,7 @@ def _spread(
         times = np.sort(stream.uniform(0.0, over_s, total))
         specs = []
         for index, arrived_at in enumerate(times.tolist()):
-            promised = bool(stream.random() < 0.5)
+            has_slos = bool(stream.random() < 0.5)
             expires = expires_s is not None and bool(stream.random() < 0.5)
             specs.append(
                 RequestSpec(
@@ -216,10 +216,10 @@ def _spread(
                     int(stream.integers(*outputs, endpoint=True)),
                     priority=int(stream.integers(-1, 2)),
                     tenant=f"tenant{int(stream.integers(3))}",
-                    slo_class=("batch", "interactive")[promised],
-                    ttft_slo_s=0.5 if promised else None,
-                    tpot_slo_s=0.05 if promised else None,
-                    deadline_s=float(stream.uniform(0.2, 5.0)) if promised else None,
+                    slo_class=("batch", "interactive")[has_slos],
+                    ttft_slo_s=0.5 if has_slos else None,
+                    tpot_slo_s=0.05 if has_slos else None,
+                    deadline_s=float(stream.uniform(0.2, 5.0)) if has_slos else None,
                     expires_after_s=expires_s if expires else None,
                 )
             )

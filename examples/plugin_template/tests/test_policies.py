@@ -49,7 +49,7 @@ def test_short_prompts_go_first_until_long_ones_have_waited() -> None:
     assert policy.key(long, 3.0) < policy.key(waiting(500, arrived_at=3.0), 3.0)
 
 
-def test_an_earlier_promise_ages_faster() -> None:
+def test_a_tighter_slo_ages_faster() -> None:
     policy = AgingShortestPolicy(AgingShortestConfig())
     hurried, patient = waiting(1000, ttft_slo_s=0.5), waiting(1000, ttft_slo_s=30.0)
     assert policy.key(hurried, 0.0) == policy.key(patient, 0.0)

@@ -47,7 +47,9 @@ class ChameleonConfig(FixedChunkConfig, LengthConfig):
 
 
 class Chameleon(FixedChunk):
-    """WRS = (A p / p_max + B d / d_max) a / a_max: size of a request with p prompt, d predicted output tokens, and an adapter of size a.
+    """Queues requests by size: WRS = (A p / p_max + B d / d_max) a / a_max.
+
+    A request has p prompt tokens, d predicted output tokens, and an adapter of size a.
 
     - K queues: k-means on the WRS of recent requests, cut midway between centroids.
     - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, with S_i its largest request, D_i the mean duration, and
@@ -74,7 +76,7 @@ class Chameleon(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues matter only if a request waits and the batch has room; a queue that has admitted none admits its first
+    """Queues matter only if a request waits and the batch has room; a queue without admitted requests admits its first
     request.
     """
 
@@ -116,15 +118,15 @@ class Chameleon(FixedChunk):
         return idle[min(range(len(idle)), key=score)]
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Give the request's tokens back to the quotas; it waits in its queue again."""
+        """Return the request's tokens to the quotas; it waits in its queue again."""
         self.queues.give_back(request)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Give the request's tokens back to the quotas."""
+        """Return the request's tokens to the quotas."""
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Return tokens to quotas, and learn durations."""
+        """Return the requests' tokens to the quotas, and record their durations."""
         for request in requests:
             self.queues.forget(request, now)
 
@@ -139,7 +141,7 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            # The request may have been admitted elsewhere, before its replica was lost or its KV was moved here.
+            # It may still be charged for an admission on a replica that was lost, or from which its KV was moved.
             queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):
@@ -162,7 +164,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if possible; return False if memory is short, so that no other request is tried."""
+        """Admit a request if possible; return False if it lacks memory, so that no further request is admitted."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:

@@ -1,4 +1,4 @@
-"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, by load and credits."""
+"""dLoRA: load and credits decide if a step runs requests of one adapter, merged into the weights, or of several."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Thresholds:
         self._favourite: str | None = None
 
     def count(self, num_merged: int, num_unmerged: int, favourite: str, *, is_merged: bool) -> None:
-        """Count the requests that a step of either mode would run. `favourite`: the adapter that would be merged."""
+        """Add the numbers of requests that a step would run in each mode. `favourite`: the adapter to merge."""
         self._num_steps += 1
         self._num_merged += num_merged
         self._num_unmerged += num_unmerged
@@ -56,7 +56,7 @@ class Thresholds:
             self._num_switches += 1
 
     def end_phase(self, *, was_merged: bool) -> None:
-        """Move the threshold by which the mode that ends now could have been left or kept."""
+        """Adapt a threshold: `begin` after a phase in merged mode, `stay` after one in unmerged mode."""
         config, num_steps = self._config, self._num_steps
         if not num_steps:
             return
@@ -80,16 +80,16 @@ class Thresholds:
 
 
 class Dlora(Preemptive):
-    """F is the batch in arrival order (at most B requests, in the prioritizer's order); n_a running or waiting requests
-    have adapter a.
+    """Runs either requests of one adapter (merged mode) or F, the first B requests in the prioritizer's order (unmerged
+    mode); n_a running or waiting requests have adapter a.
 
     - Merged mode runs the requests of one adapter alone. It begins if n_a >= `begin` |F| for the adapter with the most
       requests, and lasts while n_a >= `stay` |F|. Unmerged mode runs F. `Thresholds` learns both shares.
     - Credits: for each request of F that is passed over, its adapter gets 1 / (r B) from the adapter that runs, or half
       of that if the batches differ in size; r = merged / unmerged step time. Credits start at 0 and always sum to 0.
     - An adapter whose credit reaches the bound goes first, before F, until half of the bound is left: each of its
-      requests that takes a place in F costs 1 / B. An adapter is not merged while its debt equals the bound for each
-      other adapter.
+      requests that takes a place in F costs 1 / B. An adapter is not merged while its debt exceeds the bound times the
+      number of other adapters.
 
     Running requests that are not chosen are paused with their KV, and preempted if the chosen ones lack blocks, as by
     `preemptive`. A request whose adapter has no slot is not counted. Requests of the base model count as requests of
@@ -107,7 +107,7 @@ class Dlora(Preemptive):
         super().__init__(config, context)
         self.thresholds = Thresholds(config)
         self.merged: str | None = None
-        """Adapter in merged mode, whose requests alone run; None in unmerged mode."""
+        """Adapter of merged mode, the only one whose requests run; None in unmerged mode."""
         self.credits: defaultdict[str, float] = defaultdict(float)
         self._bound = config.credit_bound
         self._speed = config.merged_step_s / config.unmerged_step_s
@@ -116,7 +116,7 @@ class Dlora(Preemptive):
         """Adapters that go first because of their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Run the requests of the chosen adapters, by urgency; all requests if none of the chosen ones can run."""
+        """Run the chosen requests by urgency; if none of them can run, schedule all requests as `preemptive` does."""
         line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
         if not line:
             return
@@ -166,7 +166,7 @@ class Dlora(Preemptive):
             self.merged = None
 
     def _by_credit(self, line: Sequence[RequestView]) -> list[RequestView]:
-        """Return the requests of adapters with enough credit, the adapter with the most first."""
+        """Return the requests of adapters with enough credit, those of the adapter with the most credit first."""
         for request in line:
             self.credits[request.adapter] += 0.0  # adds the adapter if it is new
         ranked = sorted(self.credits, key=lambda name: -self.credits[name])
@@ -177,7 +177,7 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Transfer credit to the adapters that are passed over from the adapters that run in their place."""
+        """Transfer credit to adapters of requests that are passed over, from those of requests that run instead."""
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]
         instead = [one.adapter for one in chosen if one not in due]

@@ -44,18 +44,18 @@ class DloraMigrationConfig(PolicyConfig):
 
 
 class DloraMigration(BindsOnArrival):
-    """cost(replica) = sum over adapters of floor(n_a / B) * 0.6, + floor(rest / B), + `load_cost` if it lacks the
-    adapter.
+    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * 0.6, + floor(rest /
+    B), + `load_cost` if the replica lacks the request's adapter.
 
-    n_a requests with adapter a wait or run there; the rest are the requests that do not fill a batch of one adapter. A
-    request goes to the replica with the least cost; among equal ones, to that with the fewest requests.
+    n_a requests with adapter a wait or run on the replica; the rest are the requests that do not fill a batch of one
+    adapter. Ties go to the replica with the fewest requests.
 
     In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
-    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by enough. Requests move
-    from the first to the second while this reduces the longer of the two replicas' times: the sum over requests of the
-    mean time of their adapter, plus `move_s` for each move. Requests whose adapter is loaded at the target move first,
-    then those of one adapter after another, the rarest at the source first; their adapters are loaded afterwards, at
-    most as many as there are slots.
+    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by `more_requests`.
+    Requests move from the first to the second while this reduces the longer of the two replicas' times: the sum over
+    requests of the mean time of their adapter, plus `move_s` for each move. Requests whose adapter is loaded at the
+    target move first, then those of one adapter after another, the rarest at the source first; their adapters are
+    loaded afterwards, at most as many as there are slots.
 
     Left out: the integer program, replaced by this greedy choice; more than one target; and the placement of adapters
     ahead of requests, since a load begins with the first request.
@@ -94,7 +94,7 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Return the cost of the requests' batches: full ones of a single adapter, and mixed ones."""
+        """Return the cost of the batches of these requests: full batches of a single adapter, and mixed batches."""
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())
         return full * self._config.merged_ratio + rest // self._max_batch
@@ -113,7 +113,7 @@ class DloraMigration(BindsOnArrival):
         self._began_at.setdefault(request, now)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Note that the request is at its target."""
+        """Record that the request is at its target."""
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -171,7 +171,7 @@ class DloraMigration(BindsOnArrival):
                 break
             source_s, target_s = source_s - time_s, target_s + time_s + self._config.move_s
             names.add(request.adapter)
-            if not request.is_resident:  # a running request arrives with its KV
+            if not request.is_resident:  # a running one is counted at the target in `on_moved`
                 self._put(request, target.replica_id)
             moved.append(Move(request, target.replica_id, "fewer batches there"))
         return moved

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from vajra_py.contract import RequestView
 
 _ROUNDS = 100
-"""Largest number of rounds of k-means, which usually needs only a handful."""
+"""Largest number of rounds of k-means."""
 _FIRST, _WINDOW = 16, 1000
-"""Requests that are known when queues are first made, and most that are remembered."""
+"""Number of requests after which queues are first built, and largest number of requests that are remembered."""
 
 
 def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
-    """Sizes at which queues are cut: midpoints between neighbouring centroids of k-means, begun at quantiles."""
+    """Return the sizes that separate queues: midpoints between centroids of k-means, which starts at quantiles."""
     points = sorted(sizes)
     count = min(most_queues, len(points))
     centroids = sorted({points[(2 * index + 1) * len(points) // (2 * count)] for index in range(count)})
@@ -36,8 +36,8 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
-    """Return each queue's quota: its need (the first queues' in full, if memory is too short for all) and an equal
-    share of the rest.
+    """Return each queue's quota: its need plus an equal share of the tokens that are left. If there are too few tokens
+    for all needs, the first queues get theirs in full.
     """
     quotas, left = [], num_tokens
     for need in needs:
@@ -63,7 +63,7 @@ class SizeQueues:
     """Queues by the size WRS = (A p / p_max + B d / d_max) a / a_max, each with a quota of KV tokens to which its
     requests are charged.
 
-    `weights`: A and B. `num_tokens`: tokens of the KV memory, shared out as quotas. `slo_s`: time that a request may
+    `weights`: A and B. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a request may
     take, and `refresh_s`: time after which queues are rebuilt, in seconds.
     """
 
@@ -78,7 +78,7 @@ class SizeQueues:
         self._greatest = SizeFacts(1.0, 1.0, 1.0, 0.0)
         self._cuts: list[float] = []
         self.quotas: list[int] = [num_tokens]
-        """Tokens that each queue may have admitted, the smallest sizes first."""
+        """Quota of each queue in tokens, the queue of the smallest sizes first."""
         self.used: list[int] = [0]
         """Tokens of each queue's quota in use."""
         self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
@@ -103,19 +103,19 @@ class SizeQueues:
         return self._queue_of(self._facts[request])
 
     def lines(self, waiting: Sequence[RequestView]) -> list[deque[RequestView]]:
-        """Return the waiting requests by queue, in their order."""
+        """Return the waiting requests of each queue, in the order of `waiting`."""
         lines: list[deque[RequestView]] = [deque() for _ in self.quotas]
         for request in waiting:
             lines[self.queue_of(request)].append(request)
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """Return whether a queue has this many tokens of quota left, or has admitted no request."""
+        """Return True if the queue has this many tokens of quota left, or has none in use."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the number of tokens that each lender gives, as (queue, tokens), `num_tokens` in all; empty if they
-        have fewer left.
+        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders have less quota
+        left.
         """
         charges = []
         for queue in lenders:
@@ -126,13 +126,13 @@ class SizeQueues:
         return charges if num_tokens <= 0 else []
 
     def charge(self, request: RequestView, now: float, charges: list[tuple[int, int]]) -> None:
-        """Charge an admitted request to queues: (queue, tokens)."""
+        """Charge an admitted request to queues; `charges` are (queue, tokens)."""
         self._charges[request] = now, charges
         for queue, num_tokens in charges:
             self.used[queue] += num_tokens
 
     def give_back(self, request: RequestView) -> float | None:
-        """Give the request's tokens back to the queues that were charged; returns the time of its admission, None if it
+        """Return the request's tokens to the queues that were charged. Returns the time of its admission; None if it
         was not admitted.
         """
         charged = self._charges.pop(request, None)
@@ -143,18 +143,18 @@ class SizeQueues:
         return charged[0]
 
     def forget(self, request: RequestView, now: float) -> None:
-        """Give the tokens of an ended request back to the queues, and record its duration."""
+        """Return the tokens of an ended request to the queues, and record the request's duration."""
         began_at = self.give_back(request)
         facts = self._facts.pop(request, None)
         if facts is not None and began_at is not None:
             self._durations.append((facts, now - began_at))
 
     def is_due(self, now: float) -> bool:
-        """Return whether queues must be rebuilt."""
+        """Return True if the queues must be rebuilt."""
         return now >= self._refresh_at or self._num_seen >= self._refresh_count
 
     def _size_of(self, facts: SizeFacts) -> float:
-        """Weighted request size (WRS)."""
+        """Return the weighted request size (WRS)."""
         (prompt_weight, output_weight), most = self._weights, self._greatest
         factor = facts.adapter / most.adapter if facts.adapter else 1.0
         return (prompt_weight * facts.prompt / most.prompt + output_weight * facts.output / most.output) * factor

@@ -1,4 +1,4 @@
-"""Line of deferred requests: the most urgent first, and within a priority first come, first served.
+"""Order of deferred requests: the most urgent first, and within a priority first come, first served.
 
 A request that is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
 different replicasets do not wait for each other.
@@ -38,7 +38,7 @@ class HoldingConfig(PolicyConfig):
 
 
 class Line:
-    """The requests held for one replicaset, in order."""
+    """Deferred requests of one replicaset, in order of priority, then submission."""
 
     __slots__ = ("_heap", "_held")
 
@@ -48,29 +48,29 @@ class Line:
         """(priority, index); entries that are no longer in `_held` are dropped when they reach the front."""
 
     def __len__(self) -> int:
-        """Requests in the line."""
+        """Return the number of requests."""
         return len(self._held)
 
     def waits_behind(self, request: RequestView) -> bool:
-        """Return True if a request in the line goes before this one."""
+        """Return True if a deferred request comes before this request."""
         heap, held = self._heap, self._held
         while heap and heap[0][1] not in held:
             heappop(heap)
         return bool(heap) and heap[0] < (request.priority, request.index)
 
     def join(self, request: RequestView) -> None:
-        """Add a request, unless it is in the line already."""
+        """Add a request, unless it is contained already."""
         if request.index not in self._held:
             self._held.add(request.index)
             heappush(self._heap, (request.priority, request.index))
 
     def leave(self, request: RequestView) -> None:
-        """Remove a request that is in the line."""
+        """Remove a request if it is contained."""
         self._held.discard(request.index)
 
 
 class Holding:
-    """Common part of policies that defer requests: the lines, and the time of the next attempt."""
+    """Base of policies that defer requests: deferred requests by replicaset, and the time of the next attempt."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed
@@ -109,18 +109,18 @@ class Holding:
         self._num_held += len(line)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up while requests are held; the mechanism now calls the policy for each of them."""
+        """Set the next wake-up while requests are deferred; after this call, the mechanism calls `admit` again."""
         if self._num_held and now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Have the held requests decided again, since a queue has become shorter."""
+        """Wake the policy now, to decide on deferred requests again, since a queue has become shorter."""
         if self._num_held:
             self._wake.at(now, "admission")
 
     def on_departures(self, requests: list[RequestView], now: float) -> None:
-        """Forget requests that left while they were held."""
+        """Forget requests that left while they were deferred."""
         for request in requests:
             line = self._lines.get(request.replicaset)
             if line is not None:

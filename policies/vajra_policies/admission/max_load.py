@@ -25,7 +25,7 @@ class MaxLoadConfig(HoldingConfig):
 
 
 class MaxLoad(Holding):
-    """Accepts a request while its replicaset has less than the bound; an empty replicaset takes any request.
+    """Accepts a request while the load of its replicaset stays within the bound; an empty replicaset takes any request.
 
     Source: the limit on concurrent requests of serving gateways.
     """
@@ -35,7 +35,7 @@ class MaxLoad(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Defer the request if nothing more fits, or others wait before it."""
+        """Defer or refuse the request if it exceeds the bound, or if a deferred request comes before it."""
         line, replicaset = self._line_of(request), replicaset_of(request, replicasets)
         if line.waits_behind(request) or not self._has_room(request, replicaset):
             return self._closed(line, request, now, f"replicaset {replicaset.name} is full")

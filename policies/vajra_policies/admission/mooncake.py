@@ -1,4 +1,4 @@
-"""Mooncake's early rejection: refuse requests on arrival that would miss their SLOs."""
+"""Mooncake's early rejection: requests that would miss their SLOs are refused on arrival."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class MooncakeConfig(PolicyConfig):
 
 
 class Mooncake:
-    """Refuses a request when its predicted TTFT, or the predicted TBT, exceeds the SLO.
+    """Refuses a request if its predicted TTFT or the predicted TBT exceeds its SLO.
 
-    For each replica that computes prompts, T = T_queue + T_prefill: the prefill times of the requests that wait for it,
-    and that of this request without its prefix cached there. The smallest T is the predicted TTFT. The predicted TBT is
+    For each replica that computes prompts, T = T_queue + T_prefill: the prefill times of the prompts queued there, and
+    the prefill time of this request without its prefix hit. The smallest T is the predicted TTFT. The predicted TBT is
     the duration of a decode step of the least loaded replica that decodes, with this request added. Mooncake also
     considers copying the prefix from another replica; that is left out.
 
@@ -68,10 +68,10 @@ class Mooncake:
         self._latency = context.latency
         self._emit = context.emit
         self._prompts: dict[RequestView, float] = {}
-        """Accepted requests, and the predicted end of their prefill."""
+        """Predicted end of prefill of each accepted request, seconds on the run's clock."""
         self._running_on: dict[RequestView, ReplicaId] = {}
         self._decided: tuple[RequestView, float] | None = None
-        """Request of the last decision, and the predicted end of its prefill."""
+        """(request of the last decision, predicted end of its prefill)."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
         """Accept the request if its predicted latencies meet its SLOs."""
@@ -85,7 +85,7 @@ class Mooncake:
         return self._judged(request, ttft_s, tbt_s)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count accepted requests."""
+        """Record accepted requests with the predicted end of their prefill."""
         for request in requests:
             if self._decided is not None and self._decided[0] is request:
                 self._prompts[request] = self._decided[1]
@@ -108,16 +108,16 @@ class Mooncake:
             ("TTFT", ttft_s, request.ttft_slo_s, self._config.ttft_slo_s),
             ("TBT", tbt_s, request.tbt_slo_s, self._config.tbt_slo_s),
         ):
-            promised_s = default_s if stated_s is None else stated_s
-            if promised_s is not None and predicted_s > promised_s:
+            target_s = default_s if stated_s is None else stated_s
+            if target_s is not None and predicted_s > target_s:
                 return Refuse(f"its predicted {noun} exceeds its SLO")
         return ACCEPT
 
     # Prompts
 
     def _predicted_ttft_s(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> float:
-        """Return the predicted seconds until the request's first token; with the rule `load`, those of a request
-        without a prompt.
+        """Return the predicted seconds until the request's first token; with the rule `load`, its own prefill time is
+        not counted.
         """
         if not replicas:
             return 0.0
@@ -146,7 +146,7 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the seconds of a decode step of the least loaded replica, with this request."""
+        """Return the predicted seconds of a decode step of the least loaded replica, by the configured rule."""
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":
@@ -165,12 +165,12 @@ class Mooncake:
         )
 
     def _decoding_at(self, at: float) -> Iterable[RequestView]:
-        """Yield the requests predicted to decode at a time."""
+        """Yield the accepted requests that are predicted to decode at the time `at`."""
         decode_s = self._config.decode_s
         return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
 
     def _num_prefills(self, replica: ReplicaLoadView) -> int:
-        """Return the number of running requests of a replica whose prompt is still computed."""
+        """Return the number of running requests of a replica whose prompts are not computed yet."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id

@@ -1,4 +1,4 @@
-"""Defer lower priorities at a lower saturation, so that capacity is left for higher ones."""
+"""Defer less urgent requests at a lower saturation, so that capacity is left for more urgent ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, R
 
 
 class HoldbackConfig(SaturationConfig, HoldingConfig):
-    """Parameters of `priority_holdback`. Lower priorities (numbers) are more urgent."""
+    """Parameters of `priority_holdback`. A priority with a lower number is more urgent."""
 
     spacing: Literal["rank", "value"] = Field(
         "rank", description="Spacing of the ceilings: equal steps, or in proportion to the priorities' numbers."
@@ -73,7 +73,7 @@ class PriorityHoldback(Holding):
         self._ceilings: Mapping[int, float] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Defer the request if saturation has reached its priority's ceiling, or others wait before it."""
+        """Defer or refuse the request if its priority's ceiling is reached, or if deferred requests come before it."""
         if request.priority not in self._ceilings:
             self._ceilings = holdback_ceilings(sorted({*self._ceilings, request.priority}), self._config)
         if not self._ceilings[request.priority]:

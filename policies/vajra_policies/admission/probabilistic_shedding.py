@@ -1,4 +1,4 @@
-"""Shed with a probability that rises steeply with saturation."""
+"""Shed requests with a probability that rises steeply with saturation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProbabilisticConfig(SaturationConfig):
 
 
 class ProbabilisticShedding:
-    """Refuses a request that is not protected with probability min(1, k * saturation^power).
+    """Refuses a request that is not protected, with probability min(1, k * saturation^power).
 
     With llm-d's k = 300 and power 5, every such request is refused from a saturation of 0.32 on.
 
@@ -43,7 +43,7 @@ class ProbabilisticShedding:
         self._stream = stream
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Refuse by a random draw, unless the request is protected."""
+        """Accept a protected request; refuse others at random, by saturation."""
         config = self._config
         if request.priority <= config.protected_priority:
             return ACCEPT

@@ -13,7 +13,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, ReplicaLoadView, ReplicasetView, RequestView
 
 EMPTY_POOL = 1.0
-"""Saturation of a pool of which no replica is up."""
+"""Saturation of a pool without any replica that is up."""
 
 
 class SaturationConfig(PolicyConfig):
@@ -40,12 +40,12 @@ class SaturationConfig(PolicyConfig):
 
 
 def saturation_for(config: SaturationConfig, request: RequestView, replicasets: Sequence[ReplicasetView]) -> float:
-    """Return the saturation of the replicaset that serves a request."""
+    """Return the saturation of the replicaset that serves a request, which is that of its fullest pool."""
     return max(saturation_of(config, pool.replicas) for pool in replicaset_of(request, replicasets).pools)
 
 
 def replicaset_of(request: RequestView, replicasets: Sequence[ReplicasetView]) -> ReplicasetView:
-    """Return the replicaset that takes a request."""
+    """Return the view of the replicaset that serves a request."""
     return next(one for one in replicasets if one.name == request.replicaset)
 
 

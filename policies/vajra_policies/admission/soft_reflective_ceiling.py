@@ -1,4 +1,4 @@
-"""Accept lower priorities at a rate that falls as saturation rises, instead of excluding them."""
+"""Accept less urgent requests at a rate that falls as saturation rises, instead of excluding them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:
-    """Return the number of cycles of which one is open for a band: 1 means always open, 0 never. Rank 0 is the most
-    urgent, and open below a saturation of 1.
+    """Return k if every k-th cycle is open for a band; 1 means always open, 0 never.
 
-    Band i is open while saturation < 1 - i * saturation / (n - 1); else every max(1, round(s / (1 - s)))-th cycle.
+    Rank 0 is the most urgent band, which is open below a saturation of 1. Band i is open while s < 1 - i * s / (n - 1),
+    with s the saturation and n the number of bands; otherwise, every max(1, round(s / (1 - s)))-th cycle is open.
     """
     if saturation >= 1.0:
         return 0
@@ -31,10 +31,10 @@ def opening_period(saturation: float, rank: int, num_bands: int) -> int:
 
 
 class SoftReflectiveCeiling(Holding):
-    """Bands of priorities that are open in all, some or no cycles, by `opening_period`.
+    """Accepts requests of a priority (band) in all, some or no cycles, by `opening_period`.
 
     A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every
-    `recheck_s` while some wait. There is a band for each priority that has occurred so far.
+    `recheck_s` while some are deferred. There is a band for each priority that has occurred so far.
 
     Source: llm-d router, flow control with `soft-reflective-ceiling-policy`.
     """
@@ -44,10 +44,10 @@ class SoftReflectiveCeiling(Holding):
         self._config = config
         self._priorities: list[int] = []
         self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
-        """Time of the last closed cycle and its number, by replicaset and priority."""
+        """(time, number) of the latest counted cycle by replicaset and priority; cycles with period 1 do not count."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Defer the request if its band is closed in this cycle, or others wait before it."""
+        """Defer or refuse the request if its band is closed in this cycle, or deferred requests come before it."""
         if request.priority not in self._priorities:
             self._priorities = sorted([*self._priorities, request.priority])
         line = self._line_of(request)

@@ -44,17 +44,17 @@ class TokenBucketConfig(BucketConfig):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Level of one bucket. It may be negative: deferred requests are charged in advance."""
+    """State of one bucket. Its level may be negative, since deferred requests are charged in advance."""
 
     capacity: float
     refill_per_s: float
     level: float
     filled_at: float = 0.0
     due: dict[str, float] = field(default_factory=dict)
-    """Time at which each deferred request is due."""
+    """Time at which each deferred request is accepted, by request id."""
 
     def fill(self, now: float) -> None:
-        """Add the tokens that have accrued since the last call."""
+        """Add what has been refilled since the last call."""
         self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
         self.filled_at = now
 
@@ -63,7 +63,7 @@ class TokenBucket:
     """Charges each request's cost to the bucket of its tenant, which starts full.
 
     A request that the bucket does not cover is refused with the time until it would be covered, or deferred to exactly
-    that time: its cost is charged in advance, so that later ones wait behind it, and returned if it leaves first. A
+    that time: its cost is charged in advance, so that later requests wait behind it, and returned if it leaves first. A
     request that costs more than a full bucket is refused.
 
     Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
@@ -74,7 +74,7 @@ class TokenBucket:
         self._buckets: dict[str, _Bucket] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Accept a request that its bucket covers."""
+        """Accept a request that its bucket covers; refuse or defer others."""
         bucket, cost = self._bucket_of(request, now), self._cost_of(request)
         due = bucket.due.get(request.request_id)
         if due is not None:
@@ -101,7 +101,7 @@ class TokenBucket:
         return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Return the tokens of deferred requests that have left."""
+        """Refund the buckets of deferred requests that have left."""
         for request in requests:
             bucket = self._bucket_of(request, now)
             if bucket.due.pop(request.request_id, None) is not None:

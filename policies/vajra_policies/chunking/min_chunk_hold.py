@@ -52,7 +52,7 @@ class MinChunkHold(FixedChunk):
         self._holds = False
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, then prompts by urgency; prompts with small chunks are added only together."""
+        """Add decodes, then prompts by urgency; hold small chunks unless they have `min_chunk` tokens in total."""
         self._holds = replica.num_decodes > 0 and not self._are_enough(replica, batch)
         fill(replica, batch, self._next_chunk, self._mode)
 
@@ -62,7 +62,7 @@ class MinChunkHold(FixedChunk):
             self._num_held.pop(request, None)
 
     def _are_enough(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if the small chunks of the most urgent prompts that fit the step make up a large one."""
+        """Return True if small chunks of the most urgent prompts that fit the step have `min_chunk` tokens in total."""
         room = min(self._chunk_size - replica.num_decodes, batch.tokens_left - replica.num_decodes)
         num_small = 0
         for request in chain(replica.partial_prefills(), replica.waiting()):

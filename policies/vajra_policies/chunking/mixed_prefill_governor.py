@@ -40,7 +40,7 @@ class MixedPrefillGovernorConfig(FixedChunkConfig):
 
 
 class MixedPrefillGovernor(PromptBudget):
-    """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens, `mixed_tokens` in all.
+    """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens: `mixed_tokens` in total.
 
     - Prompts in progress share those tokens evenly. A waiting prompt is admitted while fewer than
       `max_partial_prefills` are in progress, or if it fits one step.
@@ -48,14 +48,14 @@ class MixedPrefillGovernor(PromptBudget):
       budget.
     - Decode steps before a prompt began to wait count towards the run.
 
-    Left out: the rotation that gives remainders of the shares to each prompt in turn. The wait is that of the most
+    Left out: the rotation of remainders of the shares among prompts. The wait for `max_wait_s` is that of the most
     urgent waiting request, the oldest one under `fcfs`.
 
     Source: local-inference-lab/vllm, pull request 596, "bound mixed prefill work under active decode".
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Pure decode steps are counted, so they must be formed one by one."""
+    """`repeats_decodes` is empty: pure decode steps are counted, so each must be formed."""
 
     def __init__(self, config: MixedPrefillGovernorConfig, context: PolicyContext) -> None:
         super().__init__(config, context)

@@ -32,11 +32,11 @@ class PPasConfig(FixedChunkConfig):
 
 
 class PPas(PromptBudget):
-    """Prompt tokens of a step: at most B_cap while a request decodes and at least N_th prompts wait or are in progress,
-    else B_max.
+    """Limits a step to B_cap prompt tokens while a request decodes and at least N_th prompts wait or are in progress,
+    else to B_max.
 
-    A single prompt is computed in large, efficient chunks; several prompts would delay the decodes for as many large
-    steps, so their chunks are smaller.
+    A single prompt is computed in large, efficient chunks. Several prompts would delay the decodes by several large
+    steps, so they are computed in smaller chunks.
 
     Left out: vLLM's scheduler around the rule; everything else is as in `fixed_chunk`.
 

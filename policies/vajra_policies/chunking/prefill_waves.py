@@ -30,12 +30,11 @@ class PrefillWavesConfig(FixedChunkConfig):
 
 
 class PrefillWaves(FixedChunk):
-    """Pure decode steps while decodes fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one
-    wave.
+    """Forms pure decode steps while decodes fill the batch; otherwise, up to `wave_slots` prompts run as one wave.
 
     A wave's prompts get the free slots, and further slots from the decodes admitted last, which are paused and keep
-    their KV. Later there may therefore be more decodes than slots, and steps stay full of decodes until some have
-    ended. Slots that no prompt uses return to decodes.
+    their KV. After a wave there may therefore be more decodes than slots, and steps stay full of decodes until some
+    have ended. Decodes get the slots that no prompt uses.
 
     This pays if pure decode steps are faster than others (CUDA graphs) and many requests wait.
 
@@ -54,7 +53,7 @@ class PrefillWaves(FixedChunk):
         self._offered: RequestView | None = None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Form a pure decode step, or one with a wave of prompts."""
+        """Form a pure decode step, or a step with a wave of prompts."""
         num_slots = batch.slots_left
         num_partial = replica.num_partial_prefills
         if replica.num_decodes >= num_slots:
@@ -70,7 +69,7 @@ class PrefillWaves(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def _add_first_decodes(self, num_kept: int, replica: LocalReplicaView, batch: BatchBuilder) -> None:
-        """Add the decodes that were admitted first, as many as the wave leaves slots for."""
+        """Add the `num_kept` decodes that were admitted first, preempting requests for blocks."""
         for request in list(replica.decodes())[:num_kept]:
             while request.is_resident and batch.add(request, 1) is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)

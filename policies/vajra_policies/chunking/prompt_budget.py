@@ -13,7 +13,7 @@ class PromptBudget(FixedChunk):
         super().__init__(config, context)
         self._most_tokens = 0
         self._num_decodes: int | None = None
-        """Number of tokens in the batch before its first prompt; None while decodes are added."""
+        """Number of tokens in the batch before its first prompt; None before that prompt is considered."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Add decodes, then prompts by urgency within the budget."""
@@ -21,7 +21,7 @@ class PromptBudget(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def _budget(self, replica: LocalReplicaView, now: float) -> int:
-        """Return the number of tokens that prompts may have in the step being formed."""
+        """Return the largest number of prompt tokens in the step being formed."""
         return self._chunk_size
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -1,4 +1,4 @@
-"""Accounts of tenants: tokens that each is charged for, and requests of each that wait or run."""
+"""Accounts of tenants: the tokens charged to each tenant, and its waiting and running requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vajra_py.contract import PolicyConfig, RequestView
 _EXACT = 2.0**53
 """Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
-"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
+"""Default number of quanta in the KV memory; as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -55,8 +55,8 @@ class Accounts:
 
     A prompt is charged in full, or without its cached prefix, and once: recomputation after a preemption is free.
     `charge` is called with (tenant, cost, times): for a prompt at its admission; for generated tokens when they are
-    collected, at the latest before another prompt of the tenant is charged, a request waits again, or one leaves. The
-    policy forwards its callbacks to this object.
+    collected, at the latest before another prompt of the tenant is charged, or one of its requests is preempted or
+    leaves. The policy forwards its callbacks to this object.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Accounts:
         self._charge = charge
         self._waiting: dict[RequestView, _Charged] = {}
         self._admitted: dict[str, dict[RequestView, _Charged]] = {}
-        """Living requests that do not wait, by tenant; tenants that have any."""
+        """Live requests that do not wait, by tenant; only tenants with such requests."""
         self.num_waiting: dict[str, int] = {}
-        """Waiting requests of each tenant that has any, in the order in which tenants began to wait."""
+        """Number of waiting requests of each tenant that has any, in the order in which tenants began to wait."""
 
     def is_live(self, tenant: str) -> bool:
         """Return True if a request of the tenant waits or runs."""
@@ -113,8 +113,8 @@ class Accounts:
         return charged is not None and self._wait(request, charged)
 
     def depart(self, requests: Iterable[RequestView]) -> list[str]:
-        """Charge requests that have left for their last tokens, and forget them. Returns the tenants that no longer
-        wait.
+        """Charge the last tokens of requests that have left, and forget these requests. Returns the tenants that no
+        longer wait.
         """
         stopped = []
         for request in requests:
@@ -178,8 +178,8 @@ class Accounts:
 
 
 def added(total: float, cost: float, times: int) -> float:
-    """Return `total` with the cost added repeatedly, so that the sum is the same to the last bit whenever tokens are
-    collected.
+    """Return `total` after adding `cost` to it `times` times. The sum is the same to the last bit, however its terms
+    are divided among calls.
     """
     if times > 1 and total.is_integer() and cost.is_integer() and abs(total) + times * abs(cost) <= _EXACT:
         return total + times * cost

@@ -29,8 +29,8 @@ class D2lpm(BindsOnArrival):
     A tenant thus stays where its prefix is cached, and spreads to other replicas as it uses up its quantum. `dlpm` on
     the replicas is the other half.
 
-    Left out: charging outputs per token; here they are charged at a request's end. Apart from the idea, written from
-    memory of the paper.
+    Left out: charging outputs per token; they are charged at a request's end. Only the idea was checked; the rest is
+    from memory of the paper.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), D2LPM.
     """
@@ -57,7 +57,7 @@ class D2lpm(BindsOnArrival):
         return chosen
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for outputs."""
+        """Charge the outputs of these requests."""
         for request in requests:
             replica_id = self._placed.pop(request, None)
             if replica_id is not None:

@@ -53,11 +53,11 @@ class DeficitRoundRobin:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """Return the tenant."""
+        """Return the request's tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """Return the tenant's position in the circle; after all others if it is not in it."""
+        """Return the tenant's position in the circle; a position after all others if the tenant is not in it."""
         return float(self._circle.get(group, self._num_places))
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -113,9 +113,7 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Pass the turn on until a tenant has credit; full rounds in which no tenant would have credit are credited at
-        once.
-        """
+        """Pass the turn on until a tenant has credit. Rounds after which no tenant has credit are added at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

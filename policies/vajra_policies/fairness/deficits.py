@@ -9,10 +9,10 @@ HolderT = TypeVar("HolderT")
 
 
 def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quantum: float) -> list[HolderT]:
-    """Add the quantum to every used-up deficit, repeatedly, until a candidate has some left.
+    """Add the quantum to every deficit of at most 0, repeatedly, until the deficit of a candidate is above 0.
 
-    A deficit is used up at 0 or below; one without an entry is 0. Nothing changes if a candidate has some left, or if
-    there is no candidate. Returns the names whose deficit was used up and is not any more.
+    A missing deficit is 0. Nothing changes if the deficit of a candidate is above 0 already, or if there is no
+    candidate. Returns the names whose deficit rose above 0.
     """
     if not candidates or any(deficits.get(one, 0.0) > 0 for one in candidates):
         return []
@@ -26,5 +26,5 @@ def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quan
 
 
 def _rounds(deficit: float, quantum: float) -> int:
-    """Rounds after which a deficit that is used up is above 0."""
+    """Return the number of quanta after which a deficit of at most 0 is above 0."""
     return int(-deficit // quantum) + 1

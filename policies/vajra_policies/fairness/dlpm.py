@@ -34,8 +34,8 @@ class Dlpm:
       fall below 0.
     - When no waiting tenant has q_u > 0, the quantum Q is added to every q_u <= 0 until one has. Tenants begin at 0.
 
-    A large Q gives the order of `lpm`; a small one lets tenants take turns, as `vtc` does. Tenants that wait throughout
-    differ by a few quanta at most, whatever they have cached.
+    A large Q gives the order of `lpm`; a small Q lets tenants take turns, as `vtc` does. The services of tenants that
+    wait throughout differ by at most a few quanta, whatever their cached prefixes.
 
     Left out: forgetting idle tenants. A request of a tenant without deficit is admitted in the same step if those
     before it lack memory; the paper's loop skips it. The paper states no default for Q; the one of
@@ -51,9 +51,9 @@ class Dlpm:
         self._accounts = Accounts(config, self._charge, charges_cached=False)
         self._deficits: dict[str, float] = {}
         self._left: dict[str, None] = {}
-        """Tenants that may have deficit left; includes every waiting tenant that has."""
+        """Tenants that may have a deficit above 0; includes every waiting tenant whose deficit is above 0."""
         self._collected: set[str] = set()
-        """Tenants that were charged for all tokens of the steps that have ended."""
+        """Tenants that were charged for all tokens generated so far."""
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
@@ -61,7 +61,7 @@ class Dlpm:
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
-        """Return the tenant."""
+        """Return the request's tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
@@ -87,7 +87,7 @@ class Dlpm:
         self._refill()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Charge the generated tokens: a tenant with deficit left may have none now."""
+        """Charge the generated tokens, which may have used up the deficits of tenants."""
         self._collected.clear()
         self._refill()
 
@@ -106,8 +106,8 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits unless a waiting tenant has some left; until then, generated tokens of other tenants need not
-        be charged.
+        """Refill deficits unless the deficit of a waiting tenant is above 0; in that case, generated tokens of other
+        tenants need not be charged yet.
         """
         left, waiting = self._left, self._accounts.num_waiting
         while left:

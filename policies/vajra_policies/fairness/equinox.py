@@ -36,9 +36,9 @@ class EquinoxConfig(LengthConfig):
 class Equinox:
     """Key of tenant u = HF_u = alpha * UFC_u + (1 - alpha) * RFC_u, least first.
 
-    - UFC, the user's counter: (p + w * d) / (1 + wait / `patience_s`) for each request, since tokens that came late are worth less.
-    - RFC, the resource's counter: device time of the request, converted to prompt tokens that take as long: its prefill
-      and its share of d decode steps, so that a tenant is charged for the cost of its requests' shape.
+    - UFC, the user counter: (p + w * d) / (1 + wait / `patience_s`) for each request, since late tokens are worth less.
+    - RFC, the resource counter: device time of each request (its prefill and its share of d decode steps), converted to
+      the number of prompt tokens that take as long. Prompt and output tokens are thus charged by their real cost.
     - Both are charged at admission with the predicted output length d, and corrected when the request ends.
     - A tenant that begins to wait is lifted to the least HF of the tenants that wait or run.
 
@@ -62,7 +62,7 @@ class Equinox:
         self._counters: dict[str, float] = {}
         self._alive: dict[str, dict[RequestView, None]] = {}
         self._charged: dict[RequestView, tuple[float, float]] = {}
-        """(discount, charge) of requests that were admitted."""
+        """(discount, charge) of each admitted request."""
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
@@ -70,11 +70,11 @@ class Equinox:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """Return the tenant."""
+        """Return the request's tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """HF, weighted tokens."""
+        """Return the tenant's HF, weighted tokens."""
         return self._counters.get(group, 0.0)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -95,7 +95,7 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct the charges, and forget tenants without requests whose counters are not above the others'."""
+        """Correct charges, and forget tenants without live requests whose counters are not above those of others."""
         for request in requests:
             tenant = request.tenant
             discount, charged = self._charged.pop(request, (0.0, 0.0))

@@ -32,7 +32,7 @@ class Vtc:
     max(w_p * longest prompt, w_q * M) and M the largest number of tokens in a running batch. Waiting tenants share
     evenly; a tenant that demands less than its share gets all it demands.
 
-    A counter is updated when it is read, so a tenant that is not next costs nothing. A counter is forgotten when no
+    A counter is updated only when it is read. A counter is forgotten when no
     request of its tenant waits or runs and every later lift would raise it at least as high: no lift falls below the
     least counter among the tenants that wait or run and the one that waited last.
 
@@ -59,7 +59,7 @@ class Vtc:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """Return the tenant."""
+        """Return the request's tenant."""
         return request.tenant
 
     def group_key(self, group: str) -> float:
@@ -110,7 +110,7 @@ class Vtc:
         return self.group_key(self._last_waiting) if level is None else level
 
     def _leave(self, tenant: str) -> None:
-        """Mark a counter to be forgotten when possible, if no request of its tenant waits or runs."""
+        """Mark the tenant's counter to be forgotten later, if no request of the tenant waits or runs."""
         if self._lifts and tenant in self._counters and not self._accounts.is_live(tenant):
             heappush(self._left, (self._counters[tenant], tenant))
 

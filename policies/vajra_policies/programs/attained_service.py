@@ -56,7 +56,7 @@ class _Call:
 
 
 class Plas:
-    """Key = running time of the program's ended calls when the call arrived (or the queue of that time).
+    """Key = running time of the program's ended calls when the call arrived, or with `queue_bounds_s` the queue for it.
 
     Short programs go before long ones, although their lengths are unknown: a program's urgency falls as it is served.
     With `queue_bounds_s`, a call's urgency also falls with its own running time. A request without a program is its own
@@ -75,13 +75,13 @@ class Plas:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """Fixed at arrival; with queues it moves with the call's progress, and with time if calls can starve."""
+        """`STATIC`; `PROGRESS` with queues, and `ARBITRARY` if calls can starve."""
         if self._ratio is not None:
             return KeyMotion.ARBITRARY
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the call's queue, or without queues its service in seconds; lower than all others if it starves."""
+        """Return the call's queue, or without queues its service in seconds; -1, below all others, if it starves."""
         if self._ratio is not None and self._starves(request, now):
             return -1.0
         if not self._bounds:
@@ -95,11 +95,11 @@ class Plas:
             self._call(request)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that a call begins to run."""
+        """Record the time at which a call begins to run."""
         self._call(request).admitted_at = now
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that a call waits again."""
+        """Add the call's time since its admission to its running time."""
         call = self._call(request)
         if call.admitted_at is not None:
             call.run_s += now - call.admitted_at
@@ -111,7 +111,7 @@ class Plas:
             self._calls.pop(request, None)
 
     def _call(self, request: RequestView) -> _Call:
-        """Return the times of a call; for a call that was there before the policy, they start now."""
+        """Return the record of a call; for a call that arrived before this policy was in use, it begins now."""
         call = self._calls.get(request)
         if call is None:
             program = request.program
@@ -123,7 +123,7 @@ class Plas:
         return program.run_s
 
     def _service_s(self, request: RequestView, now: float) -> float:
-        """Service inherited at arrival and the call's own running time, seconds."""
+        """Return the service inherited at arrival plus the call's own running time, seconds."""
         call = self._call(request)
         own_s = call.run_s if call.admitted_at is None else call.run_s + now - call.admitted_at
         return call.inherited_s + own_s
@@ -137,7 +137,7 @@ class Plas:
 
 
 class Atlas(Plas):
-    """Key = longest chain of running times in the program when the call arrived (or the queue of that time).
+    """Key = longest chain of running times in the program when the call arrived, or with `queue_bounds_s` its queue.
 
     A call that ends sets its program's service to max(service, service at its arrival + its running time). Parallel
     calls thus count once, by the longest, and the graph need not be known: a program's service is that of its critical

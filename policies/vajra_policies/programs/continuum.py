@@ -1,4 +1,4 @@
-"""Continuum's order: calls whose program's content is pinned first, then programs by their first arrival."""
+"""Continuum's order: calls of programs with pinned content first, then calls by the arrival of their programs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ContinuumConfig(ToolGapConfig):
 class Continuum:
     """Key = (0 if the call came while its program's content was pinned, else 1; arrival of the program's first call).
 
-    After a call that is not the last one, the content is pinned for `ttl_s`, unless the mean time of the tool that runs
-    now exceeds `max_mean_gap_s`. A call that arrives in time goes before all others and hits the pinned content; the
-    rest is first come, first served by programs, so that a program is not set back by its own tools.
+    After a call that is not the program's last, its content is pinned for `ttl_s`, unless the mean time of the tool
+    that runs next exceeds `max_mean_gap_s`. A call that arrives in time goes before all others and hits the pinned
+    content. Other calls are served in order of their programs' arrival, so that tools do not set a program back.
 
     The retention policy `continuum_pins` does the pinning, by the same rule. Left out: prolonging a pin that expires
     while its program's next call waits. The paper's time to live maximises the expected gain over the tool's
@@ -40,7 +40,7 @@ class Continuum:
         return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note which calls arrived within the time to live, and record how long their tools took."""
+        """Record which calls arrived within the time to live, and how long the tools before them took."""
         for request in requests:
             program = request.program
             until = None if program is None else self._pinned_until.pop(program, None)
@@ -48,7 +48,7 @@ class Continuum:
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Pin the content of programs for their time to live, and note that tools begin."""
+        """Record until when `continuum_pins` pins the content of programs, and the start of their tools."""
         for request in requests:
             self._came_in_time.pop(request, None)
             ttl_s = self._gaps.ttl_s(request)

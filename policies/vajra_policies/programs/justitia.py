@@ -13,7 +13,7 @@ from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
 
 _MOST = 1e18
-"""Cost above which a client's statement is ignored."""
+"""Largest cost that is accepted from a client; a larger one is ignored."""
 
 
 class JustitiaConfig(LengthConfig):
@@ -26,10 +26,10 @@ class JustitiaConfig(LengthConfig):
 
 
 class FluidShares:
-    """Virtual time of a server that all agents present share evenly.
+    """Virtual time of a fluid server that is shared evenly by all agents in it.
 
-    V grows by work / (number of agents present). An agent that arrives at V with cost C is served when V reaches its
-    finish tag V + C, and then leaves; the progress of the real server plays no part.
+    The virtual time V grows by work / (number of agents). An agent that arrives at V with cost C leaves when the
+    virtual time reaches its finish tag V + C; the progress of the real server does not matter.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class FluidShares:
         self._tags: list[float] = []
 
     def join(self, cost: float) -> float:
-        """Add an agent; returns its finish tag."""
+        """Add an agent with this cost, and return its finish tag."""
         tag = self.virtual_time + cost
         heappush(self._tags, tag)
         return tag
 
     def serve(self, work: float) -> None:
-        """Advance the virtual time by this work of the server."""
+        """Advance the virtual time by this work, in the unit of costs."""
         tags = self._tags
         while tags:
             needed = (tags[0] - self.virtual_time) * len(tags)
@@ -59,15 +59,16 @@ class Justitia:
 
     - C_j is the agent's cost in KV memory over time, the sum over its calls of p * d + d^2 / 2: a call with p prompt tokens holds
       p + i tokens in its i-th decode step.
-    - V grows by M / N(t) in each step of a replica, with M its KV tokens and N(t) the agents that even sharing would still serve.
+    - V grows by M / N(t) in each step of a replica, with M its KV tokens and N(t) the number of agents that even
+      sharing has not finished.
 
     The agent with the least F_j gets all that its calls can use, so agents end one after the other, most of them
     earlier than under even sharing and none much later. An agent is a program; a request without one is an agent of its
     own.
 
-    C_j is the cost stated in the first call's metadata, or else the first call's cost (with the backend's
+    C_j is the cost stated in the first call's metadata, or else the first call's cost (predicted with the backend's
     `output_length`) times the number of calls that the program declares. Left out: the paper's predictor of costs from
-    the text of prompts. The growth of V follows the idea; its formula could not be checked in the text.
+    the text of prompts. The formula for V follows the paper's idea; it could not be checked against the paper's text.
 
     Source: Yang et al., "Justitia: Fair and Efficient Scheduling of Task-parallel LLM Agents" (arXiv:2510.17015).
     """
@@ -95,7 +96,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Advance even sharing by the KV tokens of the replica's memory."""
+        """Advance the virtual time by one step of a replica: the KV tokens of its memory."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

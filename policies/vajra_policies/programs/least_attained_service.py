@@ -1,4 +1,4 @@
-"""llm-d's program-aware fairness: least attained service first, which fades with time, mixed with the wait."""
+"""llm-d's program-aware fairness: score of a program by little attained service, which decays, and by long waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vajra_py.contract import (
 )
 
 _REMEMBERED_S = 3600.0
-"""Time after which the service of a program that has ended nothing since is dropped, seconds."""
+"""Time without an ended request after which a program's service is dropped, seconds."""
 
 
 class LeastAttainedServiceConfig(PolicyConfig):
@@ -56,7 +56,7 @@ class LeastAttainedService:
         self._waiting: dict[str, dict[RequestView, None]] = {}
         """Waiting requests of each program that has any, in the order in which they began to wait."""
         self._services: dict[str, tuple[float, float]] = {}
-        """Service of each program and the time of that value, the latest one last."""
+        """(service, time of this value) of each program, the latest update last."""
         self._scores: dict[str, float] | None = {}
         """Scores of waiting programs; None if they must be recomputed."""
         self._changed_at = 0.0
@@ -67,7 +67,7 @@ class LeastAttainedService:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """Return the program."""
+        """Return the id of the request's program, or else its tenant."""
         return _program_of(request)
 
     def group_key(self, group: str) -> float:

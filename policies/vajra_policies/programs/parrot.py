@@ -21,16 +21,16 @@ class ParrotConfig(PolicyConfig):
 
 
 class Parrot:
-    """Key = minus the depth of the call: 1 + the largest depth of the calls whose results it uses; 0 without any.
+    """Key = minus the depth of the call, which is 1 + the largest depth of the calls whose results it uses.
 
-    If a call does not state them, its depth is the number of calls of its program that had ended when it arrived: its
-    position in a chain. A request without a program has depth 0.
+    If a call states no `parent_calls`, its depth is the number of calls of its program that had ended when it arrived,
+    which is its position if the program is a chain. A request without a program has depth 0.
 
     With N chains of two calls on one server, all arriving at once, and one unit of time per call, the mean completion
     time is N + 1; in order of arrival it is (3 N + 1) / 2.
 
-    Left out: groups of calls with a common successor, which Parrot places as one unit, and of calls with a common prompt, which it
-    places together; prompts with variables, from which its service derives the graph.
+    Left out: Parrot places calls with a common successor as one unit, and calls with a common prompt together. Its
+    service derives the graph of calls from variables in prompts.
 
     Source: Lin et al., "Parrot: Efficient Serving of LLM-based Applications with Semantic Variable", OSDI'24 (arXiv:2405.19888);
     the order of the task queue in its code.
@@ -55,7 +55,7 @@ class Parrot:
         return -float(depth)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note the depths of calls."""
+        """Determine the depths of these calls."""
         for request in requests:
             self.key(request, now)
 

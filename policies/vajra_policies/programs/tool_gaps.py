@@ -9,7 +9,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, ProgramView, RequestView
 
 _MOST_TOOLS = 1_000
-"""Number of tools remembered, the most recently used ones: clients choose their names, so there may be any number."""
+"""Maximum number of tools remembered, the most recently used ones; needed since clients choose the names of tools."""
 
 
 class ToolGapConfig(PolicyConfig):
@@ -26,7 +26,7 @@ class ToolGapConfig(PolicyConfig):
 
 
 class ToolGaps:
-    """Mean time of each tool, and the time to live of content that follows from it. The policy forwards its callbacks
+    """Mean duration of each tool, and the time to live of content that depends on it. The policy forwards its callbacks
     to this object.
     """
 
@@ -35,10 +35,10 @@ class ToolGaps:
         self._last: dict[ProgramView, tuple[str, float]] = {}
         """Tool that each program runs, and its start time."""
         self._sums: dict[str, tuple[float, int]] = {}
-        """Sum and number of the times of each tool, the most recently used one last."""
+        """(sum in seconds, number) of the durations of each tool, the most recently used tool last."""
 
     def arrive(self, requests: Iterable[RequestView], now: float) -> None:
-        """Record the end of the program's tool, at its next call."""
+        """Record the duration of each program's tool, which has ended when the program's next call arrives."""
         for request in requests:
             begun = None if request.program is None else self._last.pop(request.program, None)
             if begun is not None:

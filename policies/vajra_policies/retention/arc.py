@@ -19,36 +19,37 @@ class ArcConfig(PolicyConfig):
 
 
 class AdaptiveReplacement:
-    """Victims come from the list of content used once while it is at least as long as its target, else from the other list.
+    """Evicts from the list of content used once while it is at least as long as its target, else from the other list.
 
-    The target grows when content enters that this list has evicted, and shrinks when the other list had evicted it.
+    The target grows when content returns that the list of content used once had evicted, and shrinks when content
+    returns that the other list had evicted.
     Within a list, the least recently used content is evicted first.
     """
 
     key_motion = KeyMotion.PROGRESS
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: blocks of the cache."""
+        """Create the policy for a cache of `capacity` blocks."""
         self._capacity = capacity
         self.target = 0.0
-        """Blocks that the list of content used once may have."""
+        """Target length of the list of content used once, in blocks."""
         self.once: dict[CachedBlock, None] = {}
-        """Content used once, in use or idle."""
+        """Blocks of content used once, idle or in use."""
         self.again: dict[CachedBlock, None] = {}
-        """Content used again."""
+        """Blocks of content used more than once, idle or in use."""
         self.gone: tuple[OrderedDict[Hashable, None], OrderedDict[Hashable, None]] = (OrderedDict(), OrderedDict())
-        """Evicted content of each list, the latest last, at most as much as the cache holds."""
+        """Hashes of the content evicted from each list, the latest last; at most `capacity` hashes each."""
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Return the time of the last use."""
         return block.last_used_at
 
     def segment(self, block: CachedBlock) -> int:
-        """List that it is in."""
+        """Return the list that holds the block."""
         return AGAIN if block in self.again else ONCE
 
     def next_segment(self, now: float) -> int:
-        """List that gives the next victim."""
+        """Return the list from which the next block is evicted."""
         return ONCE if len(self.once) >= int(self.target) else AGAIN
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
@@ -63,7 +64,7 @@ class AdaptiveReplacement:
             self.again[block] = None
 
     def on_evicted(self, block: CachedBlock, now: float) -> None:
-        """Record the content that a list evicts."""
+        """Record the hash of the block as evicted from its list."""
         is_again = block in self.again
         self.on_withdrawn(block, now)
         gone = self.gone[AGAIN if is_again else ONCE]
@@ -83,7 +84,7 @@ class AdaptiveReplacement:
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Adapt the target to content that is about to enter, its end first."""
+        """Adapt the target to new content, from the end of its chain to its head."""
         once, again = self.gone
         for one in reversed(hashes):
             if one in once:

@@ -17,7 +17,7 @@ class ContinuumPins(LeastRecentlyUsed):
     """Evicts the least recently used content first, and pins content for `ttl_s` after each call that is not the last,
     unless the mean time of its tool is long.
 
-    Companion of the prioritizer `continuum`, which serves calls first whose content is pinned.
+    Companion of the prioritizer `continuum`, which serves calls with pinned content first.
 
     Source: Continuum (arXiv:2511.02230), the threshold rule of its code.
     """
@@ -26,15 +26,15 @@ class ContinuumPins(LeastRecentlyUsed):
         self._gaps = ToolGaps(config)
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Return the seconds; 0 for requests without a program."""
+        """Return the seconds for which to pin a call's content; 0 for requests without a program."""
         return self._gaps.ttl_s(request)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record the times of the programs' tools."""
+        """Record the durations of the tools that ended before these calls."""
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note that the tools of these programs begin."""
+        """Record the start of the tools that follow these calls."""
         self._gaps.depart(requests, now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Retention by the number of uses: evict the least used content first (`lfu`), or content used only once (`slru`)."""
+"""Retention by the number of uses: evict the least used content first (`lfu`), or content with few uses (`slru`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LfuConfig(PolicyConfig):
 
 
 class LeastFrequentlyUsed:
-    """Key = (uses, last use): the least used content is evicted first, among equals the least recently used.
+    """Key = (uses, last use): the least used content is evicted first; ties go to the least recently used.
 
     Counts of uses are forgotten with the content, and do not age.
     """
@@ -20,7 +20,7 @@ class LeastFrequentlyUsed:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Uses, then the time of the last one."""
+        """Return (number of uses, time of the last use)."""
         return (block.num_uses, block.last_used_at)
 
 
@@ -31,8 +31,8 @@ class SlruConfig(PolicyConfig):
 
 
 class SegmentedLru:
-    """Key = (protected, last use): content on probation is evicted before all protected content; within each group, the
-    least recently used first.
+    """Key = (protected, last use): content with fewer than `protected_threshold` uses is evicted before all other
+    content; in both groups, the least recently used content first.
     """
 
     key_motion = KeyMotion.PROGRESS

@@ -34,21 +34,21 @@ class KvflowConfig(PolicyConfig):
 class Kvflow:
     """Key = (-rank, last use); rank = min over the block's agents of min(hold + 1, STE), and hold + 2 without an agent.
 
-    An agent is a stage of a program that has not ended, and its steps to execution (STE) are the calls until its turn:
-    0 while a call of it waits or runs, else one more than the least of the stages before it in the step graph. The
-    prefix of the agent that is next therefore stays, whereas `lru` would evict just that one, because it was used
-    longest ago.
+    An agent is a stage of a program that has not ended. Its steps to execution (STE) are the number of calls until its
+    turn: 0 while one of its calls waits or runs, else 1 + the smallest STE of the stages before it in the step graph.
+    The prefix of the agent that runs next therefore stays, whereas `lru` would evict this prefix first, since it was
+    used longest ago.
 
-    Left out: prefetching of the next agents' prefixes, which policies cannot request of a memory tier, and joins that
-    wait for all of several calls (the paper takes the largest STE there; here any path counts). The default of
-    hold_step is a round figure.
+    Left out: prefetching of the next agents' prefixes, which policies cannot request from a memory tier, and joins,
+    whose stage waits for several calls (the paper takes their largest STE, this policy the smallest). The default of
+    `hold_steps` is a round figure chosen here.
 
     Source: Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows", NeurIPS'25 (arXiv:2507.07400);
     code PanZaifeng/KVFlow.
     """
 
     key_motion = KeyMotion.ARBITRARY
-    """The steps to execution change with calls of all programs."""
+    """A block's steps to execution change with the calls of every program that uses it."""
 
     def __init__(self, config: KvflowConfig) -> None:
         self._hold = config.hold_steps
@@ -62,11 +62,11 @@ class Kvflow:
         self._last: dict[ProgramView, str] = {}
         """Stage of the latest call of each program."""
         self._steps: dict[ProgramView, Mapping[str, int]] = {}
-        """Steps to execution of stages, of programs of which nothing has changed since."""
+        """Steps to execution by stage, cached for each program until one of its calls arrives or ends."""
         self._agents: dict[CachedBlock, dict[tuple[ProgramView, str], None]] = {}
 
     def key(self, block: CachedBlock, now: float) -> tuple[float, float]:
-        """(minus the rank, the last use)."""
+        """Return (minus the rank, time of the last use)."""
         ranks = [
             min(self._hold + 1, self.steps_to_execution(program).get(stage, self._hold + 1))
             for program, stage in self._agents.get(block, ())
@@ -75,7 +75,7 @@ class Kvflow:
         return (-float(min(ranks, default=self._hold + 2)), block.last_used_at)
 
     def steps_to_execution(self, program: ProgramView) -> Mapping[str, int]:
-        """Return the number of calls until the turn of each stage that may still run."""
+        """Return the number of calls until the turn of each stage that may still run, by stage."""
         known = self._steps.get(program)
         if known is None:
             known = self._steps[program] = self._walk(program)
@@ -94,7 +94,7 @@ class Kvflow:
     # Programs
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note that the stages of these requests run now."""
+        """Record that the stages of these requests run now, and learn which stages follow each other."""
         for request in requests:
             program, stage = request.program, request.stage
             if program is None or not stage:
@@ -129,7 +129,7 @@ class Kvflow:
         self.on_used(blocks, now)
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Assign the content to another agent too."""
+        """Add the agents of the requests that use the content."""
         for block in blocks:
             program, stage = block.request.program, block.request.stage
             if program is None or not stage:
@@ -148,7 +148,7 @@ class Kvflow:
         self._agents.pop(block, None)
 
     def on_cleared(self, now: float) -> None:
-        """Forget all."""
+        """Forget all content."""
         self._agents.clear()
 
 

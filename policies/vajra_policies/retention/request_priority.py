@@ -1,4 +1,4 @@
-"""Retention by the priority of requests: evict content first that only less urgent requests use."""
+"""Retention by the priority of requests: content that only less urgent requests use is evicted first."""
 
 from __future__ import annotations
 

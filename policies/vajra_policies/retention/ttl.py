@@ -33,7 +33,7 @@ class TimeToLive:
         self._by_class = dict(config.ttl_by_slo_class_s)
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """End of its time."""
+        """Return the end of the block's time to live, seconds on the run's clock."""
         return self.expires_at(block)
 
     def expires_at(self, block: CachedBlock) -> float:

@@ -1,7 +1,7 @@
 """Composable routing under llm-d's names, formulas and defaults, and the routers of other systems.
 
 Modules with policies define only parameters and specs, and import implementations when a policy is built, so that
-listing policies is cheap.
+listing policies is fast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from vajra_py.contract import RoutingPartSpec
 
 
 def parts() -> list[RoutingPartSpec]:
-    """Return the producers, filters, scorers, pickers and deciders."""
+    """Return the specs of all producers, filters, scorers, pickers and deciders."""
     from vajra_policies.routers import (
         adapters,
         context_length,

@@ -1,5 +1,5 @@
-"""Active sequences of a router: the blocks that each replica computes and holds for the requests that this router sent
-there.
+"""Active sequences of a router: the blocks that each replica computes and holds for the requests that the router sent
+to it.
 
 Source: Dynamo, `lib/kv-router`, active sequences.
 """
@@ -21,36 +21,36 @@ from vajra_py.contract import ReplicaId, RequestView
 class _Booking:
     replica_id: ReplicaId
     prefill_tokens: int
-    """Prompt tokens to compute, until the prompt is done."""
+    """Prompt tokens to compute; 0 once the prompt is computed."""
     blocks: Sequence[Hashable]
     num_blocks: int
-    """Return the number of full blocks of the prompt, including blocks of unknown content."""
+    """Number of full blocks of the prompt, including blocks of unknown content."""
     num_output_blocks: int = field(default=0)
 
 
 class ActiveSequences:
     """Prompt tokens, blocks and requests that are active at each replica.
 
-    With `assume_reuse`, a block counts once per replica, however many of its requests have it; otherwise once for each
-    request.
+    With `assume_reuse`, a block that several requests of a replica have in common counts once; otherwise it counts once
+    for each request.
     """
 
     def __init__(self, num_replicas: int, *, assume_reuse: bool, track_prefill: bool) -> None:
         self._assume_reuse = assume_reuse
         self._track_prefill = track_prefill
         self.prefill_tokens: Integers = np.zeros(num_replicas, dtype=np.int64)
-        """Prompt tokens that each replica has to compute."""
+        """Number of prompt tokens that each replica has to compute."""
         self.blocks: Integers = np.zeros(num_replicas, dtype=np.int64)
-        """Blocks of each replica's active requests, output included."""
+        """Number of blocks of each replica's active requests, including generated ones."""
         self.requests: Integers = np.zeros(num_replicas, dtype=np.int64)
-        """Active requests of each replica."""
+        """Number of active requests of each replica."""
         self._bookings: dict[RequestView, _Booking] = {}
         self._admitted: dict[RequestView, None] = {}
         self._users: list[Counter[Hashable]] = [Counter() for _ in range(num_replicas)]
         self._holders = BlockHolders(num_replicas)
 
     def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
-        """Return the blocks that each replica would have with a request of these blocks."""
+        """Return the number of blocks that each replica would have with a request that has these blocks."""
         total = self.blocks + num_blocks
         return total - self._holders.counts(blocks) if self._assume_reuse else total
 
@@ -76,12 +76,12 @@ class ActiveSequences:
                 self._holders.add(block, replica_id)
 
     def admitted(self, request: RequestView) -> None:
-        """Note that the request now computes its prompt."""
+        """Record that the request now computes its prompt."""
         if request in self._bookings:
             self._admitted[request] = None
 
     def note_first_tokens(self) -> None:
-        """Mark the prompts of requests that got their first token since the last call as computed."""
+        """Call `prefill_complete` for the requests that got their first token since the last call."""
         for request in [one for one in self._admitted if one.num_output_tokens]:
             self.prefill_complete(request)
 

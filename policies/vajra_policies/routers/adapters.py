@@ -14,15 +14,15 @@ LOADED, HAS_ROOM, WAITING, FULL = 1.0, 0.8, 0.6, 0.0
 
 
 class LoraAffinityScorer:
-    """Scores 1 if the adapter is loaded, 0.8 if the replica has room for another one, 0.6 if a request waits for it
-    there, else 0.
+    """Scores a replica 1 if it has loaded the adapter, 0.8 if it has room for another adapter, 0.6 if a request for the
+    adapter waits there, else 0.
 
-    For a request of the base model, only room for another adapter counts, as in llm-d, since the model's name is not
-    among any replica's adapters.
+    For a request of the base model, only room for another adapter counts, as in llm-d: the base model is never among
+    the adapters.
     """
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[float]:
-        """Return scores by the adapters that each replica has loaded, and those for which requests wait there."""
+        """Return the score of each replica, from its loaded adapters and the adapters of its waiting requests."""
         return [_score(request.adapter, one) for one in replicas]
 
 

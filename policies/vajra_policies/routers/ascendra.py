@@ -1,4 +1,4 @@
-"""Ascendra: replicas for throughput, and a few that take over requests that would miss their TTFT SLO there."""
+"""Ascendra: replicas for throughput, and a few that take over requests that would miss their TTFT SLOs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class AscendraConfig(PolicyConfig):
 
 
 class Ascendra(BindsOnArrival):
-    """Requests go to the least loaded low-priority replica (LP); a request that still waits shortly before it would be
-    late moves to a high-priority (HP) replica.
+    """Binds on arrival to the least loaded low-priority (LP) replica; a request that is about to miss its TTFT SLO
+    moves to a high-priority (HP) replica.
 
-    It is handed over when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T the predicted time of the prompt
-    alone; to the HP replica with the fewest tokens to prefill, and only if these are fewer than at its present replica.
-    HP replicas are those with the highest ids. LP replicas may therefore order and batch for throughput, and HP
-    replicas keep room for requests that this makes late. Requests without a TTFT SLO stay. If only one replica is up,
-    it takes all requests.
+    A waiting request moves when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T the predicted time of the
+    prompt alone. The target is the HP replica with the fewest tokens to prefill; the request moves only if these are
+    fewer than at its present replica. HP replicas are those with the highest ids. LP replicas may therefore order and
+    batch for throughput, and HP replicas have room for requests that would be late as a result. Requests without a TTFT
+    SLO stay. If only one replica is up, it takes all requests.
 
-    Left out: the LP replicas' value function, elapsed time over urgency; any prioritizer stands for it. Fraction, margin and interval
-    are round figures.
+    Left out: the LP replicas' value function, elapsed time over urgency; use any prioritizer instead. Fraction, margin
+    and interval are round figures.
 
     Source: "Ascendra: Dynamic Request Prioritization for Efficient LLM Serving" (arXiv:2504.20828).
     """
@@ -103,7 +103,7 @@ class Ascendra(BindsOnArrival):
         return now + needed_s > request.arrived_at + (request.ttft_slo_s or 0.0)
 
     def _split(self, replicas: Sequence[ReplicaLoadView]) -> tuple[list[ReplicaLoadView], list[ReplicaLoadView]]:
-        """(LP, HP) replicas that are up."""
+        """Return (LP replicas, HP replicas), those that are up."""
         up = sorted(those_up(replicas), key=lambda one: one.replica_id)
         num_high = min(max(round(self._config.high_priority_fraction * len(up)), 1), len(up) - 1) if up else 0
         return up[: len(up) - num_high], up[len(up) - num_high :]

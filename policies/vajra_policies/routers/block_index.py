@@ -11,7 +11,9 @@ from vajra_policies.routers.figures import Integers
 
 
 class BlockHolders:
-    """Set of each block's holders, as bits of an integer: equal sets in a row are counted at once."""
+    """Set of replicas that hold each block, as bits of an integer; equal sets of consecutive blocks are counted at
+    once.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self._size = (num_replicas + 7) // 8
@@ -67,7 +69,7 @@ class RecentBlocks:
         self._recent: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_replicas)]
 
     def add(self, blocks: Sequence[Hashable], replica_id: int) -> None:
-        """Note that a request with these blocks was sent to the replica."""
+        """Record that a request with these blocks was sent to the replica."""
         recent, holders = self._recent[replica_id], self._holders
         for block in blocks:
             if block in recent:
@@ -85,7 +87,7 @@ class RecentBlocks:
 
 
 class ExpiringBlocks:
-    """Blocks that were sent to each replica within some time."""
+    """Blocks that were sent to each replica within the last `ttl_s` seconds."""
 
     def __init__(self, num_replicas: int, ttl_s: float) -> None:
         self._holders = BlockHolders(num_replicas)
@@ -93,7 +95,7 @@ class ExpiringBlocks:
         self._sent_at: OrderedDict[tuple[Hashable, int], float] = OrderedDict()
 
     def add(self, blocks: Sequence[Hashable], replica_id: int, now: float) -> None:
-        """Note that a request with these blocks was sent to the replica."""
+        """Record that a request with these blocks was sent to the replica."""
         for block in blocks:
             key = (block, replica_id)
             if key not in self._sent_at:

@@ -35,15 +35,15 @@ class CascadeinferConfig(PolicyConfig):
 
 
 class Cascadeinfer(BindsOnArrival):
-    """A request goes to the least loaded replica (by tokens) for its length; when it has outgrown the range, it moves
-    on with its KV.
+    """Binds on arrival to the least loaded replica (by tokens) for the request's length; a request that has outgrown
+    the range of its replica moves to another one with its KV.
 
     Ranges, and the replicas of each, are computed by `partition` from the lengths (known tokens) of the present
     requests, every `plan_s` and whenever the replicas that are up change; lower ids are for shorter requests. Moves
     stay within a pool, go only to longer ranges, and wait until the target has room.
 
-    Left out: bids of replicas for requests, and the paper's cost of a range, fitted to a GPU. Written from the abstract
-    alone: the cost and the three parameters' defaults are ours.
+    Left out: bids of replicas for requests, and the paper's cost of a range, which is fitted to a GPU. This is based on
+    the abstract alone: the cost and the defaults of the three parameters are ours.
 
     Source: Yuan et al., "CascadeInfer: Length-Aware Scheduling of LLM Serving with Low Latency and Load Balancing" (arXiv:2512.19179).
     """
@@ -55,7 +55,7 @@ class Cascadeinfer(BindsOnArrival):
         self._load = load_in("tokens")
         self._at: dict[RequestView, ReplicaId] = {}
         self._plans: dict[str, tuple[float, list[ReplicaId], list[Stage]]] = {}
-        """Time, replicas and ranges of the last plan of each pool."""
+        """(time, replicas, ranges) of the last plan of each pool."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the least loaded replica for the request's length."""
@@ -91,11 +91,11 @@ class Cascadeinfer(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._at))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that the request runs on this replica."""
+        """Record that the request runs on this replica."""
         self._at[request] = replica_id
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Note that the request is at its target."""
+        """Record that the request is at its target."""
         self._at[request] = target
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -104,7 +104,7 @@ class Cascadeinfer(BindsOnArrival):
             self._at.pop(request, None)
 
     def _members(self, pool: Sequence[ReplicaLoadView], length: int, now: float) -> Sequence[ReplicaLoadView]:
-        """Return the replicas for this length, of a pool's replicas that are up, in order of their ids."""
+        """Return the replicas for this length, in order of id; `pool`: the pool's replicas that are up."""
         stages = self._stages(pool, now)
         ends = accumulate(stage.num_replicas for stage in stages)
         return next(

@@ -1,4 +1,4 @@
-"""Consistent hashing, with bounded loads: sessions keep their replicas when others come and go."""
+"""Consistent hashing with bounded loads: sessions keep their replicas when other replicas come up or go down."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ConsistentHashingConfig(PolicyConfig):
 class ConsistentHashing(BindsOnArrival):
     """Chooses the first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
 
-    When a replica goes down, only its keys move, to the next replicas on the ring; when it is back, they return. With
-    the bound c, no replica has more than c times the mean; keys beyond it spill over to the next replica.
+    When a replica goes down, only its keys move, to the next replicas on the ring; they return when it is up again.
+    With the bound c, no replica takes a request beyond c times the mean; further requests go to the next replica.
 
     Left out: nothing.
 

@@ -1,4 +1,4 @@
-"""Context-length awareness, as a scorer and as a filter: replicas for prompts of a range of lengths.
+"""Context-length awareness, as a scorer and as a filter: each range of prompt lengths has its own replicas.
 
 Source: llm-d-router, `scheduling/scorer/contextlengthaware`.
 """
@@ -41,7 +41,7 @@ class LengthRange(PolicyConfig):
 
 
 class ContextLengthConfig(PolicyConfig):
-    """Parameters of `context-length-aware`; the ranges are in the place of llm-d's labels of endpoints."""
+    """Parameters of `context-length-aware`; the ranges replace llm-d's labels of endpoints."""
 
     ranges: list[LengthRange] = Field(
         default_factory=list, description="Ranges of lengths and their replicas; the first that names a replica counts."
@@ -50,14 +50,14 @@ class ContextLengthConfig(PolicyConfig):
 
 
 class ContextLengthAware:
-    """Scorer and filter; replicas without a range score 0.5 and are always kept."""
+    """Scores or filters replicas by range of prompt lengths; those without a range score 0.5 and are always kept."""
 
     def __init__(self, config: ContextLengthConfig) -> None:
         self._config = config
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> list[float]:
-        """Return scores: above 0.3 within the range (higher for tighter ranges and for more remaining room), below 0.3
-        outside it.
+        """Return scores: at least 0.3 if the prompt is within the replica's range (more for narrower ranges, and for
+        prompts further below the upper end), at most 0.3 otherwise.
         """
         length = request.num_prompt_tokens
         ranges = [self._range_of(one) for one in replicas]
@@ -81,7 +81,7 @@ class ContextLengthAware:
 
 
 def range_score(length: int, lowest: int, highest: int) -> float:
-    """Score of a prompt of `length` tokens on a replica for prompts of `lowest` to `highest` tokens."""
+    """Return the score of a prompt of `length` tokens on a replica for prompts of `lowest` to `highest` tokens."""
     if lowest <= length <= highest:
         width = highest - lowest
         if not width:

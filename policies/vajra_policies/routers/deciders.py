@@ -1,4 +1,4 @@
-"""Deciders: rules for computing a prompt on another replica than its decodes.
+"""Deciders: rules for computing a prompt on another replica than the one that decodes.
 
 Source: llm-d-router, `scheduling/profilehandler/disagg`; BLIS `--pd-decider`; Dynamo's conditional disaggregation.
 """
@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class Always:
-    """Decider with one answer for every prompt."""
+    """Makes the same decision for every prompt."""
 
     def __init__(self, answer: bool) -> None:
         self._answer = answer
@@ -46,7 +46,7 @@ class PrefixBasedConfig(OfPrefixProducer):
 
 
 class PrefixBased:
-    """Decides for another replica if the decode replica would have to compute many tokens: prompt - cached >=
+    """Disaggregates a prompt if the decode replica would have to compute many tokens: prompt - cached >=
     `non_cached_tokens`.
     """
 
@@ -55,7 +55,7 @@ class PrefixBased:
         self._matches = matches
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """See the class."""
+        """Return True if the prompt has enough uncached tokens on the decode replica."""
         config, prompt = self._config, request.num_prompt_tokens
         is_strict = config.comparison == ">"
         if not is_strict and not config.non_cached_tokens:
@@ -74,7 +74,7 @@ class IslBoundingConfig(OfPrefixProducer):
 
 
 class IslBounding:
-    """Decides for the decode replica if the uncached tokens are fewer than a threshold and than a fraction of the
+    """Disaggregates a prompt unless its uncached tokens are fewer than a threshold and fewer than a fraction of the
     prompt.
     """
 
@@ -83,7 +83,7 @@ class IslBounding:
         self._matches = matches
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """See the class; both comparisons are strict."""
+        """Return False if the uncached tokens are below both bounds; both comparisons are strict."""
         prompt = request.num_prompt_tokens
         uncached = prompt - int(self._matches.matched_blocks(request, [decode])[0]) * self._matches.block_size
         is_short = uncached < self._config.eff_isl_threshold

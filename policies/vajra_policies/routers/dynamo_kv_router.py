@@ -1,4 +1,4 @@
-"""Dynamo's KV router: the replica with the least cost in blocks to compute and to hold.
+"""Dynamo's KV router: the replica with the least cost, counted in blocks to compute and blocks to hold.
 
 Left out: host and disk tiers, Dynamo's router queue, and its expiry of stale bookings.
 
@@ -29,8 +29,8 @@ from vajra_py.contract import (
 
 
 class CostRouterConfig(PolicyConfig):
-    """Parameters of `dynamo_kv_router`, under Dynamo's names. The policy breaks ties by the random stream of the same
-    name.
+    """Parameters of `dynamo_kv_router`, under Dynamo's names. The policy breaks ties with the random stream
+    `dynamo_kv_router`.
     """
 
     overlap_score_credit: float = Field(1.0, ge=0, description="Credit of a cached block, blocks.")
@@ -58,11 +58,11 @@ class CostRouterConfig(PolicyConfig):
 
 
 class CostRouter(BindsOnArrival):
-    """cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests.
+    """Binds on arrival to the replica with the least cost; ties are broken uniformly at random.
 
-    Blocks to compute: prompt tokens active at the replica and those of this prompt, in fractional blocks. Blocks to
-    hold: the union of the full blocks of its active requests and of this one. The replica with the least cost gets the
-    request; ties are broken uniformly at random.
+    cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests. Blocks
+    to compute are the active prompt tokens of the replica and the tokens of this prompt, in fractional blocks. Blocks
+    to hold are the union of the full blocks of the replica's active requests and of this request.
     """
 
     def __init__(self, config: CostRouterConfig, context: PolicyContext) -> None:
@@ -78,7 +78,7 @@ class CostRouter(BindsOnArrival):
         """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the least cost, or with a temperature, a random one weighted by cost."""
+        """Return the replica with the least cost, or with `router_temperature` a random one weighted by cost."""
         up = figures.those_up(replicas)
         if not up:
             return None
@@ -96,23 +96,23 @@ class CostRouter(BindsOnArrival):
         return chosen
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that a request may get its first token from now on."""
+        """Record that the request may get its first token from now on."""
         self.sequences.admitted(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Free the blocks of a request."""
+        """Remove the blocks and tokens of these requests."""
         for request in requests:
             self.sequences.free(request)
 
     def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
-        """Leading full blocks of the prompt that each replica has cached."""
+        """Return the number of leading full blocks of the prompt that each replica has cached."""
         if self._sent is not None:
             return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]
         size = self._block_size
         return np.array([one.prefix_hit_tokens(request) // size for one in replicas], dtype=np.int64)
 
     def costs(self, request: RequestView, replicas: Sequence[ReplicaLoadView], overlaps: Integers) -> Floats:
-        """Cost of the request on each replica, in blocks."""
+        """Return the cost of the request on each replica, in blocks."""
         config, size, sequences = self._config, self._block_size, self.sequences
         ids = figures.ids(replicas)
         tokens, prompt = sequences.prefill_tokens[ids], request.num_prompt_tokens

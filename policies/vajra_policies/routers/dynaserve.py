@@ -1,4 +1,4 @@
-"""DynaServe: each request is cut at a token into two parts on two replicas, so that both replicas get the same load."""
+"""DynaServe: each request is cut into two parts on two replicas, so that both replicas get the same load."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Cut:
     second: ReplicaId
     """Same as `first` if the request is not cut."""
     at_token: int
-    """Token s; the tokens before it belong to the first part."""
+    """Position s of the cut: tokens before it belong to the first part."""
 
 
 class Cuts:
-    """Cuts of the requests that wait or run; shared by both layers."""
+    """Cuts of the waiting and running requests; shared by router and replica schedulers."""
 
     def __init__(self) -> None:
         self.of: dict[RequestView, Cut] = {}
@@ -61,16 +61,17 @@ class DynaserveConfig(LengthConfig):
 
 
 class Dynaserve(BindsOnArrival):
-    """A request of p prompt and about d output tokens goes to the two least loaded replicas, cut at token s.
+    """Cuts a request of p prompt and about d output tokens at token s, and places its parts on the two least loaded
+    replicas.
 
-    Work is in prompt tokens: p + w * d. The less loaded replica a gets the first part, and s is chosen so that both
-    have the same load afterwards: work before s = (W + load_b - load_a) / 2. s = p separates prompt and decodes, s = p
-    + d leaves the whole request at a. If a part would be smaller than `min_part_tokens`, the whole request goes to a. A
-    replica's load is the remaining work of the requests placed there.
+    The work of a request in prompt tokens is W = p + w * d. Replica a, the less loaded one, gets the first part, and s
+    is chosen so that a and b have the same load afterwards: work before s = (W + load_b - load_a) / 2. s = p separates
+    prompt and decodes, s = p + d leaves the whole request at a. If a part would be smaller than `min_part_tokens`, the
+    whole request goes to a. A replica's load is the remaining work of the requests placed there.
 
-    Needs the replica scheduler `micro_requests`, which lets a request leave at s. Left out: a search over predicted
-    step times, since the point that balances linear work has a closed form. Transfers that overlap with computing are
-    up to the mechanism (`hand_off`). The weight and the smallest part are round figures.
+    Needs the replica scheduler `micro_requests`, which hands a request off at s. Left out: a search over predicted step
+    times, since the cut that balances linear work has a closed form. Overlap of transfers with computing depends on the
+    settings of `hand_off`. The weight and the smallest part are round figures.
 
     Source: Ruan et al., "DynaServe: Unified and Elastic Execution for Dynamic Disaggregated LLM Serving" (arXiv:2504.09285).
     """
@@ -102,7 +103,7 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica of the second part once the first one is done; None at any other time."""
+        """Return the replica of the second part if the first part is computed; otherwise None."""
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None
@@ -116,7 +117,7 @@ class Dynaserve(BindsOnArrival):
             self._cuts.pop(request, None)
 
     def loads(self, replicas: Sequence[ReplicaLoadView]) -> dict[ReplicaId, float]:
-        """Work left at each replica, prompt tokens."""
+        """Return the remaining work at each replica, in prompt tokens."""
         loads = {one.replica_id: 0.0 for one in replicas}
         for request, cut in self._cuts.items():
             done, end = self._work(request, request.num_computed_tokens), self._work(request, self._end(request))
@@ -130,12 +131,12 @@ class Dynaserve(BindsOnArrival):
         return request.num_known_tokens + max(round(self._lengths.remaining(request)), 1)
 
     def _work(self, request: RequestView, num_tokens: int) -> float:
-        """Return the work of a number of leading tokens."""
+        """Return the work of the first `num_tokens` tokens, in prompt tokens."""
         prompt = request.num_prompt_tokens
         return min(num_tokens, prompt) + self._weight * max(num_tokens - prompt, 0)
 
     def _token(self, request: RequestView, work: float) -> int:
-        """Return the token before which the request has this much work."""
+        """Return the position of the token before which the request has this much work."""
         prompt = request.num_prompt_tokens
         return round(work) if work <= prompt else prompt + round((work - prompt) / self._weight)
 
@@ -145,24 +146,24 @@ class MicroRequestConfig(FixedChunkConfig):
 
 
 class MicroRequests(FixedChunk):
-    """`fixed_chunk` with chunks that end at the token s at which `dynaserve` has cut a request; the request then leaves
-    with its KV.
+    """`fixed_chunk`, where a chunk ends at the token s at which `dynaserve` has cut the request; the request is then
+    handed off with its KV.
 
-    Without that router, it behaves like `fixed_chunk`. Left out: chunks sized by the TBT SLO, as in `dynamic_chunk` and
+    With another router, it behaves like `fixed_chunk`. Left out: chunks sized by the TBT SLO, as in `dynamic_chunk` and
     `slack_chunk`.
 
     Source: DynaServe (arXiv:2504.09285).
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Requests leave in the middle of their decodes, so that steps need not repeat."""
+    """`repeats_decodes` is empty, since requests may leave while they decode."""
 
     def __init__(self, config: MicroRequestConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
         self._cuts = _cuts(context.shared).of
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Hand off requests whose first part is done; give the others chunks."""
+        """Hand off requests whose first part is computed, and schedule the others."""
         if self._cuts:
             for request in replica.running():
                 cut = self._here(request, replica)
@@ -171,7 +172,7 @@ class MicroRequests(FixedChunk):
         super().schedule(replica, batch, now)
 
     def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
-        """Return the cut of a request whose first part is computed here."""
+        """Return the cut of a request whose first part belongs to this replica; None for other requests."""
         cut = self._cuts.get(request)
         return cut if cut is not None and cut.first == replica.replica_id != cut.second else None
 

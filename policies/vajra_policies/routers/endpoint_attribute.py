@@ -36,7 +36,7 @@ Attribute: TypeAlias = Literal[
 
 
 class FixedRange(PolicyConfig):
-    """Values that score 0 and 1; values outside them are clamped."""
+    """Fixed range: its ends score 0 and 1, and values outside it are clamped."""
 
     min: float
     max: float
@@ -49,7 +49,7 @@ class FixedRange(PolicyConfig):
 
 
 class AdaptiveRange(PolicyConfig):
-    """Values between the smallest and the largest of the candidates; all equal: 1."""
+    """Range from the smallest to the largest value of the candidates; equal values all score 1."""
 
 
 class Normalization(PolicyConfig):
@@ -66,7 +66,7 @@ class Normalization(PolicyConfig):
 
 
 class ScoreAlgorithm(PolicyConfig):
-    """Direction of an attribute, and its range."""
+    """Direction of good values, low or high, and the range of values."""
 
     type: Literal["linear_lower_is_better", "linear_higher_is_better"]
     normalization: Normalization = Normalization()
@@ -80,7 +80,7 @@ class AttributeScorerConfig(PolicyConfig):
 
 
 class EndpointAttributeScorer:
-    """Rates replicas by one figure, linearly."""
+    """Scores replicas by one attribute, linearly."""
 
     def __init__(self, config: AttributeScorerConfig) -> None:
         self._config = config
@@ -108,7 +108,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 class Threshold(PolicyConfig):
-    """Condition on a figure."""
+    """Comparison of an attribute with a value."""
 
     operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"]
     value: float
@@ -130,7 +130,7 @@ class AttributeFilterConfig(PolicyConfig):
 
 
 class EndpointAttributeFilter:
-    """Keeps replicas by one figure."""
+    """Keeps replicas that fulfil a condition on one attribute."""
 
     def __init__(self, config: AttributeFilterConfig) -> None:
         self._config = config

@@ -38,11 +38,11 @@ from vajra_py.contract import (
 class EndpointPicker:
     """Binds on arrival to the replica that a single profile chooses among those that are up.
 
-    If the filters leave none, the request waits in the shared queue, and a replica may pull it if the filters, applied
-    to that replica alone, keep it. (llm-d responds with 429; here an admission policy can do that.)
+    If the filters leave no replica, the request waits in the shared queue, and a replica may pull it if the filters,
+    applied to that replica alone, keep it. (llm-d responds with 429; here an admission policy can do that.)
 
-    Every part that listens to requests is notified of them, and every part that learns from placements is notified of
-    each choice.
+    Callbacks of requests are forwarded to every part that has them, and each choice to every part that learns from
+    placements.
     """
 
     def __init__(self, parts: Parts, profile: Profile, num_batches: int) -> None:
@@ -66,7 +66,7 @@ class EndpointPicker:
         return self._entry.may_take(pool, role)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return the requests that no replica was chosen for, as far as the filters keep this replica."""
+        """Yield the ids of queued requests for which the filters keep this replica, if it has room."""
         if has_room(replica, self._num_batches):
             for request in queued:
                 if self._entry.filtered(request, [replica], now):
@@ -96,15 +96,15 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self._order = how.order
         self._decider: DisaggregationDecider | None = None if how.decider is None else parts.build(how.decider)
         self._decode_of: dict[RequestView, ReplicaId] = {}
-        """Decode replica of each living request for which it is decided."""
+        """Decode replica of each live request for which one was chosen."""
         is_decode_first = self._prefill is None or how.order == "decode-first"
         super().__init__(parts, self._decode if is_decode_first else profiles[PREFILL], num_batches)
         self._forward_departures = getattr(self, "on_departures", None)
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica that computes the prompt; it is the decode replica if the decider refuses another one or
-        none is left.
+        """Return the replica that computes the prompt: the decode replica, if the decider does not disaggregate or the
+        filters leave no other replica.
         """
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)
@@ -116,8 +116,8 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         return chosen.get(PREFILL, chosen.get(DECODE))
 
     def may_take(self, pool: str, role: str) -> bool:
-        """See `LeavesOutPools`; if the decode replica is chosen first, prompts are computed elsewhere only with a
-        decider.
+        """See `LeavesOutPools`. If the decode replica is chosen first and there is no decider, the prefill profile is
+        never applied.
         """
         is_prefill_asked = self._prefill is not None and (self._order != "decode-first" or self._decider is not None)
         asked = (self._decode, self._prefill if is_prefill_asked else None)
@@ -126,7 +126,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the decode replica chosen at arrival if it is up; else the choice of the decode profile."""
+        """Return the decode replica chosen at arrival if it is up, or else the present choice of the decode profile."""
         up = figures.those_up(replicas)
         decided = self._decode_of.get(request)
         if decided is not None and position_of(decided, up) >= 0:

@@ -29,7 +29,7 @@ class ProfileConfig(PolicyConfig):
 
 
 class DisaggregationConfig(PolicyConfig):
-    """Order of the choices for prompts that are computed apart, and which prompts are."""
+    """Order in which the two replicas are chosen, and the decider of which prompts are disaggregated."""
 
     order: Literal["decode-first", "prefill-first", "decode-after-prompt"] = Field(
         "decode-first",

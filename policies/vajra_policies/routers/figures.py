@@ -1,4 +1,4 @@
-"""Figures of many replicas at once, as arrays: read once for each placement and shared by all parts."""
+"""Figures of all candidates as arrays, which are read once for each placement and shared by all parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Integers: TypeAlias = NDArray[np.int64]
 
 
 class Candidates(list[ReplicaLoadView]):
-    """Replicas considered for one placement, with the loads read from them so far.
+    """Replicas considered for one placement, with the load figures that were read so far.
 
-    `source`: the sequence that contains them, which may offer all loads as arrays; `mask`: marks these replicas in
-    `source` (None: all of it).
+    `source`: sequence that contains these replicas, and may offer load figures as arrays (`LoadColumns`). `mask`: True
+    for each replica of `source` that is a candidate; None: all of them are.
     """
 
     __slots__ = ("columns", "mask", "source")
@@ -57,7 +57,7 @@ def fitting(
 
 
 def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> int:
-    """Return the position of a replica in a sequence; -1 if it is not in it."""
+    """Return the position of a replica in a sequence; -1 if the sequence does not contain it."""
     found = np.flatnonzero(ids(replicas) == replica_id)
     return int(found[0]) if len(found) else -1
 
@@ -69,22 +69,22 @@ def ids(replicas: Sequence[ReplicaLoadView]) -> Integers:
 
 
 def running(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return the requests that hold KV blocks."""
+    """Return each replica's number of requests that hold KV blocks."""
     return _floats(replicas, "num_running")
 
 
 def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return the requests assigned and not admitted."""
+    """Return each replica's number of requests that are assigned and not admitted."""
     return _floats(replicas, "num_waiting")
 
 
 def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return the tokens whose KV is held for running requests."""
+    """Return each replica's number of tokens whose KV it holds for running requests."""
     return _floats(replicas, "num_context_tokens")
 
 
 def kv_usage(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Part of the KV blocks in use, 0 to 1; blocks that are cached and idle count as free, as in vLLM's metric."""
+    """Return the fraction of each replica's KV blocks in use; idle cached blocks count as free, as in vLLM's metric."""
     free, total = _floats(replicas, "free_blocks"), _floats(replicas, "num_blocks")
     usage: Floats = 1.0 - free / np.maximum(total, 1.0)
     return usage
@@ -108,7 +108,7 @@ def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
     return found
 
 
-_READERS: dict[str, Any] = {  # spelled out, which is twice as fast as `getattr`
+_READERS: dict[str, Any] = {  # attribute access is twice as fast as `getattr`
     "replica_id": lambda replicas: [one.replica_id for one in replicas],
     "num_running": lambda replicas: [one.num_running for one in replicas],
     "num_waiting": lambda replicas: [one.num_waiting for one in replicas],
@@ -121,12 +121,12 @@ _READERS: dict[str, Any] = {  # spelled out, which is twice as fast as `getattr`
 
 
 def figure(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
-    """Return a figure by its name in replica views, or `kv_cache_utilization`."""
+    """Return each replica's figure by its name: an attribute of `ReplicaLoadView`, or `kv_cache_utilization`."""
     return kv_usage(replicas) if name == "kv_cache_utilization" else _floats(replicas, name)
 
 
 def min_max(values: Floats, *, lower_is_better: bool = True) -> Floats:
-    """Return the values scaled to 0 .. 1 between the worst and the best, which is 1; all 1 if they are equal."""
+    """Return the values scaled linearly: 0 for the worst, 1 for the best; all 1 if they are equal."""
     if not len(values):
         return values
     low, high = values.min(), values.max()

@@ -32,7 +32,7 @@ class HeadroomTierConfig(PolicyConfig):
 
 
 class HeadroomTierFilter:
-    """Keeps the replicas predicted to meet both SLOs, if there are any; with a small probability, the others instead."""
+    """Keeps the replicas predicted to meet both SLOs if there are any; with a small probability, keeps the others."""
 
     def __init__(self, config: HeadroomTierConfig, predictions: PredictsLatencies, stream: RandomStream) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Producer of in-flight load: requests that this router has sent and that are not complete.
+"""Producer of in-flight load: requests that this router has sent and that have not ended.
 
 Source: llm-d-router, `requestcontrol/dataproducer/inflightload`.
 """
@@ -28,7 +28,7 @@ from vajra_py.contract import (
 
 IN_FLIGHT = "inflight-load-producer"
 PREFILL = "prefill"
-"""Profile whose part of a request ends with the first token."""
+"""Profile whose share of a request ends with the first token."""
 
 
 class InFlightConfig(OfPrefixProducer):
@@ -43,7 +43,7 @@ class InFlightConfig(OfPrefixProducer):
 
 @dataclass(slots=True)
 class _Share:
-    """Part of a request at one replica."""
+    """Share of a request that is counted at one replica."""
 
     replica_id: ReplicaId
     prompt_tokens: int
@@ -54,7 +54,7 @@ class _Share:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request in flight, by profile."""
+    """Shares of a request in flight, by profile."""
 
     shares: dict[str, _Share] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class _Sent:
 class InFlightLoad:
     """Counts requests until they end, and their uncached prompt tokens until the first output token.
 
-    The first token is detected when figures are read, by checking the admitted requests that had none, so no step
+    First tokens are detected when figures are read, by checking the admitted requests that had no token, so no step
     events are needed.
     """
 
@@ -73,24 +73,24 @@ class InFlightLoad:
         self._tokens: Integers = np.zeros(context.num_replicas, dtype=np.int64)
         self._sent: dict[RequestView, _Sent] = {}
         self._admitted: dict[RequestView, None] = {}
-        """Admitted requests that may have got their first token unnoticed."""
+        """Admitted requests whose first token has not been detected yet."""
 
     def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the requests in flight at each replica."""
+        """Return the number of requests in flight at each replica."""
         self._note_first_tokens()
         return self._requests[figures.ids(replicas)]  # type: ignore[return-value]  # an array is a sequence of numbers
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the tokens in flight at each replica."""
+        """Return the number of tokens in flight at each replica."""
         self._note_first_tokens()
         return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the uncached prompt tokens at each replica, plus the estimated output if that is counted."""
+        """Return the number of uncached prompt tokens at each replica, plus the estimated output if that is counted."""
         return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Count the request at its replica."""
+        """Count the request at its replicas."""
         sent = self._sent.setdefault(request, _Sent())
         for profile, replica in placements.items():
             self._take_back(sent.shares.pop(profile, None))
@@ -101,7 +101,7 @@ class InFlightLoad:
             self._tokens[share.replica_id] += share.output_tokens + share.prompt_tokens * share.is_computing
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Note that a request may produce its first token from now on."""
+        """Record that the request may produce its first token from now on."""
         if request in self._sent:
             self._admitted[request] = None
 

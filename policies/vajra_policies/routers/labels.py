@@ -1,4 +1,4 @@
-"""Filters by role and by label; the labels of a replica are the name of its pool and its role.
+"""Filters by role and by label; a replica's labels are its pool's name and its role.
 
 Source: llm-d-router, `scheduling/filter/bylabel`.
 """
@@ -42,7 +42,7 @@ class _ByPool(ABC):
 
     @abstractmethod
     def may_take(self, pool: str, role: str) -> bool:
-        """See `LeavesOutPools`; the same answer for every request."""
+        """See `LeavesOutPools`; the result is the same for every request."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
         """Keep the replicas of pools that may take requests."""
@@ -51,13 +51,13 @@ class _ByPool(ABC):
 
 
 class RoleFilter(_ByPool):
-    """Keeps replicas of some roles."""
+    """Keeps replicas of the given roles."""
 
     def __init__(self, *roles: str) -> None:
         self._roles = frozenset(roles)
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return True for these roles."""
+        """Return True for pools of the given roles."""
         return role in self._roles
 
 
@@ -102,7 +102,7 @@ class Requirement(PolicyConfig):
         return self
 
     def holds(self, pool: str, role: str) -> bool:
-        """Return True if replicas of the pool fulfil it; every label exists on every replica."""
+        """Return True if replicas of the pool fulfil the condition; every replica has every label."""
         if self.operator in ("Exists", "DoesNotExist"):
             return self.operator == "Exists"
         return bool(_values(pool, role, self.key) & frozenset(self.values)) == (self.operator == "In")

@@ -26,7 +26,7 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Length of the prompt whose prefill time converts waiting tokens to seconds, if steps have no token budget."""
+"""Length of the prompt whose prefill time converts pending tokens to seconds, if steps have no token budget."""
 
 
 class LatencyProducerConfig(OfPrefixProducer):
@@ -38,8 +38,9 @@ class LatencyProducerConfig(OfPrefixProducer):
 class LatencyPredictions:
     """Predicts time to first token and time per output token on each replica.
 
-    - TTFT: the tokens that wait there at the rate of a long prompt alone, then the uncached rest of this prompt alone.
-    - TPOT: the duration of a step of all running decodes of the replica and this request.
+    - TTFT: time of the replica's pending tokens, at the rate of a long prompt alone, plus time of the uncached rest of
+      this prompt alone.
+    - TPOT: duration of a step with all running requests of the replica and this request as decodes.
     """
 
     def __init__(self, config: LatencyProducerConfig, context: PolicyContext, matches: PrefixMatches) -> None:
@@ -50,7 +51,7 @@ class LatencyPredictions:
     def latencies(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> Sequence[PredictedLatency | None]:
-        """A prediction for every replica."""
+        """Return a prediction for every replica."""
         prefill_time, latency = self._context.prefill_time, self._context.latency
         chunk = self._context.limits.max_batch_tokens or _CHUNK_TOKENS
         seconds_per_token = prefill_time.total_s(chunk) / chunk

@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 _FLAT = 1e-9
-"""Ranges of headroom up to which all are equal, milliseconds."""
+"""Width of a range of headrooms up to which they count as equal, milliseconds."""
 
 
 class LatencyScorerConfig(OfPrefixProducer):
@@ -45,11 +45,11 @@ class LatencyScorerConfig(OfPrefixProducer):
 
 
 class LatencyScorer:
-    """Rates replicas by headroom: SLO minus predicted latency.
+    """Scores replicas by headroom: SLO minus predicted latency.
 
-    Only the best non-empty bucket is rated, all other replicas get 0. Buckets, best first: both SLOs met; idle; only
-    TPOT missed; only TTFT missed; both missed. Within the bucket, |headroom| is scaled to 0 .. 1 in both dimensions and
-    weighted; scores are hundredths from 0.01 to 1.01.
+    Only replicas of the best non-empty bucket get a score above 0. Buckets, best first: both SLOs met; idle; only the
+    TPOT SLO missed; only the TTFT SLO missed; both missed. Within a bucket, |headroom| is scaled to 0 .. 1 for TTFT and
+    for TPOT, and weighted; scores are hundredths from 0.01 to 1.01.
     """
 
     def __init__(self, config: LatencyScorerConfig, predictions: PredictsLatencies, matches: PrefixMatches) -> None:
@@ -58,7 +58,7 @@ class LatencyScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """See the class."""
+        """Return the scores; without any prediction, scores of free KV memory, short queues and cached prefixes."""
         predicted = self._predictions.latencies(request, replicas, now)
         if all(one is None for one in predicted):
             return self._composite(request, replicas)
@@ -98,8 +98,8 @@ class LatencyScorer:
 
 
 def best_bucket(predicted: Sequence[PredictedLatency | None]) -> tuple[list[int], bool]:
-    """Return the positions of the best non-empty bucket, and True if its replicas meet both SLOs (or have no
-    prediction).
+    """Return the positions of the replicas of the best non-empty bucket, and True if they meet both SLOs or have no
+    prediction.
     """
     met = [position for position, one in enumerate(predicted) if one is None or one.is_met]
     if met:

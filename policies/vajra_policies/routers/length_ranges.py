@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MAX_PIECES = 32
-"""Pieces of the sorted lengths between which ranges may end."""
+"""Largest number of pieces into which the sorted lengths are divided; ranges end at the ends of pieces."""
 
 
 class Stage(NamedTuple):
@@ -19,11 +19,11 @@ class Stage(NamedTuple):
 
 
 def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> list[Stage]:
-    """Return the ranges and their replicas with the least cost, by dynamic programming over the sorted lengths.
+    """Return the ranges with their numbers of replicas that have the least total cost, by dynamic programming.
 
     A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) · (own_tokens + L): each of its
-    requests waits for steps of n / m requests, which take as long as if all were the longest. Among equal costs, the
-    fewest ranges win.
+    requests takes part in steps of n / m requests, each of which is counted with the longest length. Ties go to the
+    fewest ranges.
     """
     ordered = sorted(lengths)
     num_pieces = min(len(ordered), _MAX_PIECES)

@@ -1,4 +1,4 @@
-"""Llumnix: dispatch to the freest replica, and live migration from replicas that are short of memory to others.
+"""Llumnix: dispatch to the freest replica, and live migration away from replicas that are short of memory.
 
 Source: Llumnix (OSDI'24, arXiv:2406.03243), section 4.4; code AlibabaPAI/llumnix, `load_computation`, `migration_policy` and
 `local_migration_scheduler`.
@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 Counted: TypeAlias = Literal["all", "first"]
-"""Waiting requests whose demand counts."""
+"""Waiting requests whose demand for blocks counts."""
 
 
 class LlumnixConfig(PolicyConfig):
@@ -68,11 +68,11 @@ class LlumnixConfig(PolicyConfig):
 class Llumnix(BindsOnArrival):
     """Binds on arrival to the freest replica that is up, and moves requests from the least free replicas to the freest.
 
-    Freeness of a replica: the steps that its requests can still decode, (free blocks - demand) / requests. The demand
-    is that of the waiting requests that count, plus the headroom of requests of high priority (the paper's virtual
-    usage); only requests whose demand counts are counted. Freeness is infinite without requests, and minus infinity
-    while the replica drains. Ties go to the lowest id. A request's demand is the blocks of its known tokens, cached or
-    not.
+    Freeness of a replica: (free blocks - demand) / requests, the number of steps for which its requests can still
+    decode. The demand is the blocks of the known tokens, cached or not, of the waiting requests that count, plus the
+    headroom of requests of high priority (the paper's virtual usage). The number of requests includes running requests
+    and the waiting ones that count. Freeness is infinite without requests, and minus infinity while the replica drains.
+    Ties go to the lowest id.
 
     Left out: scaling by freeness.
     """
@@ -100,7 +100,7 @@ class Llumnix(BindsOnArrival):
     # Freeness
 
     def _freeness(self, replica: ReplicaLoadView, counted: Counted, moved_blocks: int = 0, num_moved: int = 0) -> float:
-        """Return the freeness after adding running requests with this many blocks (negative: after removing them)."""
+        """Return the freeness after adding `num_moved` requests with `moved_blocks` blocks (negative: removing)."""
         if replica.state is ReplicaState.DRAINING:
             return -math.inf
         waiting = self._places.waiting[replica.replica_id]
@@ -122,16 +122,14 @@ class Llumnix(BindsOnArrival):
     # Migration
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Return a move for each pair of a replica that is short of memory and another one of its pool."""
+        """Return the moves of each pair of a replica that is short of memory and a freer one of its pool."""
         if not self._config.migrates:
             return []
         able = [one for one in replicas if one.is_up or one.state is ReplicaState.DRAINING]
         return [move for pool in by_pool(able) for pair in self._pairs(pool) for move in self._moves(*pair)]
 
     def _pairs(self, pool: Sequence[ReplicaLoadView]) -> Iterator[tuple[ReplicaLoadView, ReplicaLoadView]]:
-        """Return (source, target) pairs: the i-th least free of the possible sources with the i-th freest of the
-        possible targets.
-        """
+        """Yield (source, target) pairs: the i-th least free source with the i-th freest target."""
         by_id = {one.replica_id: one for one in pool}
         freeness = {one.replica_id: self._freeness(one, "first") for one in pool}
         least_free = sorted(by_id, key=lambda one: (freeness[one], one))
@@ -160,7 +158,7 @@ class Llumnix(BindsOnArrival):
             yield Move(request, target.replica_id)
 
     def _chosen(self, source: ReplicaLoadView) -> list[RequestView]:
-        """Return the requests that a replica gives to others."""
+        """Return the requests to move away from a replica."""
         moved = self._config.moved
         running = self._places.running[source.replica_id]
         decoding = [one for one in running if one.is_resident and one.is_prefill_complete]
@@ -181,11 +179,11 @@ class Llumnix(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count the request as running there from now on."""
+        """Count the request as running on the replica."""
         self._places.run(request, replica_id)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count the request as waiting there again."""
+        """Count the request as waiting at the replica again."""
         self._places.wait(request, replica_id)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -194,7 +192,7 @@ class Llumnix(BindsOnArrival):
 
 
 def _turn(request: RequestView) -> tuple[float, float, float, int]:
-    """Return the order in which an engine takes waiting requests: the latest preempted first, then by priority and
+    """Return the key by which an engine orders waiting requests: the latest preempted first, then by priority and
     arrival.
     """
     return -request.preempted_index, request.priority, request.arrived_at, request.index

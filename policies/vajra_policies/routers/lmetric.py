@@ -23,12 +23,12 @@ class LmetricConfig(PolicyConfig):
 
 
 class Lmetric(BindsOnArrival):
-    """Chooses the least P * B, with P the tokens to prefill and B the number of running and waiting requests of a
-    replica if the request goes there.
+    """Binds on arrival to the replica with the least P * B: P tokens to prefill and B running and waiting requests, if
+    the request goes there.
 
-    P = prompt - cached prefix, plus the tokens left to prefill there (`counts_pending`); B includes the request itself
-    (`counts_itself`). The paper's text allows either reading of both. A product needs no weights: rescaling P or B by
-    any constant changes nothing. Ties go to the least P, then to the next replica in turn.
+    P = prompt - cached prefix, plus the replica's tokens left to prefill (`counts_pending`); B includes the request
+    itself (`counts_itself`). The paper's text does not settle either option. A product needs no weights: rescaling P or
+    B by a constant does not change the choice. Ties go to the least P, then to the next replica in turn.
 
     Left out: the detector of prefixes that are cached on too few replicas for their share of the load.
 

@@ -25,11 +25,11 @@ from vajra_py.contract import (
 
 
 class NoParameters(PolicyConfig):
-    """Parameters of a part without any."""
+    """Parameters of a part that has none."""
 
 
 class QueueScorer:
-    """(max - waiting) / (max - min) over the candidates; all equal: 1."""
+    """Scores (max - waiting) / (max - min) over the candidates; 1 for all if they are equal."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
         """Return 1 for the replica with the shortest queue, 0 for the one with the longest."""
@@ -37,7 +37,7 @@ class QueueScorer:
 
 
 class RunningRequestsScorer:
-    """(max - running) / (max - min) over the candidates; all equal: 1."""
+    """Scores (max - running) / (max - min) over the candidates; 1 for all if they are equal."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
         """Return 1 for the replica with the fewest running requests, 0 for the one with the most."""
@@ -45,10 +45,10 @@ class RunningRequestsScorer:
 
 
 class KvCacheUtilizationScorer:
-    """1 - the part of the KV blocks in use."""
+    """Scores 1 - the fraction of the KV blocks in use."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return the free part of each replica's KV memory."""
+        """Return the free fraction of each replica's KV memory."""
         free: Floats = 1.0 - figures.kv_usage(replicas)
         return free
 
@@ -60,7 +60,7 @@ class LoadAwareConfig(PolicyConfig):
 
 
 class LoadAwareScorer:
-    """Scores 0.5 * (1 - min(waiting, threshold) / threshold): at most 0.5, so it has half of its weight."""
+    """Scores 0.5 * (1 - min(waiting, threshold) / threshold): at most 0.5, so it counts half of its weight."""
 
     def __init__(self, config: LoadAwareConfig) -> None:
         self._threshold = config.threshold
@@ -85,14 +85,14 @@ class ActiveRequestConfig(_OfProducer):
 
 
 class ActiveRequestScorer:
-    """1 for idle replicas, else (max - in flight) / max * `max_busy_score`."""
+    """Scores idle replicas 1, others (max - in flight) / max * `max_busy_score`."""
 
     def __init__(self, config: ActiveRequestConfig, load: InFlightLoads) -> None:
         self._config = config
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Scores by requests that this router has sent and that have not ended."""
+        """Return scores by the requests that this router has sent and that have not ended."""
         counts = np.asarray(self._load.num_requests(replicas), dtype=np.float64)
         most = max(float(counts.max(initial=0.0)), 1.0)
         busy = (most - counts) / most * self._config.max_busy_score
@@ -111,14 +111,14 @@ class TokenLoadConfig(_OfProducer):
 
 
 class TokenLoadScorer:
-    """1 - min(tokens, threshold) / threshold, with the tokens in flight and those that this request would add."""
+    """Scores 1 - min(tokens, threshold) / threshold, with the tokens in flight and those of this request."""
 
     def __init__(self, config: TokenLoadConfig, load: InFlightLoads) -> None:
         self._threshold = config.queue_threshold_tokens
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores by the tokens that this router has sent and that, as far as it knows, are not computed yet."""
+        """Return scores by the tokens in flight at each replica, with those of this request."""
         in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
         tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
         score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold

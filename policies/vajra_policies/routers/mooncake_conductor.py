@@ -22,12 +22,12 @@ class MooncakeConductorConfig(PolicyConfig):
 
 
 class MooncakeConductor(BindsOnArrival):
-    """Chooses the least T = T_queue + T_prefill(p, h): the prefill times of the prompts sent there and not computed
-    yet, and the request's own.
+    """Binds on arrival to the replica with the least T = T_queue + T_prefill(p, h): prefill times of its uncomputed
+    prompts, and of this request.
 
     T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached at the replica now. Ties go to
-    the replica with the fewer requests that compute their prompts, then to the lowest id. A request whose prompt was
-    computed in another pool goes to the replica with the fewest requests.
+    the replica with the fewest uncomputed prompts, then to the lowest id. A request whose prompt was computed in
+    another pool goes to the replica with the fewest requests.
 
     `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the
     replica that holds most of it, with Mooncake's threshold for them; the choice of the decode replica by TBT.
@@ -39,7 +39,7 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """Requests sent to each replica whose prompt is not computed, with the tokens that were cached then."""
+        """Requests sent to each replica whose prompts are not computed, with their cached tokens at that time."""
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:

@@ -30,7 +30,7 @@ class PickerConfig(PolicyConfig):
 
 
 class MaxScorePicker:
-    """Picks the highest score; ties are broken uniformly at random."""
+    """Picks the candidate with the highest score; ties are broken uniformly at random."""
 
     def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
@@ -38,7 +38,7 @@ class MaxScorePicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Return the best candidate; draws a random one only if several are best."""
+        """Return the best candidate; the random stream is used only for ties."""
         values: Floats = np.asarray(scores, dtype=np.float64)
         best = np.flatnonzero(values == values.max())
         chosen = best[0] if len(best) == 1 else best[int(self._stream.integers(0, len(best)))]
@@ -72,7 +72,7 @@ class WeightedRandomPicker:
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Return one candidate by a single draw."""
+        """Return a candidate, with a single draw from the random stream."""
         sums = np.cumsum(np.maximum(np.asarray(scores, dtype=np.float64), 0.0))
         if not sums[-1] > 0:
             return self._any.pick(request, replicas, scores, now)

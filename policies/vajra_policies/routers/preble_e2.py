@@ -51,13 +51,16 @@ class _Placed:
 
 
 class E2(BindsOnArrival):
-    """Exploit: if the longest cached prefix is longer than the rest of the prompt, choose the least loaded of its
-    holders.
+    """Binds on arrival by one of three rules.
 
-    Explore: choose the least sum of load and cost of this prompt there. Load is the work sent within the window: the
-    predicted time of the uncached part of each prompt, and of its output at the duration of a decode step of the
-    running requests. Rebalance: a prefix on the heaviest replica is computed on the lightest one instead, once the
-    first has `imbalance_ratio` times the load of the second.
+    - Exploit: if the longest cached prefix is longer than the rest of the prompt, choose the least loaded replica that
+      holds it.
+    - Explore: otherwise choose the replica with the least sum of load and cost of this prompt.
+    - Rebalance: a prefix on the heaviest replica is computed on the lightest one instead, once the load of the heaviest
+      is `imbalance_ratio` times that of the lightest.
+
+    Load is the work sent within the window: the predicted time of the uncached part of each prompt, and of its output
+    at the duration of a decode step of the running requests.
 
     Prefixes are those of prompts sent before, up to the number of a replica's blocks. The cost of evicting them, off by
     default in Preble's code, is not counted.
@@ -73,7 +76,7 @@ class E2(BindsOnArrival):
         self._count: Integers = np.zeros(context.num_replicas, dtype=np.int64)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """See the class."""
+        """Return the replica by the rules of the class; None if none is up."""
         up = figures.those_up(replicas)
         if not up:
             return None

@@ -1,4 +1,4 @@
-"""Filter by prefix: keep only replicas that cache most of the prompt, unless it would wait too long there.
+"""Filter by prefix: keep only replicas that cache most of the prompt, unless the prompt would wait too long there.
 
 Source: llm-d-router, `scheduling/filter/prefixcacheaffinity`.
 """
@@ -72,7 +72,7 @@ class PrefixAffinityFilter:
         self._stream = stream
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """See the class."""
+        """Return the sticky replicas, or all replicas."""
         config = self._config
         if len(replicas) <= 1 or not config.affinity_threshold:
             return replicas

@@ -48,10 +48,10 @@ class ApproximateConfig(PolicyConfig):
 
 
 class ApproximatePrefixMatches:
-    """Remembers the blocks of the prompts sent to each replica, up to the replica's assumed capacity.
+    """Index of the blocks of the prompts sent to each replica, up to the replica's assumed capacity.
 
-    A block of the index is a whole number of the replicas' KV blocks, at least `min_block_size_tokens` long. Evictions and
-    restarts of replicas go unnoticed.
+    A block of the index consists of whole KV blocks of the replicas, and has at least `min_block_size_tokens` tokens.
+    The index does not notice evictions and restarts of replicas.
     """
 
     def __init__(self, config: ApproximateConfig, context: PolicyContext) -> None:
@@ -59,7 +59,7 @@ class ApproximatePrefixMatches:
         wanted = limits.block_size if config.auto_tune else config.block_size_tokens
         self._group = -(-max(wanted, config.min_block_size_tokens) // limits.block_size)
         self.block_size = self._group * limits.block_size
-        """Tokens of one of its blocks."""
+        """Tokens per block."""
         capacity = limits.num_blocks if config.auto_tune else config.lru_capacity_per_server
         self._max_blocks = _max_blocks(config, self.block_size)
         self._sent = RecentBlocks(context.num_replicas, capacity)
@@ -71,7 +71,7 @@ class ApproximatePrefixMatches:
         return blocks if self._max_blocks is None else min(blocks, self._max_blocks)
 
     def matched_blocks(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Leading blocks of the prompt that were sent to each replica."""
+        """Return the number of leading blocks of the prompt that were sent to each replica."""
         if self._asked is None or self._asked[0] is not request:
             self._asked = request, self._sent.counts(self._blocks(request))
         found: Sequence[int] = self._asked[1][figures.ids(replicas)]  # type: ignore[assignment]  # an array is one
@@ -85,7 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Do nothing: nothing is stored per request, only blocks per replica."""
+        """Drop the cached counts of the last request; other data are stored per replica."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:
@@ -108,20 +108,20 @@ class PrecisePrefixMatches:
 
     def __init__(self, context: PolicyContext) -> None:
         self.block_size = context.limits.block_size
-        """Tokens of one of its blocks."""
+        """Tokens per block."""
 
     def num_blocks(self, request: RequestView) -> int:
         """Return the number of full blocks of the prompt."""
         return request.num_prompt_tokens // self.block_size
 
     def matched_blocks(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Leading blocks of the prompt in each replica's prefix cache."""
+        """Return the number of leading blocks of the prompt in each replica's prefix cache."""
         size = self.block_size
         return [one.prefix_hit_tokens(request) // size for one in replicas]
 
 
 def match_fractions(matches: PrefixMatches, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Matched part of the prompt's full blocks on each replica, 0 to 1; 0 for a prompt without a full block."""
+    """Return the matched fraction of the prompt's full blocks on each replica; 0 for a prompt without a full block."""
     total = matches.num_blocks(request)
     if not total:
         return np.zeros(len(replicas))
@@ -136,7 +136,7 @@ class OfPrefixProducer(PolicyConfig):
 
 
 def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
-    """Return the router's producer of this name. Raises `ValueError` if it has no prefix figures."""
+    """Return the router's producer of this name. Raises `ValueError` if it does not match prefixes."""
     found = context.producer(name)
     if not isinstance(found, PrefixMatches):
         raise ValueError(f"producer {name!r} does not match prefixes; {APPROXIMATE} and {PRECISE} do")

@@ -35,7 +35,7 @@ class PrefixCacheConfig(OfPrefixProducer):
 
 
 class PrefixCacheScorer:
-    """(1 - w) * matched / total blocks + w * min(1, matched tokens / scale)^2."""
+    """Scores (1 - w) * matched / total blocks + w * min(1, matched tokens / scale)^2."""
 
     def __init__(self, config: PrefixCacheConfig, matches: PrefixMatches) -> None:
         self._config = config
@@ -60,21 +60,22 @@ class NoHitLruConfig(OfPrefixProducer):
 
 
 class NoHitLruScorer:
-    """Scores all replicas 0.5 if any of them caches a part of the prompt. Otherwise score = 1 - rank / (n - 1), and the
-    replica whose last prompt without a hit is longest ago ranks first; replicas that never took one come before it, in
-    the order of the candidates. Prompts without a hit are thus spread over all caches.
+    """Scores all replicas 0.5 if any of them caches a part of the prompt; otherwise 1 - rank / (n - 1).
+
+    Replicas rank by the time of their last prompt without a hit, the longest ago first; replicas that never took such a
+    prompt come before them, in the order of the candidates. Prompts without a hit are thus spread over all caches.
     """
 
     def __init__(self, config: NoHitLruConfig, matches: PrefixMatches) -> None:
         self._size = config.lru_size
         self._matches = matches
         self._used: OrderedDict[ReplicaId, None] = OrderedDict()
-        """Replicas that took a prompt without a hit, least recently first."""
+        """Replicas that took a prompt without a hit, the least recent first."""
         self._asked: tuple[RequestView, bool] | None = None
-        """The request scored last, and True if no replica cached a part of it."""
+        """(request scored last, True if no replica cached a part of its prompt)."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """See the class."""
+        """Return the scores by the rule of the class."""
         num = len(replicas)
         is_cold = not np.asarray(self._matches.matched_blocks(request, replicas)).any()
         self._asked = request, is_cold
@@ -100,7 +101,7 @@ class NoHitLruScorer:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached result of the last request if that has left."""
+        """Drop the result for the request scored last, if this request has left."""
         if self._asked is not None and self._asked[0] in requests:
             self._asked = None
 

@@ -1,4 +1,4 @@
-"""A scheduling profile: filters, then weighted scorers, then the picker; and the parts of a router."""
+"""A scheduling profile (filters, weighted scorers and a picker), and the construction of a router's parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LISTENING = (
     *("on_arrivals", "on_admission", "on_preemption", "on_moved", "on_step_end", "on_departures", "on_wake"),
     *("on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
 )
-"""Methods of parts that the router passes on."""
+"""Callbacks that the router forwards to its parts."""
 
 
 class Parts:
@@ -58,12 +58,12 @@ class Parts:
         return self._producers[name]
 
     def listeners(self) -> Mapping[str, Callable[..., None]]:
-        """Callbacks of every part that has a method, by method."""
+        """Return for each callback name a function that calls this method of every part that has it."""
         found = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
         return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Callbacks for placements; each part's callback comes before those of the producers that it reads."""
+        """Return the parts' callbacks for placements; each part's comes before those of the producers that it reads."""
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 
@@ -80,7 +80,7 @@ def _notify_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True)
 class WeightedScorer:
-    """A scorer under its name, with its weight."""
+    """A scorer with its name and weight."""
 
     name: str
     scorer: ReplicaScorer
@@ -88,7 +88,7 @@ class WeightedScorer:
 
 
 class Profile:
-    """Chooses a replica by filters in order, the weighted sum of clamped scores, and a picker."""
+    """Chooses a replica with filters, the weighted sum of clamped scores, and a picker."""
 
     def __init__(
         self, filters: Sequence[ReplicaFilter], scorers: Sequence[WeightedScorer], picker: ReplicaPicker
@@ -135,7 +135,7 @@ def _clamped(one: WeightedScorer, scores: Scores, num_replicas: int) -> Floats:
     if len(scores) != num_replicas:
         raise ValueError(f"scorer {one.name!r} returned {len(scores)} scores for {num_replicas} replicas")
     values: Floats = np.asarray(scores, dtype=np.float64)
-    low, high = values.min(), values.max()  # both NaN if any score is None or NaN
+    low, high = values.min(), values.max()  # NaN if any score is None or NaN
     if low >= 0.0 and high <= 1.0:
         return values
     if low != low:

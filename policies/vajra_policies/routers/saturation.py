@@ -48,14 +48,14 @@ class UtilizationConfig(PolicyConfig):
 
 
 class UtilizationFilter:
-    """Keeps replicas that are within all bounds."""
+    """Keeps replicas whose figures are within all bounds."""
 
     def __init__(self, config: UtilizationConfig, load: InFlightLoads | None) -> None:
         self._config = config
         self._load = load
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas that are not too busy; all if there are none and `fallback_on_empty` is set."""
+        """Keep the replicas within all bounds; keep all if there are none and `fallback_on_empty` is set."""
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         for condition in self._config.conditions:
             fits &= self._values(condition.metric, replicas) <= condition.max_value
@@ -81,7 +81,7 @@ class UtilizationDetectorConfig(PolicyConfig):
 
 
 class UtilizationDetector:
-    """Keeps replicas below both thresholds; all if there are none."""
+    """Keeps replicas below both thresholds; keeps all if there are none."""
 
     def __init__(self, config: UtilizationDetectorConfig) -> None:
         self._most_waiting = config.queue_depth_threshold * (1.0 + config.headroom)
@@ -106,7 +106,7 @@ class ConcurrencyDetectorConfig(PolicyConfig):
 
 
 class ConcurrencyDetector:
-    """Keeps replicas with less in flight than their limit, possibly none."""
+    """Keeps replicas with fewer requests or tokens in flight than the limit; may keep none."""
 
     def __init__(self, config: ConcurrencyDetectorConfig, load: InFlightLoads) -> None:
         self._config = config

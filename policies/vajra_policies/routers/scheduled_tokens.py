@@ -14,14 +14,14 @@ from vajra_py.contract import ReplicaId, RequestView
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Replicas of a request's prompt and of its decodes, and the load counted for it there."""
+    """Replicas of a request's prompt and of its decodes, and the load that is counted for the request there."""
 
     prompt_at: ReplicaId
     token_at: ReplicaId
     num_prompt_tokens: int
     most_tokens: int
     is_pending: bool = True
-    """True until its prompt is computed."""
+    """True until the prompt is computed."""
     has_left: bool = False
     """True once the KV has left the replica that computed the prompt."""
 
@@ -31,15 +31,15 @@ class Scheduled:
     """Tokens scheduled at one replica."""
 
     pending: int = 0
-    """Prompt tokens that are not computed yet, plus one for each request that is to decode there."""
+    """Prompt tokens that are not computed yet, plus 1 for each request whose decodes are placed there."""
     memory: int = 0
-    """Tokens whose KV it holds or is to hold."""
+    """Tokens whose KV the replica holds or will hold."""
     here: dict[RequestView, None] = field(default_factory=dict)
-    """Requests that wait or run there."""
+    """Requests that wait or run at the replica."""
 
 
 class ScheduledTokens:
-    """Placements of living requests, and their sum at each replica."""
+    """Placements of live requests, and the sum of their loads at each replica."""
 
     def __init__(self) -> None:
         self.placed: dict[RequestView, Placement] = {}
@@ -60,7 +60,7 @@ class ScheduledTokens:
         self._count(placed, 1)
 
     def forget(self, request: RequestView) -> Placement | None:
-        """Stop counting a request; returns its placement, None if it had none."""
+        """Stop counting a request, and return its placement; None if it had none."""
         placed = self.placed.pop(request, None)
         if placed is not None:
             self._count(placed, -1)

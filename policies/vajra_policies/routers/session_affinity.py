@@ -41,20 +41,20 @@ class SessionAffinityConfig(PolicyConfig):
 
 
 class _Sessions:
-    """Replica of each session."""
+    """Bindings of sessions to replicas."""
 
     def __init__(self, config: SessionAffinityConfig) -> None:
         self._config = config
         self._bound: dict[str, tuple[ReplicaId, float]] = {}
-        """Replica and time of the last request of each session, the longest unused first."""
+        """(replica, time) of the last request of each session, the longest unused session first."""
 
     def replica_of(self, request: RequestView, now: float) -> ReplicaId | None:
-        """Return the replica to which the request's session is bound; None if there is none."""
+        """Return the replica to which the request's session is bound; None without a binding."""
         bound = self._bound.get(request.session_id)
         return None if bound is None or self._is_over(bound[1], now) else bound[0]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Bind the session's later requests to the replica of this one."""
+        """Bind later requests of the session to the replica of this request."""
         name = self._config.profile_name
         chosen = placements.get(name) if name else placements.get("decode", placements.get("default"))
         if request.session_id and chosen is not None:
@@ -91,8 +91,8 @@ class SessionAffinityFilter(_Sessions):
     """Keeps only the session's replica if it is among the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the session's replica; keep all for a request without a session, for the first one of a session, and if
-        the replica is not a candidate.
+        """Keep the session's replica; keep all for a request without a session, for the first request of a session, and
+        if the replica is not a candidate.
         """
         bound = self.replica_of(request, now)
         return [one for one in replicas if one.replica_id == bound] or replicas

@@ -1,6 +1,6 @@
 """SGLang's cache-aware router: the replica with the longest common prefix, unless load is too uneven.
 
-Left out: comparison of prompts by characters; here whole KV blocks are compared.
+Left out: comparison of prompts by characters; whole KV blocks are compared instead.
 
 Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 """
@@ -43,12 +43,13 @@ class CacheAwareConfig(PolicyConfig):
 
 
 class CacheAware(BindsOnArrival):
-    """Uneven load: the least loaded replica. Else the longest common prefix, if it is long enough; else the least loaded one.
+    """Binds on arrival to the replica with the longest common prefix if it is long enough and load is even, else to the
+    least loaded replica.
 
-    Load is the number of requests in flight; load is uneven if max - min > `balance_abs_threshold` and max >
-    `balance_rel_threshold` * min. Prefixes are those of prompts sent before, compared by whole KV blocks (SGLang:
-    characters). Ties go to the lowest id; of several replicas with the longest prefix, the least loaded one is taken,
-    as in SGLang's code (its comment names the smallest tree).
+    Load is the number of requests in flight; it is uneven if max - min > `balance_abs_threshold` and max >
+    `balance_rel_threshold` * min. Prefixes are those of prompts sent before, compared by whole KV blocks (in SGLang by
+    characters). Of several replicas with the longest prefix, the least loaded is chosen, as in SGLang's code (its
+    comment names the smallest tree). Ties go to the lowest id.
     """
 
     def __init__(self, config: CacheAwareConfig, context: PolicyContext) -> None:
@@ -59,7 +60,7 @@ class CacheAware(BindsOnArrival):
         self._sent = RecentBlocks(context.num_replicas, max(config.max_tree_size // self._block_size, 1))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """See the class."""
+        """Return the replica by the rule of the class; None if none is up."""
         up = figures.those_up(replicas)
         if not up:
             return None

@@ -1,4 +1,4 @@
-"""Splitwise's mixed pool: a full pool borrows replicas of the other one, which return when their work is done.
+"""Splitwise's mixed pool: a full pool borrows replicas of the other pool, which return when their work is done.
 
 Source: Splitwise (ISCA'24, arXiv:2311.18677), section 4.4; splitwise-sim, `MixedPoolScheduler`.
 Left out: the search for the numbers and kinds of machines.
@@ -37,15 +37,16 @@ class MixedPoolConfig(PolicyConfig):
 
 
 class MixedPool(BindsOnArrival):
-    """Places both phases of a request when it arrives. A replica belongs to the prompt pool, the decode pool, or the
-    mixed pool.
+    """Places prompt and decodes of a request when it arrives. A replica belongs to the prompt pool, the decode pool, or
+    the mixed pool.
 
     A prompt goes to the replica of the prompt pool with the fewest pending tokens; if its queue is long, to the mixed
-    pool; otherwise the decode pool lends a replica to the mixed pool. Decodes go to the replica of the decode pool with
-    the least memory in use by the requests placed there; if it lacks room, to the mixed pool; otherwise the prompt pool
-    lends a replica. If there is none to lend, both phases go to the replica with the fewest pending tokens of all. A
-    mixed replica without work returns to its pool. Ties go to the replica that has been in its pool longest. The output
-    length is taken to be `max_tokens`. Replicas of pools of other roles are always mixed. Listens to every step.
+    pool; if the queues of the mixed pool are long too, the decode pool lends a replica to the mixed pool. Decodes go to
+    the replica of the decode pool with the least memory in use by the requests placed there; if it lacks room, to the
+    mixed pool; if the mixed pool lacks room too, the prompt pool lends a replica. If no replica can be lent, prompt and
+    decodes go to the replica with the fewest pending tokens of all. A mixed replica without work returns to its pool.
+    Ties go to the replica that has been in its pool longest. The output length is assumed to be `max_tokens`. Replicas
+    of further pools are always mixed. The policy listens to every step.
     """
 
     def __init__(self, config: MixedPoolConfig, context: PolicyContext) -> None:
@@ -57,7 +58,7 @@ class MixedPool(BindsOnArrival):
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}
-        """Replicas of each pool, in the order in which they joined it."""
+        """Replicas of the mixed pool; all three pools are in the order in which replicas joined."""
 
     # Placing
 
@@ -77,7 +78,7 @@ class MixedPool(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the decode replica; another one if it takes no requests now."""
+        """Return the decode replica; if it is not up, the replica with the least memory in use."""
         placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}
         if placed is None or not up:
@@ -153,7 +154,7 @@ class MixedPool(BindsOnArrival):
     # Completed work
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count computed prompts as no longer pending, and return mixed replicas without work to their pools."""
+        """Count computed prompts as no longer pending, and return the replica to its pool if it is lent and idle."""
         placements = self._scheduled.placed
         for request in step.requests:
             placed = placements.get(request)

@@ -1,4 +1,4 @@
-"""ThunderAgent's router: programs keep their replica, and whole programs are paused when not all contexts fit."""
+"""ThunderAgent's router: programs keep their replicas, and whole programs are paused if not all contexts fit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNPLACED = -1
 
 
 class ThunderAgent:
-    """Binds a program to the replica with the least tokens when it comes, and keeps it there.
+    """Binds a program to the replica with the fewest tokens at its first call, and keeps it there.
 
-    A program's tokens are those of its context, also while a tool runs. When they do not all fit, programs whose tools
-    are running are paused, the smallest first; if that is not enough, the others are paused when their turns end. The
-    next call of a paused program waits in the shared queue until the program is resumed. For a program with several
-    calls at once, the contexts of all count. Requests without a program go to the replica with the least tokens. The
-    change of a call's priority is emitted as `priority_jump_s`, and orders the calls that a replica takes from the
-    shared queue.
+    The tokens of a program are those of its context, also while a tool runs. If the tokens of a replica's programs
+    exceed its memory, programs whose tools are running are paused, the smallest first; if that is not enough, the other
+    programs are paused when their turns end. The next call of a paused program waits in the shared queue until the
+    program is resumed. For a program with several concurrent calls, all their contexts count. Requests without a
+    program go to the replica with the fewest tokens. The change of a call's priority is emitted as `priority_jump_s`,
+    and orders the calls that a replica takes from the shared queue.
 
     Left out: parts of the paper that Dynamo's router lacks.
 
@@ -48,12 +48,12 @@ class ThunderAgent:
         self._emit = emit
         self._table = ThunderTable(config, {})
         self._calls: dict[str, dict[RequestView, None]] = {}
-        """Number of alive calls by program that were allowed to run."""
+        """Live calls of each program that were allowed to run."""
         self._held: dict[str, dict[RequestView, None]] = {}
         """Calls of each paused program."""
         self._ready: dict[ReplicaId, dict[RequestView, float]] = {}
-        """Calls in the shared queue that each replica may take, with the time that orders them; key -1: calls for any
-        replica.
+        """Calls in the shared queue that each replica may take, with the time by which they are ordered. Key -1: calls
+        that any replica may take.
         """
         self._ticks = PeriodicWakeUps(wake, config.scheduler_interval_s, _TICK)
 
@@ -77,14 +77,14 @@ class ThunderAgent:
         return self._at(passage.replica, request, replicas)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return the calls of resumed programs that are to go there, and requests for any replica."""
+        """Return the ids of calls of resumed programs for this replica, and of requests for any replica."""
         if not has_room(replica):
             return ()
         ready = [*self._ready.get(replica.replica_id, {}).items(), *self._ready.get(_UNPLACED, {}).items()]
         return [request.request_id for request, _ in sorted(ready, key=lambda one: (one[1], one[0].index))]
 
     def on_wake(self, key: str, now: float) -> None:
-        """Apply the rules to all programs, or resume one that was paused for too long."""
+        """Apply the rules to all programs, or resume a program that was paused for too long."""
         if key != _TICK:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)
@@ -101,7 +101,7 @@ class ThunderAgent:
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """End a program's turn with its last living call."""
+        """End a program's turn when the last of its live calls has ended."""
         for request in requests:
             self._forget_ready(request)
             if request.program is None:
@@ -127,7 +127,7 @@ class ThunderAgent:
     # Replicas and their programs
 
     def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
-        """Update the replicas that are up, with their tokens."""
+        """Update the capacities in tokens of the replicas that are up."""
         capacity = self._table.capacity
         for replica in replicas:
             if replica.is_up and replica.replica_id not in capacity:
@@ -137,7 +137,7 @@ class ThunderAgent:
                 self._ready.setdefault(_UNPLACED, {}).update(self._ready.pop(replica.replica_id, {}))
 
     def _at(self, place: object, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> ReplicaId | None:
-        """Return the place of the request's program, if the request can go there; else the least loaded replica."""
+        """Return `place` if it is a replica that is up, else the least loaded replica; None if none is up."""
         found = (one.replica_id for one in replicas if one.is_up and one.replica_id == place)
         replica_id = next(found, None)
         return self._least_loaded(request, replicas) if replica_id is None else replica_id
@@ -150,7 +150,7 @@ class ThunderAgent:
         return best.replica_id
 
     def _num_tokens(self, name: str) -> int:
-        """Return the number of tokens of the program's calls that run or wait at their replica."""
+        """Return the total number of known tokens of the program's calls that were allowed to run."""
         return sum(request.num_known_tokens for request in self._calls.get(name, ()))
 
     # Held calls

@@ -57,19 +57,19 @@ class AgentProgram:
 
     program_id: str
     tokens: int = 0
-    """Prompt and output of its last turn."""
+    """Prompt and output tokens of the program's latest turn."""
     turn: int = 0
-    """Number of calls that it has sent."""
+    """Number of calls that the program has sent."""
     is_reasoning: bool = False
-    """True while a call of the program is here or on its way; otherwise a tool runs."""
+    """True while a call of the program runs or may run; False while a tool runs."""
     is_paused: bool = False
     is_marked: bool = False
     """True if the program is to be paused when its turn ends."""
     replica: ReplicaKey | None = None
     soft_until: float = 0.0
-    """Time until which its calls are ordered after others."""
+    """Time until which the program's calls are ordered after other calls, seconds on the run's clock."""
     pause_order: int = 0
-    """Position of its pause in the sequence of all pauses."""
+    """Position of the program's latest pause in the sequence of all pauses, from 1."""
     is_waiting: bool = False
     """True if a call of the program is held."""
     acting_since: float = 0.0
@@ -88,7 +88,7 @@ class ProgramTable:
     # Figures
 
     def used(self) -> dict[ReplicaKey, int]:
-        """Return the tokens that the programs of each replica count."""
+        """Return the total number of tokens that the programs of each replica count."""
         found = dict.fromkeys(self.capacity, 0)
         for one in self.programs.values():
             if not one.is_paused and one.replica in found:
@@ -96,7 +96,7 @@ class ProgramTable:
         return found
 
     def counted(self, one: AgentProgram) -> int:
-        """Return the number of tokens that a program counts at its replica."""
+        """Return the number of tokens that a program counts at its replica, less while a tool runs."""
         weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
         return int(one.tokens * weight) + self.rules.buffer_tokens
 
@@ -106,7 +106,7 @@ class ProgramTable:
 
     @property
     def has_paused(self) -> bool:
-        """True if some program is paused."""
+        """True if any program is paused."""
         return any(one.is_paused for one in self.programs.values())
 
     def programs_on(self, replica: ReplicaKey) -> list[AgentProgram]:
@@ -123,14 +123,14 @@ class ProgramTable:
         program.replica = None
 
     def go_on(self, program: AgentProgram, replica: ReplicaKey | None) -> None:
-        """End a program's pause at this replica."""
+        """Resume a paused program on this replica (None: its next call chooses one)."""
         program.is_paused = False
         program.replica = replica
         program.is_reasoning = program.is_waiting
         program.is_waiting = False
 
     def has_no_place(self, program: AgentProgram) -> bool:
-        """Return True if a program has no replica, or one that is gone."""
+        """Return True if a program has no replica, or its replica is no longer up."""
         return program.replica not in self.capacity
 
     def roomiest_for(self, program: AgentProgram) -> ReplicaKey | None:

@@ -1,7 +1,7 @@
-"""Rules of ThunderAgent's router: whole programs are placed, paused and resumed, by the tokens of their contexts.
+"""Rules by which ThunderAgent's router places, pauses and resumes whole programs, from the tokens of their contexts.
 
-All rules are operations on a table of programs; each operation gets the time in seconds, and reads nothing else.
-`thunderagent.py` calls it for each event.
+All rules are operations on a table of programs, which get the time in seconds as an argument.
+`thunderagent.py` calls them for each event.
 
 Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); the rules follow
 that source, the code is new.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from vajra_policies.routers.thunderagent_programs import AgentProgram, ProgramTable, ReplicaKey
 
 _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
-"""Order in which paused programs are resumed: those with a waiting call, those in their first turn, those whose tool
-runs.
+"""Order in which paused programs are resumed: programs with a waiting call, then programs in their first turn, then
+programs whose tool runs.
 """
 
 
@@ -33,7 +33,7 @@ class ThunderTable(ProgramTable):
     """Table of programs, with the operations on them."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
-        """Place a call of a program; None: it is held until its program is resumed. `prompt_tokens` 0: unknown."""
+        """Place a call of a program; None: it is held until the program is resumed. `prompt_tokens` 0: unknown."""
         program = self.programs.get(program_id)
         is_new = program is None
         if program is None:
@@ -70,11 +70,11 @@ class ThunderTable(ProgramTable):
         self.programs.pop(program_id, None)
 
     def lose_replica(self, replica: ReplicaKey) -> None:
-        """Remove a lost replica; its programs are placed again at their next calls, and count nowhere until then."""
+        """Remove a lost replica; its programs are placed again at their next calls, and are not counted until then."""
         self.capacity.pop(replica, None)
 
     def tick(self, now: float) -> list[Passage]:
-        """Demote, resume and pause programs; return the calls that may run now."""
+        """Demote, resume and pause programs; return the passages of the calls that may run now."""
         used = self.used()
         self._demote(used, now)
         resumed = self._resume(used)
@@ -83,8 +83,8 @@ class ThunderTable(ProgramTable):
         return [self._passage(one, now, was_paused=True) for one in resumed if one.is_reasoning]
 
     def force(self, program_id: str, now: float) -> Passage | None:
-        """Resume a program that was paused for too long, on the replica with the most room; returns its waiting call,
-        if any.
+        """Resume a program that was paused for too long, on the replica with the most room. Returns the passage of its
+        waiting call; None if no call waits.
         """
         program = self.programs.get(program_id)
         if program is None or not program.is_paused:
@@ -103,7 +103,7 @@ class ThunderTable(ProgramTable):
                         one.soft_until = now + 1.5 * rules.scheduler_interval_s
 
     def _relieve(self, replica: ReplicaKey, used: dict[ReplicaKey, int]) -> None:
-        """Pause programs of a replica that has too many tokens: those whose tool runs, else all the others after their turns."""
+        """Pause programs whose tool runs if the replica has too many tokens; if not enough, mark all others."""
         rules, capacity = self.rules, self.capacity[replica]
         if not used[replica] > rules.pause_threshold * capacity:
             return
@@ -120,7 +120,7 @@ class ThunderTable(ProgramTable):
                 one.is_marked = one.is_marked or one.is_reasoning
 
     def _resume(self, used: dict[ReplicaKey, int]) -> list[AgentProgram]:
-        """Resume the most urgent programs that fit, the largest placed first."""
+        """Resume the most urgent programs that fit together; of these, place the largest first."""
         rules = self.rules
         share = max(0.0, rules.pause_threshold - rules.resume_hysteresis)
         rooms = {key: int(capacity * share) - used[key] for key, capacity in self.capacity.items()}

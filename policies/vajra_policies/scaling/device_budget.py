@@ -1,7 +1,7 @@
 """Budget of devices for scaling decisions: a ceiling that is never exceeded, and a floor that limits scaling down.
 
-A decision that exceeds the budget is reduced, never reversed: the pool neither exceeds the requested number nor changes
-in the opposite direction.
+A decision that exceeds the budget is reduced, never reversed: the pool does not exceed the requested number, and does
+not change in the opposite direction.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 HOLD = "gpu_budget_guard_hold"
 """Reason of a decision that the budget prevents."""
 RECONCILE = "gpu_budget_reconcile"
-"""Reason of a decision that brings the present replicas back into the budget."""
+"""Reason of a decision that changes the present number of replicas to fit the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Budget:
 
     @property
     def is_open(self) -> bool:
-        """True if there is neither bound."""
+        """True if there is neither a ceiling nor a floor."""
         return self.ceiling is None and self.floor is None
 
     def without_floor(self) -> Budget:
-        """Return the ceiling alone."""
+        """Return this budget without its floor."""
         return Budget(self.ceiling, None)
 
     def lowest(self, tolerance: int) -> int | None:
-        """Fewest devices that are within the floor."""
+        """Return the fewest devices allowed; None without a floor. If there is a ceiling, `tolerance` is subtracted."""
         if self.floor is None:
             return None
         return self.floor - (tolerance if self.ceiling is not None else 0)
@@ -63,7 +63,7 @@ def clamp_one(wanted: int, devices: int, budget: Budget, least: int) -> int:
 
 
 def guard_one(current: int, wanted: int, devices: int, budget: Budget, least: int) -> tuple[int, str | None]:
-    """Apply the budget to a decision on one pool; returns the replicas and the reason if the budget decided."""
+    """Apply the budget to a decision on one pool; return (replicas, reason if the budget decided, else None)."""
     total = current * devices
     if not budget.admits(total, devices):
         return clamp_one(current, devices, budget, least), RECONCILE
@@ -76,5 +76,5 @@ def guard_one(current: int, wanted: int, devices: int, budget: Budget, least: in
 
 
 def is_between(value: int, one: int, other: int) -> bool:
-    """Return whether a value is one of two ends or between them."""
+    """Return True if `value` is between `one` and `other`, or equal to either."""
     return min(one, other) <= value <= max(one, other)

@@ -1,4 +1,4 @@
-"""Dynamo's planner as a scaler: load-based and throughput-based scaling from the pools' views, arrivals and departures."""
+"""Dynamo's planner as a scaler: scaling by the load of pools, and by the throughput that arrivals require."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vajra_py.contract import PolicyContext, PoolRole, PoolView, ReplicaId, Repl
 class DynamoPlanner:
     """Scales by expected throughput, by load, or by both, in which case throughput sets the minimum number of replicas.
 
-    A prompt pool and a decode pool are decided on together; any other pool on its own. The forecast is the traffic of
+    A prompt pool and a decode pool are decided on together; any other pool alone. The forecast is the traffic of
     the last interval (Dynamo's predictor `constant`). While a replica starts or drains, there is no load-based
     decision.
 
@@ -28,7 +28,7 @@ class DynamoPlanner:
         self._config = config
         self._context = context
         self._rules = config.rules()
-        self._model = EnginePredictions(context, self._rules.promises, config.expected_prompt_tokens)
+        self._model = EnginePredictions(context, self._rules.slos, config.expected_prompt_tokens)
         self._observed = ObservedTraffic(config.expected_prompt_tokens, config.expected_output_tokens)
         self._due: set[str] = set()
         self._floors: dict[str, int] = {}
@@ -36,23 +36,23 @@ class DynamoPlanner:
         self._has_begun = False
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Observe traffic."""
+        """Count these requests in the observed traffic."""
         self._observed.arrive(requests)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Observe cache hits."""
+        """Count the request's cached tokens in the observed traffic."""
         self._observed.admit(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Observe output lengths."""
+        """Count the output lengths of these requests in the observed traffic."""
         self._observed.depart(requests)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Make the decision of this kind."""
+        """Mark the decision of this kind as due, for the next call of `targets`."""
         self._due.add(key)
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Return the replicas of each pool."""
+        """Return the number of replicas of each pool, after the decisions that are due."""
         if not self._has_begun:
             self._has_begun, self._observed.since = True, now
             for key, interval_s in self._config.intervals_s.items():
@@ -99,7 +99,7 @@ class DynamoPlanner:
 
 
 def _groups(pools: Sequence[PoolView]) -> list[Sequence[PoolView]]:
-    """Return the pools in groups that are decided on together: one for prompts and one for decodes."""
+    """Return groups of pools that are decided on together: the prompt pool with the decode pool, all others alone."""
     prompts = [pool for pool in pools if pool.role == PoolRole.PREFILL.value]
     decodes = [pool for pool in pools if pool.role == PoolRole.DECODE.value]
     if len(prompts) == len(decodes) == 1:

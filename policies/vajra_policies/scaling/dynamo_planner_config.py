@@ -1,4 +1,4 @@
-"""Parameters of `dynamo_planner`, and the planner's settings that follow from them."""
+"""Parameters of `dynamo_planner`, and the rules of the planner that they determine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vajra_policies.scaling.device_budget import Budget
 from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
+    LatencySlos,
     PlannerRules,
-    Promises,
     Target,
     Thresholds,
 )
@@ -78,7 +78,7 @@ class DynamoPlannerConfig(PolicyConfig):
 
     @property
     def intervals_s(self) -> Mapping[str, float]:
-        """Interval of each kind of decision that is used, in the order in which decisions are made."""
+        """Interval of each kind of decision that is made, seconds, in the order of decisions."""
         intervals_s = {THROUGHPUT: self.throughput_interval_s} if self._scales_by_throughput else {}
         return intervals_s | ({LOAD: self.load_interval_s} if self.by_load else {})
 
@@ -88,12 +88,12 @@ class DynamoPlannerConfig(PolicyConfig):
 
     def rules(self) -> PlannerRules:
         """Return the rules of the deployment."""
-        promises = Promises(self.ttft_slo_s, self.itl_slo_s, self.down_sensitivity_fraction)
+        slos = LatencySlos(self.ttft_slo_s, self.itl_slo_s, self.down_sensitivity_fraction)
         budget = Budget(self.max_devices, self.min_devices)
-        return PlannerRules(self.target, promises, budget, self.by_load, self._scales_by_throughput, self.max_change)
+        return PlannerRules(self.target, slos, budget, self.by_load, self._scales_by_throughput, self.max_change)
 
     def thresholds(self, role: PoolRole) -> Thresholds | None:
-        """Return the load thresholds of a pool; None if latencies decide, or none are given."""
+        """Return the load thresholds of a pool; None if latency SLOs decide, or no thresholds are given."""
         if self.target == "sla":
             return None
         if self.target != "load":

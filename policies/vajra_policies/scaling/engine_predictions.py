@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vajra_policies.scaling.planner_rules import EngineLoad, Promises, Traffic
+from vajra_policies.scaling.planner_rules import EngineLoad, LatencySlos, Traffic
 from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
-"""Tokens of a step of prompts if there is no token budget."""
+"""Number of tokens of a step with prompts if there is no token budget."""
 
 
 class EnginePredictions:
@@ -15,17 +15,17 @@ class EnginePredictions:
 
     A queue is modelled as prompts of the mean length with the same total of tokens, computed one after another. Running
     decodes add the time of a decode step to each step of prompts. A replica's highest rate is that of the largest batch
-    that meets the SLO for the time between tokens and fits into its KV memory. A replica of both phases alternates
+    that meets the SLO for the time between tokens and fits into its KV memory. A replica of role `mixed` alternates
     between prompts and decodes.
     """
 
-    def __init__(self, context: PolicyContext, promises: Promises, prompt_tokens: float) -> None:
+    def __init__(self, context: PolicyContext, slos: LatencySlos, prompt_tokens: float) -> None:
         self._context = context
-        self._promises = promises
+        self._slos = slos
         self.prompt_tokens = prompt_tokens
         """Mean length of prompts, tokens."""
         self.hit_fraction = 0.0
-        """Fraction of recent prompt tokens that prefix caches had."""
+        """Fraction of recent prompt tokens that were prefix hits."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
         """See `EngineModel`."""
@@ -49,7 +49,7 @@ class EnginePredictions:
         if role is PoolRole.PREFILL:
             return 1.0 / prompt_s if prompt_s > 0 else 0.0
         num_decodes, step_s = self._largest_batch(traffic)
-        decode_s = traffic.num_output_tokens / self._promises.accept_length * step_s / num_decodes
+        decode_s = traffic.num_output_tokens / self._slos.accept_length * step_s / num_decodes
         busy_s = decode_s if role is PoolRole.DECODE else prompt_s + decode_s
         return 1.0 / busy_s if busy_s > 0 else 0.0
 
@@ -72,9 +72,9 @@ class EnginePredictions:
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
         room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))
 
-        def keeps_promise(num_decodes: int) -> bool:
+        def meets_slo(num_decodes: int) -> bool:
             step_s = self._decode_s(num_decodes, num_decodes * context_tokens)
-            return step_s / self._promises.accept_length <= self._promises.itl_s
+            return step_s / self._slos.accept_length <= self._slos.itl_s
 
-        most = most_that_fits(1, max(1, min(limits.max_batch_size, room)) + 1, keeps_promise)
+        most = most_that_fits(1, max(1, min(limits.max_batch_size, room)) + 1, meets_slo)
         return most, self._decode_s(most, most * context_tokens)

@@ -1,5 +1,5 @@
-"""Load-based scaling of Dynamo's planner: one replica up or down for each pool, within throughput's minimum and the
-device budget.
+"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within throughput's minimum and
+the device budget.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
@@ -36,10 +36,10 @@ class LoadDecision:
     """Decision by load."""
 
     counts: tuple[int, ...] | None
-    """Replicas of each pool; None: as they are."""
+    """Number of replicas of each pool; None: unchanged."""
     reason: str
     by_pool: tuple[str, ...] = ()
-    """Reason of each of two pools."""
+    """Reason for each pool, if two pools are decided on together."""
     ttft_s: float | None = None
     itl_s: float | None = None
 
@@ -52,7 +52,7 @@ def decide_by_load(rules: PlannerRules, pools: Sequence[PoolState], model: Engin
 
 
 def _hold(pools: Sequence[PoolState]) -> str | None:
-    """Return the reason why no decision is possible; None if it is."""
+    """Return the reason why no decision is possible; None if one is possible."""
     if not any(pool.engines for pool in pools):
         return NO_FIGURES
     if any(pool.is_changing for pool in pools):

@@ -9,13 +9,13 @@ from vajra_py.contract import EndReason, RequestView
 
 
 class ObservedTraffic:
-    """Requests since the last look. `prompt_tokens`, `output_tokens`: means until there are any."""
+    """Traffic since the last call of `close`. `prompt_tokens`, `output_tokens`: means that are assumed at first."""
 
     def __init__(self, prompt_tokens: float, output_tokens: float) -> None:
         self.since = 0.0
         self.num_requests = 0
         self.prompt_tokens = prompt_tokens
-        """Mean of the last interval in which any arrived."""
+        """Mean prompt length in tokens, over the last interval in which requests arrived."""
         self.output_tokens = output_tokens
         self.hit_fraction = 0.0
         self._prompts = self._outputs = self._ended = self._admitted = self._cached = 0

@@ -21,7 +21,7 @@ Counts: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PairBudget:
-    """Budget over two pools with the devices and the fewest replicas of each."""
+    """Budget over two pools, with the devices per replica and the minimum number of replicas of each pool."""
 
     budget: Budget
     devices: Counts
@@ -29,7 +29,7 @@ class PairBudget:
 
     @property
     def tolerance(self) -> int:
-        """Devices by which the floor may be missed."""
+        """Number of devices by which a total may fall below the floor, if there is a ceiling."""
         return max(self.devices)
 
     def total(self, counts: Counts) -> int:
@@ -41,7 +41,7 @@ class PairBudget:
         return self.budget.admits(self.total(counts), self.tolerance)
 
     def without_floor(self) -> PairBudget:
-        """Return the same with the ceiling alone."""
+        """Return this budget without its floor."""
         return PairBudget(self.budget.without_floor(), self.devices, self.least)
 
     def clamp(self, wanted: Counts) -> Counts:
@@ -77,10 +77,11 @@ class PairBudget:
         return num_p, num_d
 
     def fit(self, current: Counts, wanted: Counts) -> Counts:
-        """Return the counts within the budget nearest to the wanted ones, each between its current and its wanted count.
+        """Return the counts within the budget that are nearest to `wanted`, each between its current and wanted count.
 
-        Among equally near ones, the most even progress of both pools wins, then the most progress. If one pool is to
-        grow and the other to shrink, both change or neither does. Returns the current counts if there are none.
+        Of equally near counts, those with the most even progress of both pools are chosen, then those with the most
+        progress. If one pool is to grow and the other to shrink, both change or neither does. Returns `current` if no
+        counts are within the budget.
         """
         if wanted[0] >= self.least[0] and wanted[1] >= self.least[1] and self.admits(wanted):
             return wanted
@@ -96,7 +97,9 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Yield counts within the budget: for each count of the pool with the shorter range, the best one of the other."""
+        """Yield counts within the budget: for each count of the pool with the shorter range, the best of the other
+        pool.
+        """
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1
         inner = 1 - outer
@@ -137,7 +140,9 @@ class PairBudget:
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
     def decide(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget as `guard` does; pools below their minimum are raised to it first."""
+        """Apply the budget as `guard` does; if a pool is below its minimum, raise the wanted counts to the minima
+        first.
+        """
         if self._is_short(current):
             return self.clamp(self.raised(wanted)), RECONCILE
         return self.guard(current, wanted)
@@ -146,7 +151,7 @@ class PairBudget:
         return self.raised(current) != current
 
     def guard(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget to a decision on both pools; returns the counts and the reason if the budget decided."""
+        """Apply the budget to a decision on both pools; return (counts, reason if the budget decided, else None)."""
         if not self.admits(current):
             return self.clamp(current), RECONCILE
         total, floor, ceiling = self.total(current), self.budget.floor, self.budget.ceiling
@@ -168,5 +173,5 @@ class PairBudget:
 
 
 def is_exchange(current: Counts, wanted: Counts) -> bool:
-    """Return whether one pool is to grow and the other to shrink."""
+    """Return True if one pool is to grow and the other to shrink."""
     return (wanted[0] - current[0]) * (wanted[1] - current[1]) < 0

@@ -21,7 +21,7 @@ NO_CHANGE = "no_change"
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Load thresholds of an engine; between them, the pool does not change."""
+    """Load thresholds of an engine; a load between them changes nothing."""
 
     up: float
     down: float
@@ -31,11 +31,11 @@ class Thresholds:
     """True if a load equal to `down` counts as below it."""
 
     def is_over(self, load: float) -> bool:
-        """Return whether an engine with this load needs help."""
+        """Return True if the load is above the upper threshold."""
         return load >= self.up if self.up_at_equal else load > self.up
 
     def is_below(self, load: float) -> bool:
-        """Return whether an engine with this load is underused."""
+        """Return True if the load is below the lower threshold."""
         return load <= self.down if self.down_at_equal else load < self.down
 
 
@@ -43,17 +43,17 @@ PREFILL_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.1, up_at_equal=True, down_at_equal=False),
     "latency": Thresholds(0.1, 0.0, up_at_equal=True, down_at_equal=True),
 }
-"""Ratio of queued prompt tokens to the longest context."""
+"""Thresholds for the ratio of queued prompt tokens to the longest context, by target."""
 DECODE_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.6, up_at_equal=False, down_at_equal=False),
     "latency": Thresholds(0.4, 0.1, up_at_equal=False, down_at_equal=False),
 }
-"""Ratio of tokens in KV to the room for them."""
+"""Thresholds for the ratio of tokens in KV memory to its capacity, by target."""
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
-    """SLOs of the engines, in seconds, and the fraction of them that scaling down may use up."""
+class LatencySlos:
+    """SLOs of the engines in seconds, and the fraction of an SLO that may be used up after scaling down."""
 
     ttft_s: float
     itl_s: float
@@ -80,9 +80,9 @@ class PoolRules:
 
     role: PoolRole
     devices: int = 1
-    """Devices of a replica."""
+    """Number of devices of a replica."""
     least: int = 1
-    """Fewest replicas."""
+    """Minimum number of replicas."""
     thresholds: Thresholds | None = None
     """Load thresholds of the pool; None if the targets are latency SLOs."""
     sizes: EngineSizes = UNKNOWN_SIZES
@@ -93,7 +93,7 @@ class PlannerRules:
     """Rules of a deployment."""
 
     target: Target
-    promises: Promises
+    slos: LatencySlos
     budget: Budget = NO_BUDGET
     scales_by_load: bool = True
     scales_by_throughput: bool = False
@@ -106,46 +106,45 @@ class PlannerRules:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of one replica, tokens."""
+    """Load of one replica."""
 
     queued_prefill: int = 0
-    """Tokens left to prefill."""
+    """Number of tokens left to prefill."""
     scheduled_kv: int = 0
-    """Tokens in KV for requests that decode."""
+    """Number of tokens in KV memory of requests that decode."""
     queued_kv: int = 0
-    """Contexts of requests that wait to decode."""
+    """Number of context tokens of requests that wait to decode."""
     num_decodes: int = 0
     """Number of requests that decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """A pool as it is now."""
+    """Present state of a pool."""
 
     rules: PoolRules
     ready: int
-    """Replicas that are up."""
+    """Number of replicas that are up."""
     engines: Sequence[EngineLoad]
     is_changing: bool = False
-    """A replica is starting or draining."""
+    """True if a replica is starting or draining."""
     floor: int = 1
-    """Fewest replicas by throughput."""
+    """Minimum number of replicas, from the last decision on throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests that are expected."""
+    """Expected requests: their rate, and means over them."""
 
     requests_per_s: float
     num_prompt_tokens: float
     num_output_tokens: float
-    """Means over the requests."""
     hit_fraction: float = 0.0
-    """Part of the prompts that is in prefix caches."""
+    """Fraction of prompt tokens that are prefix hits."""
 
 
 def both_ready(pools: tuple[PoolState, PoolState]) -> Counts:
-    """Return the replicas of two pools that are up."""
+    """Return the number of replicas of each pool that are up."""
     return pools[0].ready, pools[1].ready
 
 
@@ -164,12 +163,12 @@ class EngineModel(Protocol):
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
         """Return the TTFT of a request that arrives now, with the queue multiplied by `queue_scale`.
 
-        `kv_scale` multiplies the decodes, including waiting ones; None: the scheduled ones, unscaled.
+        `kv_scale` multiplies the decodes, including waiting ones; None: only the scheduled decodes count, unscaled.
         """
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """Return the time between tokens with the decodes, including waiting ones, multiplied by `scale`;
-        `counts_prefill`: as if queued prompts decoded too.
+        """Return the time between tokens in seconds with the decodes, including waiting ones, multiplied by `scale`.
+        With `counts_prefill`, queued prompts count as decodes too.
         """
 
 

@@ -1,8 +1,8 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-Scale up as soon as one engine exceeds a load threshold; with latency SLOs, when every engine is predicted to miss them.
-Scale down if all engines are below the lower threshold and the remaining ones would not exceed the upper one with the
-load redistributed.
+Scale up if the load of one engine is above the upper threshold; with latency SLOs, if every engine is predicted to miss
+one. Scale down if the loads of all engines are below the lower threshold, and the remaining engines would not exceed
+the upper threshold with the load redistributed.
 
 Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
 """
@@ -18,9 +18,9 @@ from vajra_policies.scaling.planner_rules import (
     EngineLoad,
     EngineModel,
     EngineSizes,
+    LatencySlos,
     PlannerRules,
     PoolState,
-    Promises,
     Target,
     Thresholds,
 )
@@ -33,14 +33,14 @@ INSUFFICIENT = "insufficient_data"
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """Number of replicas that the load requires, or the reason why there is none."""
+    """Number of replicas that the load requires, or the reason why it is unknown or unchanged."""
 
     wanted: int | None
-    """Number of replicas; None if it could not be determined, for `reason`."""
+    """Number of replicas; None if it is unknown or unchanged, for `reason`."""
     reason: str = ""
     ttft_s: float | None = None
     itl_s: float | None = None
-    """Largest predictions over the engines."""
+    """Largest predicted time between tokens of any engine, as `ttft_s` for the TTFT; None if not predicted."""
 
     @property
     def is_refusal(self) -> bool:
@@ -49,7 +49,7 @@ class Opinion:
 
 
 class Consolidation(Enum):
-    """Outcome of the check that the other engines could take over the load of one."""
+    """Outcome of the check that the remaining engines can take over the load of one engine."""
 
     SAFE = "safe"
     REFUSED = "refused"
@@ -58,22 +58,22 @@ class Consolidation(Enum):
 
 def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opinion:
     """Return the number of replicas that a pool's load requires, by the rules of its role and target."""
-    own, promises = pool.rules, rules.promises
+    own, slos = pool.rules, rules.slos
     counts = pool.ready, own.least
     if rules.target != "sla":
         loads = [load_of(engine, own.role, rules.target, own.sizes) for engine in pool.engines]
         known = [load for load in loads if load is not None]
         return by_thresholds(known if len(known) == len(loads) else (), own.thresholds, *counts)
     if own.role is PoolRole.PREFILL:
-        return by_prompts(pool.engines, model, promises, counts, own.role)
-    decodes = by_decodes(pool.engines, model, promises, counts, (own.role, own.sizes))
+        return by_prompts(pool.engines, model, slos, counts, own.role)
+    decodes = by_decodes(pool.engines, model, slos, counts, (own.role, own.sizes))
     if own.role is PoolRole.DECODE:
         return decodes
-    return _both(by_prompts(pool.engines, model, promises, counts, own.role), decodes, pool.ready)
+    return _both(by_prompts(pool.engines, model, slos, counts, own.role), decodes, pool.ready)
 
 
 def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
-    """Combine the decisions for a mixed pool: up if either role needs it, down if both agree."""
+    """Combine the results of both roles for a mixed pool: up if either requires it, down if both allow it."""
     estimates = prompts.ttft_s, decodes.itl_s
     p_wanted, d_wanted = prompts.wanted, decodes.wanted
     for wanted in (p_wanted, d_wanted):
@@ -86,8 +86,8 @@ def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
 
 
 def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
-    """Return one more if any load is over, one less if all are below and would not be over afterwards. `ready`:
-    replicas that are up.
+    """Return one replica more if any load is above the upper threshold, one less if all loads are below the lower
+    threshold and would not be above the upper one afterwards. `ready`: number of replicas that are up.
     """
     if ready == 0 or not loads or thresholds is None:
         return Opinion(None, INSUFFICIENT)
@@ -102,7 +102,7 @@ def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: 
 
 
 def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
-    """Return the load by which an engine is judged; None if a size is unknown."""
+    """Return the load of an engine that is compared with thresholds; None if a size is unknown."""
     if role is PoolRole.PREFILL:
         if target == "load":
             return float(engine.queued_prefill)
@@ -114,9 +114,9 @@ def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSiz
 
 
 def by_prompts(
-    engines: Sequence[EngineLoad], model: EngineModel, promises: Promises, counts: tuple[int, int], role: PoolRole
+    engines: Sequence[EngineLoad], model: EngineModel, slos: LatencySlos, counts: tuple[int, int], role: PoolRole
 ) -> Opinion:
-    """Opinion by times to first token. `counts`: replicas that are up, and the fewest."""
+    """Return the number of replicas by predicted TTFTs. `counts`: (replicas that are up, minimum)."""
     ready = counts[0]
     if ready == 0:
         return Opinion(None, INSUFFICIENT)
@@ -125,23 +125,23 @@ def by_prompts(
 
     def check(engine: EngineLoad) -> Consolidation:
         own_s = model.ttft_s(engine, queue_scale=0.0, kv_scale=kv_scale)
-        budget_s = (promises.ttft_s - own_s) * promises.sensitivity
+        budget_s = (slos.ttft_s - own_s) * slos.sensitivity
         induced_s = model.ttft_s(engine, queue_scale=share, kv_scale=kv_scale) - own_s
         return Consolidation.REFUSED if budget_s <= 0 or induced_s >= budget_s else Consolidation.SAFE
 
     found = [model.ttft_s(engine, queue_scale=1.0, kv_scale=None) for engine in engines]
-    opinion = _by_latency(found, promises.ttft_s, counts, _consolidation(engines, ready, check))
+    opinion = _by_latency(found, slos.ttft_s, counts, _consolidation(engines, ready, check))
     return Opinion(opinion.wanted, opinion.reason, ttft_s=max(found, default=None))
 
 
 def by_decodes(
     engines: Sequence[EngineLoad],
     model: EngineModel,
-    promises: Promises,
+    slos: LatencySlos,
     counts: tuple[int, int],
     where: tuple[PoolRole, EngineSizes],
 ) -> Opinion:
-    """Opinion by times between tokens. `counts`: replicas that are up, and the fewest."""
+    """Return the number of replicas by predicted times between tokens. `counts`: (replicas that are up, minimum)."""
     ready, (role, sizes) = counts[0], where
     if ready == 0:
         return Opinion(None, INSUFFICIENT)
@@ -151,12 +151,12 @@ def by_decodes(
         held = engine.scheduled_kv + engine.queued_kv + (engine.queued_prefill if is_mixed else 0)
         if sizes.max_kv_tokens and int(held * share) >= sizes.max_kv_tokens:
             return Consolidation.REFUSED
-        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / promises.accept_length
-        is_late = itl_s >= promises.itl_s * promises.sensitivity
+        itl_s = model.itl_s(engine, scale=share, counts_prefill=is_mixed) / slos.accept_length
+        is_late = itl_s >= slos.itl_s * slos.sensitivity
         return Consolidation.REFUSED if is_late else Consolidation.SAFE
 
-    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / promises.accept_length for engine in engines]
-    opinion = _by_latency(found, promises.itl_s, counts, _consolidation(engines, ready, check))
+    found = [model.itl_s(engine, scale=1.0, counts_prefill=False) / slos.accept_length for engine in engines]
+    opinion = _by_latency(found, slos.itl_s, counts, _consolidation(engines, ready, check))
     return Opinion(opinion.wanted, opinion.reason, itl_s=max(found, default=None))
 
 
@@ -175,12 +175,12 @@ def _consolidation(
 
 
 def _by_latency(
-    found_s: Sequence[float], promised_s: float, counts: tuple[int, int], consolidation: Consolidation
+    found_s: Sequence[float], target_s: float, counts: tuple[int, int], consolidation: Consolidation
 ) -> Opinion:
     ready, least = counts
     if not found_s:
         return Opinion(None, INSUFFICIENT)
-    if all(one > promised_s for one in found_s):
+    if all(one > target_s for one in found_s):
         return Opinion(ready + 1)
     if consolidation is Consolidation.SAFE:
         return Opinion(max(ready - 1, least))

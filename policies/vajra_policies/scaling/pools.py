@@ -23,10 +23,10 @@ def within_bounds(pool: PoolView, wanted: int) -> int:
 
 
 def shared_requests(pool: PoolView) -> int:
-    """Return the number of requests in the shared queue that the pool's replicas may pull."""
+    """Return the number of requests in the shared queue, if the pool's replicas may pull from it."""
     return max(0, pool.num_queued - sum(one.num_waiting for one in pool.replicas))
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return the number of tokens of the shared queue, as far as the replicas' figures show: never more than there are."""
+    """Return a lower bound on the shared queue's tokens, since pending tokens include those of running requests."""
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

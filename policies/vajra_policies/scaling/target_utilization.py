@@ -17,7 +17,7 @@ from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaLoad
 Metric: TypeAlias = Literal["kv_usage", "requests", "queued_tokens"]
 
 _ROUNDING = 1e-9
-"""Quotients this close above a whole number are that number."""
+"""Quotients that exceed a whole number by at most this are rounded down to it."""
 
 
 class TargetUtilizationConfig(PolicyConfig):
@@ -55,11 +55,12 @@ class TargetUtilizationConfig(PolicyConfig):
 
 
 class TargetUtilization:
-    """wanted = ceil(replicas * load / target), unless load / target is within the tolerance of 1.
+    """Sets ceil(replicas * load / target) replicas, or changes nothing if load / target is within the tolerance of 1.
 
-    Starting replicas count as idle for decisions to start more, and do not count for decisions to stop some. The result
-    is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to scale down,
-    the largest within `down_window_s`. Before the first decision, the computed number counts as the present one.
+    Starting replicas count as idle for decisions to start replicas, and do not count for decisions to stop any. The
+    result is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to
+    scale down, the largest within `down_window_s`. Before the first decision, the computed number counts as the present
+    one.
 
     Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
     """
@@ -72,7 +73,7 @@ class TargetUtilization:
         self._targets: dict[str, int] = {}
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Return the replicas of each pool."""
+        """Return the number of replicas of each pool."""
         if not self._targets or now >= self._next_at:
             self._targets = {pool.name: self._stabilized(pool, now) for pool in pools}
             self._next_at = now + self._config.interval_s
@@ -93,7 +94,7 @@ class TargetUtilization:
 
     def _wanted(self, pool: PoolView, current: int) -> int:
         up = replicas_in(pool, ReplicaState.UP)
-        if not up:  # nothing to measure; one replica for waiting requests
+        if not up:  # no load is known: one replica if requests wait
             return max(current, int(pool.num_queued > 0))
         ratio = self._load(pool, up) / (len(up) * self._config.target)
         if self._is_at_target(ratio):
@@ -107,7 +108,7 @@ class TargetUtilization:
         return abs(ratio - 1) <= self._config.tolerance_fraction
 
     def _load(self, pool: PoolView, up: Sequence[ReplicaLoadView]) -> float:
-        """Sum over the replicas that are up."""
+        """Return the total load of the replicas that are up; for requests and tokens, with the shared queue."""
         if self._config.metric == "kv_usage":
             return sum(1 - one.free_blocks / one.num_blocks for one in up)
         if self._config.metric == "requests":

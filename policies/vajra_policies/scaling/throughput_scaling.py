@@ -1,7 +1,7 @@
-"""Throughput-based scaling of Dynamo's planner: replicas for the expected requests, from the rate that one replica
-serves within the SLOs.
+"""Throughput-based scaling of Dynamo's planner: the number of replicas for the expected request rate, from the rate
+that one replica serves within the SLOs.
 
-If load decides too, this number is its minimum.
+If load-based scaling is on too, this number is its minimum.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
@@ -34,12 +34,12 @@ class ThroughputDecision:
     """Decision by throughput."""
 
     counts: tuple[int, ...] | None
-    """Replicas of each pool; None: as they are."""
+    """Number of replicas of each pool; None: unchanged."""
     floors: tuple[int, ...] | None
-    """Minimum number of replicas of each pool from now on, if load decides too."""
+    """Minimum number of replicas of each pool for load-based scaling, if that is on; else None."""
     reason: str
     requests_per_s: tuple[float | None, ...] = ()
-    """Highest rate of one engine of each pool."""
+    """Highest rate of one engine of each pool; None: unknown."""
 
 
 def decide_by_throughput(

@@ -30,12 +30,12 @@ class HighestResponseRatio:
         self._lengths = FirstLengths(Lengths(config, context.output_lengths))
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """(arrival / S, -1 / S per second)."""
+        """Return (arrival / S, -1 / S per second)."""
         slope = 1.0 / (self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request))
         return request.arrived_at * slope, -slope
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the line at `now`."""
+        """Return the value of the line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 

@@ -20,7 +20,7 @@ from vajra_py.contract import (
 )
 
 _ROUNDING_S = 1e-6
-"""Seconds by which a boost is announced early, so that rounding cannot make the queue miss it."""
+"""Seconds by which `falls_at` is early, so that the queue does not miss the start of a boost through rounding."""
 
 
 class LearningToRankConfig(LengthConfig):
@@ -52,7 +52,7 @@ class LearningToRank:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """A key falls at a known time, when its boost begins, and rises when the boost ends, by running."""
+    """A key falls when the request's boost begins, at a known time, and rises when the boost ends."""
 
     def __init__(self, config: LearningToRankConfig, context: PolicyContext) -> None:
         self._starvation_s = config.starvation_s
@@ -60,7 +60,7 @@ class LearningToRank:
         self._lengths = FirstLengths(Lengths(config, context.output_lengths))
         self._last_run_at: dict[RequestView, float] = {}
         self._boosts: dict[RequestView, int] = {}
-        """Steps that are left of each boost."""
+        """Number of remaining steps of each boost."""
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
@@ -75,7 +75,7 @@ class LearningToRank:
         return self._last_run_at.get(request, request.arrived_at) + self._starvation_s - _ROUNDING_S
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count the steps of boosts; a starving request that ran begins its boost."""
+        """Count the steps of boosted requests; start the boost of each starving request that ran."""
         boosts, ran_at, starved_at = self._boosts, self._last_run_at, step.formed_at - self._starvation_s
         for request in step.requests:
             if boosts and request in boosts:

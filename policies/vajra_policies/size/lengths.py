@@ -39,7 +39,7 @@ class Lengths:
         self._predictor = predictor
 
     def total(self, request: RequestView) -> float:
-        """Return the tokens that the request is expected to generate in all, as of now."""
+        """Return the total number of tokens that the request is now expected to generate."""
         estimate = self._predictor.predict(request)
         expected: float = self._default if estimate is None else getattr(estimate, self._figure)
         return expected
@@ -50,14 +50,14 @@ class Lengths:
 
 
 class FirstLengths:
-    """Output lengths as expected at a request's arrival, when its key is first read."""
+    """Output lengths as expected when they are first read, at the request's arrival."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
         self._first: dict[RequestView, float] = {}
 
     def total(self, request: RequestView) -> float:
-        """Return the tokens that the request was expected to generate in all."""
+        """Return the total number of tokens that the request was expected to generate at its arrival."""
         first = self._first.get(request)
         if first is None:
             first = self._first[request] = self._lengths.total(request)

@@ -11,11 +11,11 @@ class ShortestRemainingConfig(SizeConfig):
 
 
 class ShortestRemaining:
-    """Key = w * known tokens left to compute + expected remaining output tokens, at present.
+    """Key = w * known tokens left to compute + output tokens that are now expected to remain.
 
     With `preemptive` and the oracle's lengths this rule minimises the mean time in system on one server. A request that
-    has exceeded its expected output counts as one token; a request preempted by recompute has all its known tokens to
-    compute again.
+    has exceeded its expected output has one expected token left; a request preempted by recompute has to compute all
+    its known tokens again.
 
     Left out: nothing.
 
@@ -30,7 +30,7 @@ class ShortestRemaining:
         self._lengths = Lengths(config, context.output_lengths)
 
     def key(self, request: RequestView, now: float) -> float:
-        """Work left, output tokens."""
+        """Return the remaining work, in output tokens."""
         return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
 
 

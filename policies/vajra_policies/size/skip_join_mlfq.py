@@ -1,4 +1,4 @@
-"""FastServe's skip-join multi-level feedback queue: unknown lengths, known prompts."""
+"""FastServe's skip-join multi-level feedback queue, for unknown output lengths and known prompt lengths."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SkipJoinMlfq:
     - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers the prefill time of its
       prompt computed alone, so the prompt itself does not demote it.
     - After a step: a request that has run for longer than its level's quantum goes one level down.
-    - Every `promotion_steps` steps, those that did not run for `starvation_s` go to the first level.
+    - Every `promotion_steps` steps, requests that did not run for `starvation_s` go to the first level.
 
     Needs a replica scheduler that preempts, such as `preemptive`.
 
@@ -64,7 +64,7 @@ class SkipJoinMlfq:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """The key of a request that waits changes by promotion alone."""
+    """The key of a waiting request changes only by promotion."""
 
     def __init__(self, config: SkipJoinMlfqConfig, prefill_time: PrefillTime) -> None:
         self._config = config

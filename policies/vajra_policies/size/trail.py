@@ -1,4 +1,4 @@
-"""TRAIL: shortest remaining output first, and requests that are far on are not preempted."""
+"""TRAIL: shortest remaining output first; requests with little output left are not preempted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""AdaServe: as many drafts for each request as its TPOT SLO needs; the rest of the budget goes to drafts with the
-highest chance of acceptance.
+"""AdaServe: each request gets as many drafts as its TPOT SLO needs; the rest of the budget goes to the drafts that are
+accepted most probably.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """Tokens that a decode needs from a step, and the probability that its drafts are accepted."""
+    """Need of a decode for drafts: tokens that it needs from a step, and the probability of acceptance."""
 
     needed: float
-    """A(r): tokens that it needs from this step to meet its SLO."""
+    """A(r): number of tokens that the request needs from this step to meet its SLO."""
     chance: float
     """Probability that a draft is accepted, given that all earlier ones are."""
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
-    """Return the number of drafts that each decode gets of `num_drafts` in all, at most `most_each`. Needed drafts come
-    first, the greatest need first, until a decode's 1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by
-    one, the draft with the greatest chance q^j of acceptance.
+    """Divide `num_drafts` drafts among decodes, at most `most_each` for each; return the number of drafts of each.
+
+    Needed drafts come first: in order of falling need A, a decode gets drafts until 1 + q + q^2 + ... reaches A, or
+    until it has `most_needed`. The rest are assigned one by one, to the decode whose next draft has the greatest
+    probability q^j of acceptance.
     """
     most_needed = min(most_needed, most_each)
     given = [0] * len(wishes)
@@ -90,7 +92,7 @@ class _Drafted:
         self.num_tried = self.num_accepted = 0
 
     def look(self, request: RequestView) -> None:
-        """Count the drafts verified since the last call: the accepted ones, and the first rejected one."""
+        """Count the drafts verified since the last call: the accepted drafts, and the first rejected one."""
         drafted, accepted = request.num_draft_tokens - self.seen[0], request.num_accepted_tokens - self.seen[1]
         self.seen = (request.num_draft_tokens, request.num_accepted_tokens)
         self.num_accepted += accepted
@@ -98,15 +100,16 @@ class _Drafted:
 
 
 class AdaServe(FixedChunk):
-    """A(r) = (l + t) / TPOT - o: tokens that request r needs of this step, which takes t seconds, after o tokens in l seconds of decoding.
+    """Divides the B - n drafts of a step with n decodes (`shares`): needed drafts first, then the most probable ones.
 
-    A request with a chance q for each next draft is expected to get 1 + q + q^2 + ... + q^k tokens from k drafts.
-    `shares` divides the B - n drafts of a step with n decodes: needed ones first, then the most likely ones. TPOT is
-    `tpot_slo_s`, else `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt.
-    Prompts follow as under `fixed_chunk`.
+    A request r needs A(r) = (l + t) / TPOT - o tokens from a step that takes t seconds, after o tokens in l seconds of
+    decoding. If each further draft is accepted with probability q, k drafts are expected to give 1 + q + q^2 + ... +
+    q^k tokens. TPOT is `tpot_slo_s`, else `tbt_slo_s`; without either, A = 0. t is predicted for a step with all B
+    tokens and no prompt. Prompts are added as by `fixed_chunk`.
 
-    Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from what was accepted of the request's
-    drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a profile of the device.
+    Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from the acceptance of the
+    request's drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a
+    profile of the device.
 
     Source: Li et al., "AdaServe: Accelerating Multi-SLO LLM Serving with SLO-Customized Speculative Decoding" (arXiv:2501.12162).
     """
@@ -121,7 +124,7 @@ class AdaServe(FixedChunk):
         self._decoding: dict[RequestView, _Drafted] = {}
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Drafts for the decodes, then as `fixed_chunk`."""
+        """Set the drafts of the decodes, then fill the step as `fixed_chunk` does."""
         if replica.limits.max_draft_tokens:
             self._draft(list(replica.decodes()), replica.limits.max_draft_tokens, batch, now)
         fill(replica, batch, self._next_chunk, self._mode)

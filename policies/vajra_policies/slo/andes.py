@@ -1,4 +1,4 @@
-"""Andes: run the requests that gain the most quality of experience per token of memory that they hold."""
+"""Andes: run the requests that gain the most quality of experience per token of KV memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.slo.promises import promised_tpot_s
 from vajra_policies.slo.reading import Reading
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     EndedStep,
     KeyMotion,
@@ -42,16 +42,15 @@ class AndesConfig(PolicyConfig):
 class Andes:
     """Key = (1, -gain / context): gain = QoE after `horizon_s` if served - QoE if not, context = tokens that the request holds or needs.
 
-    QoE is the integral of the tokens read divided by that of the tokens expected (`Reading`): the first at the TTFT
-    SLO, then 1 / TPOT SLO per second, or `reading_speed`. A request whose reader has buffered tokens loses nothing by a
-    pause and makes room for others; a request whose reader waits continues. Once requests have been preempted
-    `preemption_cap` times on average, running ones come first: (0, ..).
+    QoE is the integral over time of the tokens read, divided by that of the tokens expected (`Reading`): the first
+    token at the TTFT SLO, then 1 / TPOT SLO per second, or `reading_speed`. A request whose reader has buffered tokens
+    loses nothing by a pause, and makes room for others; a request whose reader waits for tokens continues. Once
+    requests have been preempted `preemption_cap` times on average, running requests come first: (0, ..).
 
-    Needs `preemptive`, which pauses and preempts only if slots or memory are short; as long as there is room, all
-    requests run.
+    Needs the replica scheduler `preemptive`, which pauses and preempts requests only if slots or memory are short.
 
-    Left out: the search for the batch size; the time between tokens is that of recent steps (mean with a weight of 0.1). Cap and
-    horizon from memory of the paper; the reading speed is a round figure.
+    Left out: the search for the batch size; the time between tokens is a moving average of step times (weight 0.1). Cap
+    and horizon are from memory of the paper; the reading speed is a round figure.
 
     Source: Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services"
     (arXiv:2404.16283).
@@ -75,11 +74,11 @@ class Andes:
         return (0.0 if stays else 1.0, -self._gain(request, now) / request.num_known_tokens)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count these requests."""
+        """Count these requests for the preemption cap."""
         self._num_requests += len(requests)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count the preemption."""
+        """Count the preemption for the preemption cap."""
         self._num_preemptions += 1
 
     def on_step_end(self, step: EndedStep) -> None:
@@ -110,8 +109,8 @@ class Andes:
     def _reading(self, request: RequestView) -> Reading:
         reading = self._readings.get(request)
         if reading is None:
-            config, promised_s = self._config, promised_tpot_s(request)
-            speed = config.reading_speed if not promised_s else 1.0 / promised_s
+            config, target_s = self._config, tpot_target_s(request)
+            speed = config.reading_speed if not target_s else 1.0 / target_s
             ttft_s = config.expected_ttft_s if request.ttft_slo_s is None else request.ttft_slo_s
             reading = self._readings[request] = Reading(speed, ttft_s)
         return reading

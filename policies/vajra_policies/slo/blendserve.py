@@ -1,4 +1,4 @@
-"""BlendServe: offline requests from both ends of an order by density, so that computing and reading memory overlap."""
+"""BlendServe: offline requests from both ends of an order by density, so that compute and memory reads overlap."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class BlendserveConfig(FixedChunkConfig, LengthConfig):
 
 
 def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
-    """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the memory share of the left end with which both ends
-    together have the density of all requests.
+    """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the share of memory for the left end with which both ends
+    together have the density rho_root of all requests.
     """
     if rho_left <= rho_right:
         return 1.0
@@ -69,7 +69,7 @@ class Blendserve(FixedChunk):
         self._block_size = context.limits.block_size
         self._num_kv_tokens = context.limits.num_blocks * context.limits.block_size
         self._is_left: dict[RequestView, bool] = {}
-        """Admitted requests; True if they come from the compute-bound end."""
+        """True for each admitted request that came from the compute-bound end."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Add decodes, prompts in progress, then waiting requests from both ends."""
@@ -90,7 +90,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """Return (rho, request) for all waiting requests, the densest first, and their common rho (0 without any)."""
+        """Return ((rho, request) of each waiting request, the densest first; rho of all, 0 without requests)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)

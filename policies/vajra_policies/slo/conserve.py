@@ -6,7 +6,7 @@ from pydantic import Field
 
 from vajra_policies.preemptive import PreemptiveConfig
 from vajra_policies.slo.hygen import Hygen, HygenConfig
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyContext, PolicySpec
 
 
@@ -27,12 +27,11 @@ class ConserveConfig(PreemptiveConfig):
 class Conserve(Hygen):
     """`preemptive`, with offline requests added while the step is predicted to take at most T.
 
-    - With online requests running or waiting, T is the tightest SLO for the time per token among running ones. Without
-      online requests, T = `offline_step_s`, and offline requests have the replica to themselves.
+    - While online requests run, T is the tightest of their TPOT SLOs. If none runs but the most urgent waiting request
+      is online, T = `default_tpot_s`. Without online requests, T = `offline_step_s`, and only offline requests run.
     - An online request that lacks memory preempts offline ones. Use it with the prioritizer `priority`.
-    - Checkpoints are the mechanism's: a memory tier with `write: write_through` gets each block of a running request
-      once it is full, in the background, so that a preemption copies nothing, and a returning request loads its
-      computed KV.
+    - For checkpoints, configure a memory tier with `write: write_through`: it gets each block of a running request once
+      the block is full, in the background. A preemption then copies nothing, and a readmitted request loads its KV.
 
     Left out: interruption of a step between two layers (safepoints), replaced by the bound `offline_step_s`; restoring
     KV before a request is scheduled (here it is loaded when scheduled). The rule is from memory of the paper; both
@@ -48,16 +47,16 @@ class Conserve(Hygen):
         self._offline_step_s = config.offline_step_s
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add online requests, then offline ones within the budget of this step."""
-        promises = [
-            self._default_tpot_s if (promised_s := promised_tpot_s(one)) is None else promised_s
+        """Add online requests, then offline requests within the time budget of this step."""
+        targets_s = [
+            self._default_tpot_s if (target_s := tpot_target_s(one)) is None else target_s
             for one in replica.running()
             if one.priority < self._offline_from
         ]
-        head = next(replica.waiting(), None) if replica.num_waiting and not promises else None
+        head = next(replica.waiting(), None) if replica.num_waiting and not targets_s else None
         if head is not None and head.priority < self._offline_from:
-            promises.append(self._default_tpot_s)
-        self._budget_s = min(promises, default=self._offline_step_s)
+            targets_s.append(self._default_tpot_s)
+        self._budget_s = min(targets_s, default=self._offline_step_s)
         super().schedule(replica, batch, now)
 
 

@@ -34,7 +34,7 @@ class Hygen(Preemptive):
     """`preemptive`, with offline requests added only while the step's predicted time stays within `latency_budget_s`.
 
     Online requests are added by urgency regardless of the budget; then offline decodes, and offline prompts in chunks
-    that fit. Online requests preempt offline ones for memory. A step that would be empty takes an offline request in
+    that fit. Online requests preempt offline ones for memory. A step that would be empty gets an offline request in
     any case. Use it with the prioritizer `priority`, which puts offline requests behind online ones.
 
     Left out: the search for the budget that keeps an SLO (see `vajra capacity`), and the order of offline requests by
@@ -44,7 +44,7 @@ class Hygen(Preemptive):
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Offline decodes may be left out of a step as contexts grow, so steps need not repeat."""
+    """`repeats_decodes` is empty, since offline decodes may be left out of a step as contexts grow."""
 
     def __init__(self, config: HygenConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
@@ -55,7 +55,7 @@ class Hygen(Preemptive):
         return False
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the number of tokens as for `preemptive`; of an offline request as many as fit into the budget."""
+        """Return the number of tokens as `preemptive` does, limited by the budget for an offline request."""
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens

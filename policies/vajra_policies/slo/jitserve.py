@@ -1,4 +1,4 @@
-"""JITServe: the most reward for the time that is left, by upper estimates of lengths."""
+"""JITServe: requests with the most reward per remaining time first, with upper estimates of output lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.size.lengths import LengthConfig, Lengths
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     EndedStep,
     FallenRequests,
@@ -51,8 +51,8 @@ class Jitserve:
 
     - Remaining time = (expected output - generated) * mean step time.
     - Reward of a request with an SLO for TTFT or TBT: p * r_p^k + w * d * r_d^k; with a deadline, or without any SLO:
-      (p + w * d) * r^k. p and d are prompt and expected output tokens; r = allowed time / predicted time, at most 1
-      (punctual), so the reward falls as the request gets late. r_p is the ratio for the first token, r_d that between
+      (p + w * d) * r^k. p and d are prompt and expected output tokens; r = allowed time / predicted time, at most 1, so
+      the reward falls as the request becomes late. r_p is this ratio for the first token, r_d for the time between
       tokens.
     - Calls of a program with a deadline count together: with the sum of their rewards and the longest remaining time.
 
@@ -64,7 +64,7 @@ class Jitserve:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """Priorities depend on step times and sibling calls; all of them change when they are recomputed."""
+    """Priorities change only when they are recomputed, all at once."""
 
     def __init__(self, config: JitserveConfig, context: PolicyContext) -> None:
         self._config = config
@@ -77,20 +77,20 @@ class Jitserve:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the last computed priority, in weighted tokens per second."""
+        """Return minus the request's last computed priority, in weighted tokens per second."""
         priority = self._priorities.get(request)
         if priority is None:
             priority = self._priorities[request] = self._priority(request, now)
         return -priority
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Note the calls of programs."""
+        """Record the calls of programs."""
         for request in requests:
             if request.program is not None:
                 self._calls.setdefault(request.program, {})[request] = None
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Average step times, and forget priorities from time to time."""
+        """Average step times; every `refresh_steps` steps, discard all priorities."""
         if not self._num_steps:
             self._durations.clear()
         self._durations.append(step.duration_s)
@@ -121,7 +121,7 @@ class Jitserve:
         return sum(self._tokens(one) for one in calls) * ratio / remaining_s
 
     def _reward(self, request: RequestView, now: float) -> float:
-        between_s = promised_tpot_s(request)
+        between_s = tpot_target_s(request)
         age_s = now - request.arrived_at
         if request.deadline_at is not None:
             allowed_s = request.deadline_at - request.arrived_at

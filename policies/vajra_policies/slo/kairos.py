@@ -22,11 +22,11 @@ class KairosConfig(PolicyConfig):
 
 
 class Kairos:
-    """Key = arrival + TTFT SLO - T(rest of the prompt): the latest time at which it may start.
+    """Key = arrival + TTFT SLO - T(rest of the prompt): the latest time at which the prompt may start.
 
     The urgency of a prompt is its deadline minus its predicted completion if it ran now; `now` is the same for all, so
     the order does not change with time. A long prompt goes before a short one with the same deadline; earliest deadline
-    first does not distinguish them.
+    first does not distinguish the two.
 
     Left out: decodes packed into the slack of others' TPOT SLOs, for which `slack_chunk` and `scorpio` have their own
     rules. Written from the abstract; the default is a round figure.
@@ -41,12 +41,12 @@ class Kairos:
         self._prefill_time = prefill_time
 
     def key(self, request: RequestView, now: float) -> float:
-        """Latest start, seconds on the run's clock."""
-        promised_s = self._default_s if request.ttft_slo_s is None else request.ttft_slo_s
+        """Return the latest start, seconds on the run's clock."""
+        target_s = self._default_s if request.ttft_slo_s is None else request.ttft_slo_s
         prompt = request.num_prompt_tokens
         done = prompt - request.num_remaining_prompt_tokens
         rest_s = self._prefill_time.remaining_s(prompt, done) if done < prompt else 0.0
-        return request.arrived_at + promised_s - rest_s
+        return request.arrived_at + target_s - rest_s
 
 
 def _build(config: KairosConfig, context: PolicyContext) -> Kairos:

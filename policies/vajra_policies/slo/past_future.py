@@ -1,4 +1,4 @@
-"""Past-Future: admit while the future peak of KV memory, with output lengths drawn from past ones, fits."""
+"""Past-Future: admit requests while the predicted peak of KV memory fits, with output lengths drawn from past ones."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class PastFutureConfig(FixedChunkConfig):
 
 
 def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
-    """Return the peak of tokens held by requests that hold a_i and generate b_i more: the maximum over k of (sum of the
-    first k a_i) + k * b_k, sorted by b, the longest first. Entries are (a, b), in any order. Exact if all requests
-    generate one token per step and free their memory at their end.
+    """Return the peak number of tokens held by requests that now hold a_i tokens and generate b_i more.
+
+    Entries are (a, b), in any order. With entries sorted by falling b, the peak is the maximum over k of (sum of the
+    first k a_i) + k * b_k. Exact if all requests generate one token per step and free their memory at their end.
     """
     held = peak = 0.0
     for count, (num_held, num_to_come) in enumerate(sorted(entries, key=_to_come, reverse=True), 1):
@@ -55,9 +56,9 @@ def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
 class PastFuture(FixedChunk):
     """Admits a waiting request if the peak of the running requests and itself is at most M * (1 - reserve).
 
-    - a_i: known tokens; b_i: tokens to come. b is redrawn in each step from the recent output lengths that exceed the
-      request's output so far; if there are none, it is the most that the request may still generate.
-    - A request that does not fit waits, and no request is admitted past it. Steps are those of `fixed_chunk`.
+    - a_i: known tokens; b_i: tokens still to be generated. b is redrawn in each step from the recent output lengths
+      that exceed the request's output so far; if there are none, it is the most that the request may still generate.
+    - A request that does not fit waits, and no request behind it is admitted. Steps are formed as by `fixed_chunk`.
 
     Memory is counted in whole blocks. Left out: shared prefixes, which count once for each request, and requests in
     flight under pipelining. Window and reserve are round figures; the paper's values were not found.
@@ -67,9 +68,7 @@ class PastFuture(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
-    """While requests wait, draws differ from step to step; on an empty replica the first request is admitted whatever
-    its peak.
-    """
+    """While requests wait, draws differ from step to step; an empty replica admits its first request in any case."""
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits
@@ -87,7 +86,7 @@ class PastFuture(FixedChunk):
         self._is_closed = False
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, then prompts by urgency; waiting ones while their peak fits."""
+        """Add decodes, then prompts by urgency; admit waiting requests while the peak fits."""
         self._entries, self._is_closed = None, False
         super().schedule(replica, batch, now)
 
@@ -106,7 +105,7 @@ class PastFuture(FixedChunk):
         return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return whether the peak fits with one more; once it does not, no other request is tried in this step."""
+        """Return True if the peak fits with this request; after one that does not fit, False for the whole step."""
         if self._is_closed or not replica.num_running:
             return not self._is_closed
         if self._entries is None:
@@ -119,7 +118,7 @@ class PastFuture(FixedChunk):
         return True
 
     def _entry(self, request: RequestView) -> tuple[float, float]:
-        """Return (a, b); a includes the possibly empty part of the last block."""
+        """Return (a, b) of a request; a includes the largest possible empty part of its last block."""
         return (request.num_known_tokens + self._slack_tokens, self._to_come(request))
 
     def _to_come(self, request: RequestView) -> float:

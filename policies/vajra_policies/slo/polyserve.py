@@ -14,17 +14,17 @@ class PolyserveConfig(TierConfig):
 
 
 class Polyserve:
-    """Chooses the most loaded replica of the request's tier that passes the checks; else one of a tighter tier; else an
-    idle one, which joins the tier.
+    """Binds on arrival to the most loaded replica of the request's tier that passes the checks, else of a tighter tier;
+    else to an idle replica, which joins the tier.
 
-    A replica still meets its SLOs with one more request if (1) the first token is in time after the prompts pending
-    there, (2) the second token is, and (3) a decode step of all its requests, each grown by the mean output of its
-    tier, takes at most the TPOT of the replica's tier, and their memory suffices. If no replica passes, the request
-    waits in the shared queue until one does or is idle. A request whose SLOs not even an idle replica can meet belongs
-    to the loosest tier, without SLOs.
+    A replica passes if, with the request, (1) the first token is in time after the replica's pending prompts, (2) the
+    second token is in time, and (3) a decode step of all its requests, each grown by the mean output of the tier, takes
+    at most the TPOT of the replica's tier, and its memory suffices. If no replica passes, the request waits in the
+    shared queue until one passes or is idle. A request whose SLOs even an idle replica would miss belongs to the
+    loosest tier, and its own SLOs are ignored.
 
-    Load thus forms a gradient, and unneeded replicas stay idle and may be stopped by a scaler. With a fixed number of
-    replicas, `least_loaded` has lower latencies.
+    Some replicas thus have high load, and unneeded ones stay idle and may be stopped by a scaler. With a fixed number
+    of replicas, `least_loaded` has lower latencies.
 
     Left out: reassignment of replicas between tiers while they work, dynamic chunks, and split prompts and decodes.
     Written from a summary of sections 4.5 to 4.7; the tiers are those of the paper's experiments, from memory.
@@ -37,32 +37,32 @@ class Polyserve:
         self._load = load_in("tokens")
         self._placed: dict[RequestView, ReplicaId] = {}
         self._num_there: dict[ReplicaId, int] = {}
-        """Requests placed at each replica that is not idle."""
+        """Number of requests placed at each replica that is not idle."""
         self._tier_of: dict[ReplicaId, int] = {}
         """Tier of each replica that is not idle."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica by the rule; None if the request waits for one."""
+        """Return the replica by the rule of the class; None if the request waits for one."""
         self._leave(request)
         up = those_up(replicas)
         if not up:
             return None
-        tier, has_promises = self._tiers.of(request, now)
+        tier, is_attainable = self._tiers.of(request, now)
         for own in range(tier, -1, -1):
             members = [one for one in up if self._tier_of.get(one.replica_id) == own]
             for one in sorted(members, key=lambda one: (-self._load(one), one.replica_id)):
-                if self._tiers.keeps(request, one, own, now, has_promises=has_promises):
+                if self._tiers.keeps(request, one, own, now, is_attainable=is_attainable):
                     return self._place(request, one.replica_id, own)
         idle = min((one.replica_id for one in up if one.replica_id not in self._tier_of), default=None)
         return None if idle is None else self._place(request, idle, tier)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Yield the most urgent request that waits for a replica like this one."""
+        """Yield the id of the most urgent queued request for which the replica passes the checks or is idle."""
         for request in queued:
-            tier, has_promises = self._tiers.of(request, now)
+            tier, is_attainable = self._tiers.of(request, now)
             own = self._tier_of.get(replica.replica_id)
             if own is None or (
-                own <= tier and self._tiers.keeps(request, replica, own, now, has_promises=has_promises)
+                own <= tier and self._tiers.keeps(request, replica, own, now, is_attainable=is_attainable)
             ):
                 yield request.request_id
                 return
@@ -71,10 +71,10 @@ class Polyserve:
         """Place a request that was pulled."""
         if self._placed.get(request) != replica_id:
             self._leave(request)
-            self._place(request, replica_id, self._tiers.promised(request))
+            self._place(request, replica_id, self._tiers.target_tier(request))
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn outputs; a replica without requests is idle."""
+        """Record output lengths; a replica without requests becomes idle."""
         for request in requests:
             self._tiers.learn(request)
             self._leave(request)

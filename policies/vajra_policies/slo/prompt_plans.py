@@ -14,17 +14,18 @@ class Prompt(NamedTuple):
 
     num_tokens: int
     num_steps: int
-    """Number of whole steps until its first token is due."""
+    """Number of whole steps until the prompt's first token is due."""
     is_admitted: bool = False
-    """True if an earlier plan contains it, so that every later plan must too."""
+    """True if an earlier plan contains the prompt, so that every later plan must contain it too."""
 
 
 def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
-    """Return the largest set of prompts to admit, by rising deadline. The tokens of the first a admitted prompts must
-    be at most (steps until the a-th deadline) * (step_tokens - num_running - (a - 1)), since each finished prompt
-    decodes.
+    """Return for each prompt True if it belongs to the largest set whose deadlines can all be met.
 
-    Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
+    `prompts` are ordered by deadline. The tokens of the first a admitted prompts must be at most (steps until the a-th
+    deadline) * (step_tokens - num_running - (a - 1)), since each finished prompt decodes.
+
+    Dynamic programming finds the fewest tokens for each (number of prompts, number of admitted prompts) in O(n^2).
     """
     least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
     num_before = 0

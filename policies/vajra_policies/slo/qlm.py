@@ -1,4 +1,4 @@
-"""QLM: groups of requests with a common SLO, ordered by deadline once a group is predicted to be late."""
+"""QLM: groups of requests with a common SLO, ordered by deadline after a group is predicted to be late."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Qlm:
 
     - A group has up to `group_requests` requests whose TTFT SLOs (or, without one, deadlines) are equal when rounded
       down. Its deadline is that of its first request.
-    - Waiting time of a group = requests ahead * mean output / throughput in output tokens a second, both over the last requests.
+    - Waiting time of a group = requests ahead * mean output / throughput in output tokens per second, both averaged
+      over recent requests.
     - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time
       left for any group, the order is earliest deadline first until the queue is empty.
 
@@ -71,9 +72,9 @@ class Qlm:
     def __init__(self, config: QlmConfig) -> None:
         self._config = config
         self._groups: dict[int, Group] = {}
-        """Groups of which something waits, by number."""
+        """Groups with waiting requests, by number."""
         self._alive: dict[int, Group] = {}
-        """Groups with a request that has not ended; a request queued with its KV does not count as waiting."""
+        """Groups with live requests, by number."""
         self._open: dict[float, Group] = {}
         self._of: dict[RequestView, Group] = {}
         self._num_groups = 0
@@ -82,7 +83,7 @@ class Qlm:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Arrival, seconds."""
+        """Return the arrival, seconds on the run's clock."""
         return request.arrived_at
 
     def group(self, request: RequestView) -> str:
@@ -90,21 +91,21 @@ class Qlm:
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
-        """Deadline, or number while no request is predicted to be late."""
+        """Return the group's deadline, or its number while no group is predicted to be late."""
         own = self._alive.get(int(group))
         if own is None:
             return 0.0
         return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Form groups, and check whether one would be late."""
+        """Add the requests to groups, and switch to deadlines if a group is predicted to be late."""
         for request in requests:
             self._wait(request)
         if not self._by_deadline and self._is_late(now):
             self._order(by_deadline=True)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Take the request out of the waiting ones."""
+        """Stop counting the request as waiting."""
         self._leave(request)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -112,7 +113,7 @@ class Qlm:
         self._wait(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Learn lengths and throughput."""
+        """Record the requests' output lengths and ends, and forget the requests."""
         for request in requests:
             self.estimator.learn(request.num_output_tokens, now)
             self._leave(request)
@@ -127,12 +128,10 @@ class Qlm:
         if group is not None:
             return group
         config = self._config
-        promised_s = request.ttft_slo_s
-        if promised_s is None:
-            promised_s = (
-                config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
-            )
-        slo_s = promised_s // config.granularity_s * config.granularity_s
+        target_s = request.ttft_slo_s
+        if target_s is None:
+            target_s = config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
+        slo_s = target_s // config.granularity_s * config.granularity_s
         group = self._open.get(slo_s)
         if group is None or group.num_members >= config.group_requests or not group.waiting:
             group = self._open[slo_s] = Group(self._num_groups, slo_s, request.arrived_at)

@@ -1,6 +1,4 @@
-"""QoServe's order of prompts: by deadline, in overload by prompt length, with requests that will be late anyway
-relegated.
-"""
+"""QoServe's order of prompts: by deadline and remaining length; requests that cannot be in time are relegated."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class Qoserve:
     - D is the TTFT SLO; for requests with only a deadline, the deadline minus `expected_output_tokens` times
       `batch_tbt_s`. alpha = 0 is earliest deadline first; a large alpha is shortest remaining prompt first.
     - Relegation: a request that would miss arrival + D even if only its prompt were computed from now on, at the recent
-      throughput, goes behind all requests that can still be in time; permanently once it is admitted. An overload thus
-      makes some requests late, not all.
+      throughput, goes behind all requests that can still be in time. After its admission it stays relegated. An
+      overload thus makes only some requests late.
 
     Companion of `slack_chunk`, QoServe's chunks. Left out: an alpha that adapts to the load, and the relegation of
     important requests last.
@@ -62,7 +60,7 @@ class Qoserve:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """A request is relegated as time passes, which raises its key, and reinstated when the recent throughput rises."""
+    """A key rises when its request is relegated, and falls when a higher throughput reinstates the request."""
 
     def __init__(self, config: QoserveConfig) -> None:
         self._config = config
@@ -87,7 +85,7 @@ class Qoserve:
         self._reprieves.pop(request, None)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Average the throughput of steps with prompts."""
+        """Update the moving average of the throughput of steps with prompts."""
         num_tokens = sum(step.num_tokens)
         if num_tokens > len(step.requests) and step.duration_s > 0:
             decay, before = self._config.decay, self._throughput
@@ -96,7 +94,7 @@ class Qoserve:
                 self._reprieve(step.ended_at)
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Do nothing: steps without prompts do not count."""
+        """Do nothing, since steps without prompts do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""
@@ -105,7 +103,7 @@ class Qoserve:
             self._reprieves.pop(request, None)
 
     def _reprieve(self, now: float) -> None:
-        """Have the keys of requests that may be in time after all re-read."""
+        """Report the requests that may be in time after all, so that their keys are re-read."""
         for request in list(self._reprieves):
             if now < request.arrived_at + self._relative_s(request):
                 self.fallen_requests.add(request)

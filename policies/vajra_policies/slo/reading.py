@@ -1,4 +1,4 @@
-"""Quality of experience of a token stream: tokens read, relative to those of a punctual stream."""
+"""Quality of experience of a token stream: tokens read over time, relative to an expected stream."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Reading:
     ttft_s: float
     at_s: float = 0.0
     num_tokens: int = 0
-    """Number of tokens that have come."""
+    """Number of tokens received."""
     num_read: float = 0.0
     area: float = 0.0
     """Integral of `num_read` so far, token seconds."""
 
     def receive(self, at_s: float, num_tokens: int) -> None:
-        """Count tokens that come at this time."""
+        """Count tokens received at this time."""
         self.area += self._read(at_s - self.at_s, 0.0, 0.0)
         self.num_read = min(self.num_tokens, self.num_read + self.speed * (at_s - self.at_s))
         self.at_s = at_s
@@ -39,7 +39,7 @@ class Reading:
         return self.area + self._read(seconds, delay_s, rate)
 
     def expected_area(self, until_s: float, length: float = float("inf")) -> float:
-        """Integral of min(speed * (t - ttft_s), length) up to this time."""
+        """Return the integral of min(speed * (t - ttft_s), length) up to this time, token seconds."""
         reading_s = max(until_s - self.ttft_s, 0.0)
         rising_s = min(reading_s, length / self.speed)
         rest = length * (reading_s - rising_s) if reading_s > rising_s else 0.0
@@ -59,7 +59,7 @@ class Reading:
         return area + more
 
     def _drained(self, seconds: float, read: float, buffered: float, rate: float) -> tuple[float, float]:
-        """Return (integral of the tokens read over the time, tokens read at its end) if tokens come at a constant rate."""
+        """Return (integral of the tokens read, tokens read at the end) over a period with constant arrivals."""
         inflow = min(rate, self.speed)
         full_s = seconds if inflow >= self.speed else min(seconds, buffered / (self.speed - inflow))
         rest_s = seconds - full_s

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import give_way
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -25,7 +25,7 @@ from vajra_py.contract import (
 from vajra_py.contract.fill import add_prompts, least_urgent_victim
 
 _WHOLE = 1.0 - 1e-9
-"""Threshold for a credit of one that is reached by adding fractions."""
+"""Credit from which a decode runs: 1, less a tolerance for the rounding of sums of fractions."""
 
 
 class ScorpioConfig(FixedChunkConfig):
@@ -49,14 +49,14 @@ class Scorpio(FixedChunk):
       rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all waiting
       requests.
 
-    Left out: predicted output lengths, with which the paper bounds memory. Decodes that are left out keep their KV.
+    Left out: predicted output lengths, with which the paper bounds memory. Decodes that do not run keep their KV.
 
     Source: Tang et al., "SCORPIO: Serving the Right Requests at the Right Time for Heterogeneous SLOs" (arXiv:2505.23022).
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Steps differ with the credits; the request with the tightest SLO runs in each step, and an idle replica admits
-    any request.
+    """`repeats_decodes` is empty, since steps differ with the credits. The request with the tightest SLO runs in each
+    step, and an idle replica admits any request.
     """
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
@@ -71,7 +71,7 @@ class Scorpio(FixedChunk):
         self._context_tokens = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add the decodes whose turn it is, then prompts by urgency."""
+        """Add the decodes with a credit of 1, then prompts by urgency."""
         running = replica.running()
         self._tightest_s = min((self._tpot_s(one) for one in running), default=float("inf"))
         self._virtual_size = sum(self._tightest_s / self._tpot_s(one) for one in running)
@@ -80,7 +80,7 @@ class Scorpio(FixedChunk):
         if self._rejects and replica.num_waiting:
             self._reject_late(replica, batch, now)
         add_prompts(replica, batch, self._next_chunk)
-        if not batch.num_requests:  # partial prefills hold all of the memory, and none can grow
+        if not batch.num_requests:  # partial prefills hold all memory, and none can grow
             fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -89,8 +89,8 @@ class Scorpio(FixedChunk):
             self._credits.pop(request, None)
 
     def _tpot_s(self, request: RequestView) -> float:
-        promised_s = promised_tpot_s(request)
-        return self._default_tpot_s if promised_s is None else promised_s
+        target_s = tpot_target_s(request)
+        return self._default_tpot_s if target_s is None else target_s
 
     def _add_due(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         credits = self._credits
@@ -112,10 +112,10 @@ class Scorpio(FixedChunk):
         ahead_s = 0.0
         for request in list(replica.waiting()):
             prefill_s = self._prefill_time.remaining_s(request.num_prompt_tokens, 0)
-            promised_s = request.ttft_slo_s
+            target_s = request.ttft_slo_s
             is_new = not request.num_output_tokens and not request.num_preemptions
-            if is_new and promised_s is not None and now + ahead_s + prefill_s > request.arrived_at + promised_s:
-                batch.drop(request, f"its first token would miss its TTFT SLO of {promised_s:g} s")
+            if is_new and target_s is not None and now + ahead_s + prefill_s > request.arrived_at + target_s:
+                batch.drop(request, f"its first token would miss its TTFT SLO of {target_s:g} s")
             else:
                 ahead_s += prefill_s
 
@@ -125,7 +125,7 @@ class Scorpio(FixedChunk):
         return 0
 
     def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return True if the TPOT guard admits the request, which then counts."""
+        """Return True if the TPOT guard admits the request, and count the request in that case."""
         own_s = self._tpot_s(request)
         tightest_s = min(self._tightest_s, own_s)
         rescaled = 0.0 if not self._virtual_size else self._virtual_size * tightest_s / self._tightest_s

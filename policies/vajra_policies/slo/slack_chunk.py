@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, field_validator
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.promises import DueTimes
+from vajra_policies.slo.targets import DueTimes
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -43,12 +43,12 @@ class SlackChunkConfig(PreemptionConfig):
 
 
 class SlackChunk:
-    """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or else the
-    smallest size.
+    """Fills each step to the largest of `sizes` with safety_factor * T <= least slack of its decodes, or else to the
+    smallest size; T is the predicted step time.
 
     Slack of a decode: arrival + max(TTFT, TTFT SLO) + TBT SLO * i - now, with i its number of output tokens. If decodes
-    are ahead of their SLOs, chunks become larger. Decodes without an SLO do not count; without decodes, the largest
-    size is taken.
+    are ahead of their SLOs, chunks become larger. Decodes without an SLO do not count; without decodes that count, the
+    largest size is used.
 
     Left out: smaller sizes when KV memory runs short.
 
@@ -56,7 +56,7 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With only decodes, or no room for prompts, `fill` adds only decodes; a waiting request gets a chunk when nothing
+    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
     runs.
     """
 
@@ -68,14 +68,14 @@ class SlackChunk:
         self._slack_s = 0.0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Decodes, then prompts by urgency up to the size that the decodes' slack allows."""
+        """Add decodes, then prompts by urgency up to the size that the decodes' slack allows."""
         if replica.num_waiting or replica.num_partial_prefills:
             due = (self._due.due_at(request) for request in replica.decodes())
             self._slack_s = min((at for at in due if at is not None), default=float("inf")) - now
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size, which a prompt gets if it is alone on the replica."""
+        """Return the largest size, or the remaining tokens if these are fewer."""
         return min(self._sizes[-1], num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -1,5 +1,5 @@
-"""SlidingServe: chunks that fit the decodes' SLOs over two consecutive steps, and a choice of prompts if not all can be
-in time.
+"""SlidingServe: chunks that fit the decodes' SLOs over two consecutive steps; if not all prompts can be in time, a
+subset of them is chosen.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.promises import DueTimes
+from vajra_policies.slo.targets import DueTimes
 from vajra_policies.slo.windows import first_of_two, most_in_time
 from vajra_py.contract import (
     BatchBuilder,
@@ -50,14 +50,14 @@ class SlidingServeConfig(PreemptionConfig):
 
 
 class SlidingServe:
-    """Prompt tokens of a step = the C_1 that maximises C_1 + C_2 over this step and the next, found by ternary search.
+    """Gives a step C_1 prompt tokens, where C_1 + C_2 over this step and the next is maximal, found by ternary search.
 
     - T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: the tightest decode gets its next two tokens in time. A
-      greedy chunk would take all of s_1 and leave nothing for the next step. Among equal sums, the larger C_1; if
-      nothing fits, `min_chunk`.
+      greedy chunk would use all of s_1 and leave nothing for the next step. Of equal sums, the larger C_1 is chosen; if
+      nothing fits, `min_chunk` is used.
     - T is the run's latency model times `safety_factor`, for one chunk of the most urgent prompt added to the decodes.
     - If the first `candidates` prompts cannot all have their first token in time, the largest feasible subset is chosen
-      by dynamic programming over (requests, least time), a 0/1 knapsack; the others are passed over while a chosen one
+      by dynamic programming over (requests, least time), a 0/1 knapsack; the others are skipped while a chosen one
       gets a chunk.
 
     Left out: the order of prompts, which is the prioritizer's (`qoserve`, `edf`); the fitted predictor, linear in seven
@@ -68,8 +68,7 @@ class SlidingServe:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With only decodes, or no room for prompts, `fill` adds only decodes; passing over prompts never empties a step.
-    """
+    """`fill` adds only decodes if there are no prompts or no room for them; skipping prompts never empties a step."""
 
     def __init__(self, config: SlidingServeConfig, context: PolicyContext) -> None:
         self._config = config
@@ -83,7 +82,7 @@ class SlidingServe:
         self._passed: frozenset[RequestView] = frozenset()
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, then the prompts that can be in time, as far as two steps allow."""
+        """Add decodes, then the chosen prompts within the token budget that two steps allow."""
         self._budget, self._passed = None, frozenset()
         if replica.num_waiting or replica.num_partial_prefills:
             due = [(at, request.tbt_slo_s or 0.0) for request in replica.decodes() if (at := self._due.due_at(request))]
@@ -97,7 +96,7 @@ class SlidingServe:
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size, which a prompt gets if it is alone on the replica."""
+        """Return `max_chunk`, or the remaining tokens if these are fewer."""
         return min(self._config.max_chunk, num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -113,7 +112,7 @@ class SlidingServe:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _first_of_two(self, request: RequestView, now: BatchFeatures) -> int:
-        """Return C_1 for a step of these decodes, treating the prompts as one that continues this one."""
+        """Return C_1 for a step with these decodes, as if all its prompt tokens were of this request."""
         config, (s_1, s_2) = self._config, self._slacks
         done, decodes = request.num_computed_tokens, now.num_decodes
         following = BatchFeatures().with_decodes(decodes, now.decode_context_tokens + decodes)
@@ -128,23 +127,21 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Return those of the first prompts with a TTFT SLO that are given up for the others; none if all can be in
-        time.
-        """
+        """Return the prompts to skip, of the first `candidates` with a TTFT SLO; empty if all can be in time."""
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():
             if len(heads) >= self._config.candidates:
                 break
             heads.append(request)
-        promised = [
+        with_slo = [
             one for one in heads[: self._config.candidates] if one.ttft_slo_s is not None and not one.num_output_tokens
         ]
         jobs = [
             (one.arrived_at + (one.ttft_slo_s or 0.0) - now, one.num_remaining_prompt_tokens * self._token_s)
-            for one in promised
+            for one in with_slo
         ]
         chosen = most_in_time(jobs)
-        return frozenset(one for index, one in enumerate(promised) if index not in chosen) if chosen else frozenset()
+        return frozenset(one for index, one in enumerate(with_slo) if index not in chosen) if chosen else frozenset()
 
 
 SPEC = PolicySpec(

@@ -36,10 +36,10 @@ class SlosServeConfig(FixedChunkConfig):
 class SlosServe(FixedChunk):
     """Admits the largest set of arrived requests whose TTFT SLOs can all be met; the others are best effort.
 
-    - A step takes at most `step_s`, to meet the TPOT SLOs, and therefore has B tokens by the latency model; n running
-      requests get one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for
-      prompts, and one token less for each prompt admitted before it. `most_in_time` finds the largest set under this
-      supply; it includes earlier admissions.
+    - A step takes at most `step_s`, to meet the TPOT SLOs, and therefore has at most B tokens by the latency model; n
+      running requests get one token each. Until the deadline of a prompt there are floor(time / step_s) steps with B -
+      n tokens for prompts, less one token for each admitted prompt with an earlier deadline. `most_in_time` finds the
+      largest set of prompts that fits; it includes requests admitted earlier.
     - Admitted prompts are computed in the order of their deadlines. Prompts of best-effort requests (declined ones, and
       those without an SLO) are computed only while no admitted prompt is left, so that they take nothing from a plan.
 
@@ -57,10 +57,10 @@ class SlosServe(FixedChunk):
         self._step_s = config.step_s
         self._latency = context.latency
         self._admitted: dict[RequestView, bool] = {}
-        """Verdicts on waiting and running requests; True if the plan meets the TTFT SLO."""
+        """True for each waiting or running request whose TTFT SLO the plan meets; False for best-effort requests."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, admitted prompts by deadline, then best-effort ones."""
+        """Add decodes and admitted prompts by deadline; without admitted prompts, add best-effort prompts."""
         if replica.num_waiting:
             self._decide(replica, now)
         pending = [one for one in self._prompts(replica) if self._admitted.get(one)]
@@ -79,7 +79,7 @@ class SlosServe(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the number of tokens that take `step_s` for a prompt alone on the replica; at least 1."""
+        """Return the number of tokens, at least 1, that a prompt alone on the replica computes within `step_s`."""
 
         def fits(num_tokens: int) -> bool:
             features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
@@ -97,7 +97,7 @@ class SlosServe(FixedChunk):
         return [*replica.partial_prefills(), *waiting]
 
     def _decide(self, replica: LocalReplicaView, now: float) -> None:
-        """Give every new request its verdict."""
+        """Decide for every new request whether to admit it to the plan."""
         prompts = self._prompts(replica)
         new = [one for one in prompts if one not in self._admitted]
         self._admitted.update(dict.fromkeys(new, False))
@@ -116,7 +116,7 @@ class SlosServe(FixedChunk):
             self._admitted[request] = is_in
 
     def _step_tokens(self, replica: LocalReplicaView) -> int:
-        """Return B, the largest number of tokens of a step that takes `step_s`, including those of its decodes."""
+        """Return B, the largest number of tokens of a step within `step_s`, including those of its decodes."""
         running = replica.running()
         decodes = BatchFeatures().with_decodes(len(running), sum(one.num_known_tokens for one in running))
         most = most_that_fits(
@@ -125,7 +125,7 @@ class SlosServe(FixedChunk):
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
-        """Return as many tokens as the step's time allows, up to this number; 1 for a step that would be empty."""
+        """Return at most `num_tokens`, as many as the step's time allows; at least 1 in an empty step."""
         most = most_that_fits(0, num_tokens + 1, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field, field_validator
 
 from vajra_policies.routing import load_in
-from vajra_policies.slo.promises import promised_tpot_s
+from vajra_policies.slo.targets import tpot_target_s
 from vajra_py.contract import BatchFeatures, PolicyConfig, PolicyContext, ReplicaLoadView, RequestView
 
 
@@ -43,7 +43,7 @@ class _Outputs:
 
 
 class Tiers:
-    """Tiers by number, the tightest first. The policy reports requests that have ended."""
+    """Tiers by number, from 0, the tightest. The policy reports requests that have ended (`learn`)."""
 
     def __init__(self, config: TierConfig, context: PolicyContext) -> None:
         self._tpots_s = config.tiers_s
@@ -56,20 +56,20 @@ class Tiers:
     def learn(self, request: RequestView) -> None:
         """Include the output length of an ended request in the mean of its tier."""
         if request.num_output_tokens:
-            outputs = self._outputs[self.promised(request)]
+            outputs = self._outputs[self.target_tier(request)]
             outputs.count += 1
             outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
 
-    def promised(self, request: RequestView) -> int:
-        """Return the loosest tier that meets the request's TPOT SLO, or else the tightest of all."""
-        tpot_s = promised_tpot_s(request)
+    def target_tier(self, request: RequestView) -> int:
+        """Return the loosest tier that meets the TPOT SLO, or else the tightest; without an SLO, the loosest tier."""
+        tpot_s = tpot_target_s(request)
         last = len(self._tpots_s) - 1
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
 
     def of(self, request: RequestView, now: float) -> tuple[int, bool]:
         """Return (the request's tier, True if an idle replica would meet its SLOs)."""
         prefill_s = self._prefill_time.total_s(request.num_prompt_tokens)
-        tier = self.promised(request)
+        tier = self.target_tier(request)
         if self._in_time(request, tier, prefill_s, self._step_s(1, request.num_prompt_tokens), now):
             return tier, True
         return len(self._tpots_s) - 1, False
@@ -79,16 +79,16 @@ class Tiers:
         if request.ttft_slo_s is None:
             return True
         left_s = request.arrived_at + request.ttft_slo_s - now
-        tpot_s = promised_tpot_s(request)
+        tpot_s = tpot_target_s(request)
         return prefill_s <= left_s and prefill_s + step_s <= left_s + (
             self._tpots_s[tier] if tpot_s is None else tpot_s
         )
 
     def keeps(
-        self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, has_promises: bool
+        self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, is_attainable: bool
     ) -> bool:
-        """Return True if a replica of this tier would meet the SLOs: of the first token, of the second, and of each
-        step.
+        """Return True if a replica of this tier, with the request, meets the SLOs for the first token, the second token
+        and each step, and has enough memory. Without `is_attainable`, the first two are not checked.
         """
         prompt = request.num_prompt_tokens
         hit = min(replica.prefix_hit_tokens(request), prompt - 1)
@@ -96,7 +96,7 @@ class Tiers:
         prefill_s = own_s * (1.0 + replica.num_pending_tokens / (prompt - hit))
         num_requests = replica.num_running + replica.num_waiting + 1
         num_tokens = self._load(replica) + prompt
-        if has_promises and not self._in_time(request, tier, prefill_s, self._step_s(num_requests, num_tokens), now):
+        if is_attainable and not self._in_time(request, tier, prefill_s, self._step_s(num_requests, num_tokens), now):
             return False
         peak = num_tokens + num_requests * self._outputs[tier].mean
         fits = num_requests <= replica.max_batch_size and peak <= replica.num_blocks * self._block_size

@@ -1,4 +1,4 @@
-"""Waiting time of requests in a queue, from the lengths and the throughput of those that have ended."""
+"""Waiting time of requests in a queue, from output lengths and throughput of requests that have ended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 
 
 class WaitingTimeEstimator:
-    """waiting time = requests ahead * mean output / throughput in output tokens a second, both over the last `window`
-    requests that ended.
+    """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second, both over the
+    last `window` requests that ended.
 
-    `output_tokens` and `throughput` are used before any has ended.
+    `output_tokens` and `throughput` are used before any request has ended.
 
     Source: QLM (arXiv:2407.00047), request waiting time (RWT) estimator.
     """
@@ -25,7 +25,7 @@ class WaitingTimeEstimator:
             self._ended.append((now, num_output_tokens))
 
     def wait_s(self, num_ahead: int) -> float:
-        """Return the predicted wait in seconds after this many requests."""
+        """Return the predicted wait in seconds of a request with `num_ahead` requests ahead of it."""
         ended = self._ended
         if len(ended) < 2 or ended[-1][0] <= ended[0][0]:
             return num_ahead * self._output_tokens / self._throughput

@@ -1,4 +1,4 @@
-"""The two searches of SlidingServe: chunks over a window of two steps, and the most jobs that end in time."""
+"""The two searches of SlidingServe: chunks for two consecutive steps, and the largest set of jobs that end in time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 def first_of_two(
     t_1: Callable[[int], float], t_2: Callable[[int, int], float], s_1: float, s_2: float, sizes: Sequence[int]
 ) -> int | None:
-    """Return the first of the two chunks with the largest sum such that t_1 <= s_1 and t_1 + t_2 <= s_2; None if none
-    fits. Times must be convex.
+    """Return c_1 of the two chunks with the largest sum c_1 + c_2 such that t_1 <= s_1 and t_1 + t_2 <= s_2; None if no
+    chunk fits. Times must be convex.
     """
 
     def most(fits: Callable[[int], bool]) -> int:

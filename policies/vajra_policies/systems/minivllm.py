@@ -28,7 +28,7 @@ class Minivllm:
     """Prefill whole prompts from the head of the queue; only a step that prefills nothing decodes.
 
     A prompt must fit the budget and the free blocks at its full length and is charged its full length, cached or not.
-    Decoding checks blocks before limits: in a full batch, the next decode in line still preempts the latest admitted
+    Decode steps check blocks before limits: if the batch is full, the next decode still preempts the latest admitted
     request if it needs a block, although it does not run itself. Victims are recomputed and return to the front of the
     queue (prioritizer `fcfs` with `preempted: first`).
 
@@ -46,15 +46,15 @@ class Minivllm:
         self._budget = context.limits.max_batch_tokens
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Prompts are computed in one piece."""
+        """Return all remaining tokens, since prompts are computed in one piece."""
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a request that can outgrow the budget: it could never be (re-)admitted and would block all behind it."""
+        """Return the reason if the request can outgrow the budget: then it might never be readmitted."""
         return outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Prefill, or else decode."""
+        """Add prompts; if none can be added, add decodes."""
         if replica.num_waiting:
             self._prefill(replica, batch)
         if not batch.num_requests:

@@ -40,13 +40,13 @@ class NanoVllmConfig(PolicyConfig):
 
 
 class NanoVllm:
-    """Prefill from the head of the queue while anything fits; only a step that prefills nothing decodes.
+    """Prefill from the head of the queue while a prompt fits; only a step that prefills nothing decodes.
 
     - `whole`: a prompt must fit budget and free blocks at its full length, cached or not, but only its uncached part is
       charged.
-    - `chunk_first`: only the uncached part counts for both, and shared blocks count once. The first prompt of a step is
-      cut where the budget ends; until it is done every step continues it, no request decodes, and it cannot be
-      preempted.
+    - `chunk_first`: only the uncached part must fit budget and free blocks, and shared blocks count once. The first
+      prompt of a step is cut where the budget ends; until it is complete, every step continues it, no request decodes,
+      and it cannot be preempted.
 
     A prompt takes the blocks of its whole known sequence at once. A decode lacks a block only when it begins a new one;
     then the latest admitted request is preempted, to be recomputed, and returns to the front of the queue (prioritizer
@@ -68,15 +68,15 @@ class NanoVllm:
         self._chunks_first = config.prefill == "chunk_first"
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt that is alone has the whole budget."""
+        """Return the whole budget or, without chunks, all remaining tokens."""
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a request that can outgrow the budget: without chunks, it could never be (re-)admitted and would block all behind it."""
+        """Return the reason if the request can outgrow the budget of whole prompts and then never be readmitted."""
         return None if self._chunks_first else outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Prefill, or else decode."""
+        """Add prompts; if none can be added, add decodes."""
         if replica.num_partial_prefills or replica.num_waiting:
             if self._chunks_first:
                 self._prefill_in_chunks(replica, batch)

@@ -1,4 +1,4 @@
-"""The Rust nano-vllm: mixed steps, chunked prefill, priorities, and preemption to swapped with resume."""
+"""The Rust nano-vllm: mixed steps, chunked prefill, priorities, and preemption by swapping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vajra_py.contract import (
 )
 
 _NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_PREEMPTED})
-"""Refusals of a waiting request for which no request is preempted."""
+"""Refusals of a waiting request that preempting other requests would not change."""
 
 
 class NanoVllmRsConfig(PolicyConfig):
@@ -84,7 +84,7 @@ class NanoVllmRs:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
-    """Nothing is admitted to a full batch, and nothing is preempted for requests that could not be admitted."""
+    """No request is admitted to a full batch, and none is preempted for a request that could not be admitted."""
 
     def __init__(self, config: NanoVllmRsConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens
@@ -93,14 +93,14 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request that still did not fit after a step had preempted all requests that the step had admitted."""
+        """Request that did not fit even after a step had preempted all requests admitted in that step."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head forever."""
+        """Return the reason if the sequence can outgrow the budget and, without chunks, wait at the head forever."""
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

@@ -24,8 +24,8 @@ class OrcaConfig(PolicyConfig):
 
 
 class Orca:
-    """Each iteration takes up to max_bs requests in order of arrival: running ones, then new ones with their whole
-    prompt.
+    """Each iteration runs up to max_bs requests in order of arrival: running requests, then new ones with their whole
+    prompts.
 
     A request is admitted only if memory for its prompt and longest possible output can be reserved; the first request
     for which this fails ends the selection. No request therefore lacks memory later, and none is preempted. Prompts are
@@ -44,23 +44,21 @@ class Orca:
         self._token_limit = context.limits.max_batch_tokens
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Prompts are computed in one piece."""
+        """Return all remaining tokens, since prompts are computed in one piece."""
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a prompt that no step can hold: it would wait at the head forever."""
+        """Return the reason if no step can hold the prompt, which would then wait at the head forever."""
         limit = self._token_limit
         if limit is None or request.num_prompt_tokens <= limit:
             return None
         return f"the prompt ({request.num_prompt_tokens} tokens) is computed in one step, which takes at most {limit} tokens"
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add everything that runs, then waiting requests while slots and memory last."""
+        """Add all running requests, then waiting requests while slots and memory suffice."""
         if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
             return
-        most = (
-            replica.limits.num_blocks * replica.limits.block_size
-        )  # all of the memory, if less than the longest request
+        most = replica.limits.num_blocks * replica.limits.block_size  # upper bound of reservations: all KV memory
         for request in replica.waiting():
             longest = min(request.num_prompt_tokens + request.max_tokens - 1, most)
             if batch.add(request, batch.max_chunk(request), reserve_tokens=longest) is not None:

@@ -1,4 +1,4 @@
-"""Decode phase of engines that never mix prefill and decode: admission order, latest admitted preempted first."""
+"""Decode steps of engines that never mix prefill and decode: in order of admission, the latest preempted first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from vajra_py.contract import BatchBuilder, LocalReplicaView, Refusal, RequestVi
 def decode_in_order(replica: LocalReplicaView, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
     """Add one token for each decode, earliest admission first, up to the batch limit.
 
-    A decode that lacks a block preempts the decode admitted last, possibly itself; decodes already in the batch are
-    safe. With `looks_past_the_limit`, the first decode beyond a full batch may also preempt others, although it does
-    not run in this step.
+    A decode that lacks a block preempts the decode admitted last, possibly itself, but never one that is in the batch
+    already. With `looks_past_the_limit`, the first decode beyond a full batch also preempts decodes for a block,
+    although it does not run in this step.
     """
     while (stop := batch.add_decodes()) is not None:
         request = stop.request

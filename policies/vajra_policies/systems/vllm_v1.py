@@ -76,8 +76,8 @@ class VllmV1Config(PolicyConfig):
 
 
 class VllmV1:
-    """There are no separate prefill and decode phases: every request has known tokens left to compute; a decode has
-    one.
+    """Adds running requests, then waiting ones, without separate prefill and decode phases: a decode is a request with
+    one token left to compute.
 
     1. Running requests, in order of (latest) admission, get their remaining tokens, limited by threshold and budget. A
       request that lacks blocks preempts a victim, possibly itself, and possibly one already in this step: the victim
@@ -102,24 +102,24 @@ class VllmV1:
         self._interval = config.prefill_interval_steps
         steady = (
             frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # an interval counts steps, so every step calls
+        )  # with an interval, steps are counted, so each must be formed
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
         self._is_backed_up = False
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget for a prompt alone on the replica if the threshold is off."""
+        """Return the whole budget, or the remaining tokens; the threshold does not apply to a prompt that is alone."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head forever."""
+        """Return the reason if the sequence can outgrow the budget: without chunked prefill, it could wait forever."""
         if self._config.chunked_prefill:
             return None
         return outgrows(request, self._budget, "tokens without chunked prefill")
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Running requests, then waiting ones."""
+        """Add running requests, then waiting requests."""
         cap = self._cap(replica, batch)
         if self._interval == 1:
             self._add_running(replica, batch, cap, holds=False)
@@ -131,7 +131,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts admits no request and shows nothing about the queue
+            if not holds:  # a step with preemptions admits no request, so it does not show if requests queue up
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -161,7 +161,7 @@ class VllmV1:
                 return
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
-        """Preempt until the request fits or has been preempted itself; return False if that is impossible."""
+        """Preempt requests until `stop.request` fits or is itself preempted; return True if the step goes on."""
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
         if cap is not None:

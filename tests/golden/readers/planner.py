@@ -18,10 +18,10 @@ from vajra_policies.scaling.planner_rules import (
     PREFILL_THRESHOLDS,
     EngineLoad,
     EngineSizes,
+    LatencySlos,
     PlannerRules,
     PoolRules,
     PoolState,
-    Promises,
     Thresholds,
     Traffic,
 )
@@ -83,7 +83,7 @@ class Planner:
         """Return the rules of the configuration."""
         config = self.case["config"]
         budget = Budget(*(None if config[name] < 0 else config[name] for name in ("max_gpu_budget", "min_gpu_budget")))
-        promises = Promises(
+        slos = LatencySlos(
             config["ttft_ms"] / 1000,
             config["itl_ms"] / 1000,
             config["load_scaling_down_sensitivity"] / 100,
@@ -91,7 +91,7 @@ class Planner:
         )
         return PlannerRules(
             config["optimization_target"],
-            promises,
+            slos,
             budget,
             config["enable_load_scaling"],
             config["enable_throughput_scaling"],

@@ -27,7 +27,7 @@ def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
     reasons = rows.column("reason").to_pylist()
     met = rows.column("slo_met").to_pylist()
     status = {SloStatus.MET: met.count(True), SloStatus.MISSED: met.count(False)}
-    num_promised = int((~np.isnan(floats_of(rows, "program_slo_s"))).sum())
+    num_with_slo = int((~np.isnan(floats_of(rows, "program_slo_s"))).sum())
     prompt, cached = int(ints_of(rows, "num_prompt_tokens").sum()), int(ints_of(rows, "num_cached_tokens").sum())
     num_decided = sum(status.values())
     return {
@@ -40,7 +40,7 @@ def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
             "slo": {
                 "num_met": status[SloStatus.MET],
                 "num_missed": status[SloStatus.MISSED],
-                "num_undecided": num_promised - num_decided,
+                "num_undecided": num_with_slo - num_decided,
                 "attainment_fraction": status[SloStatus.MET] / num_decided if num_decided else None,
             },
             "prefix_hit_fraction": cached / prompt if prompt else None,

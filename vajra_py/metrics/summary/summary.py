@@ -24,10 +24,10 @@ from vajra_py.metrics.definitions import (
     Floats,
     Ints,
     Outcomes,
-    Promises,
     ServiceWeights,
     SloDefaults,
     SloStatus,
+    SloTargets,
     Window,
     judge_slos,
     weighted_quantiles,
@@ -201,7 +201,7 @@ def _columns(
         dropped,
         floats_of(requests, "tbt_max_s"),
     )
-    judgement = judge_slos(outcomes, _promises(requests, outcomes, slo, classes))
+    judgement = judge_slos(outcomes, _slo_targets(requests, outcomes, slo, classes))
     codes, names = group_codes(requests, "reason")
     positions = np.array([REASONS.index(name) for name in names], dtype=np.int64)
     reason = positions[codes] if positions.size else codes
@@ -238,7 +238,9 @@ def _columns(
     return columns, stability
 
 
-def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]) -> Promises:
+def _slo_targets(
+    requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]
+) -> SloTargets:
     """Return the SLOs of each request: its own, or the defaults of its class if it has none."""
     codes, names = classes
     defaults = [slo.of(name) for name in names]
@@ -253,7 +255,7 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
     own_deadline_at = floats_of(requests, "deadline_at")
     has_tbt = "tbt_slo_s" in requests.column_names  # missing in runs of earlier versions
     own_tbt_s = floats_of(requests, "tbt_slo_s") if has_tbt else np.full(len(own_deadline_at), np.nan)
-    return Promises(
+    return SloTargets(
         ttft_s=filled(floats_of(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
         tpot_s=filled(floats_of(requests, "tpot_slo_s"), lambda c: defaults[c].tpot_s),
         deadline_at=np.where(np.isnan(own_deadline_at), e2e_deadline_at, own_deadline_at),
@@ -302,8 +304,8 @@ def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
     section["censored"] = _censored(columns, arrived)
     section["throughput"] = _rates(columns, completed)
     met = completed[columns.slo["overall"][completed] == SloStatus.MET]
-    promised = bool((columns.slo["overall"][rows] != SloStatus.NONE).any())
-    section["goodput"] = _rates(columns, met) if promised else dict.fromkeys(_RATES)
+    has_slo = bool((columns.slo["overall"][rows] != SloStatus.NONE).any())
+    section["goodput"] = _rates(columns, met) if has_slo else dict.fromkeys(_RATES)
     section["tokens"] = {
         "prompt": int(columns.prompt_tokens[arrived].sum()),
         "output": int(columns.outcomes.num_output_tokens[arrived].sum()),

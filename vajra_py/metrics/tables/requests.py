@@ -22,8 +22,8 @@ from vajra_py.metrics.definitions import (
     REASONS,
     UNFINISHED,
     Outcomes,
-    Promises,
     SloStatus,
+    SloTargets,
     e2e_s,
     judge_slos,
     tpot_s,
@@ -281,14 +281,14 @@ class RequestsBuilder:
             dropped,
             columns["tbt_max_s"],
         )
-        promises = Promises(columns["ttft_slo_s"], columns["tpot_slo_s"], columns["deadline_at"], columns["tbt_slo_s"])
+        targets = SloTargets(columns["ttft_slo_s"], columns["tpot_slo_s"], columns["deadline_at"], columns["tbt_slo_s"])
         columns["ttft_s"] = ttft_s(outcomes)
         columns["e2e_s"] = e2e_s(outcomes)
         columns["queue_s"] = columns["admitted_at"] - columns["arrived_at"]
         columns["tpot_s"] = tpot_s(outcomes)
         if self.has_drafts:
             columns["acceptance_length"] = acceptance_length(columns["num_drafts"], columns["num_accepted_tokens"])
-        columns["slo_met"] = _slo_met(judge_slos(outcomes, promises, observed_until).overall)
+        columns["slo_met"] = _slo_met(judge_slos(outcomes, targets, observed_until).overall)
         return columns
 
     _FIELD_NAMES = tuple(name for name, _ in _FIELDS)

@@ -221,9 +221,7 @@ class Exposition(Collector):
         for (replicaset, layer, policy), kept in dict(stats.decisions).items():
             _add(decisions, (*self._at(replicaset), layer, policy), kept)
         yield decisions
-        violations = CounterMetricFamily(
-            "vajra:slo_violations", "Promises broken.", labels=(*labels, "slo", "slo_class")
-        )
+        violations = CounterMetricFamily("vajra:slo_violations", "SLOs violated.", labels=(*labels, "slo", "slo_class"))
         predicted = CounterMetricFamily("vajra:step_predicted_seconds", "Predicted step times.", labels=labels)
         measured = CounterMetricFamily(
             "vajra:step_measured_seconds", "Measured times of the steps that were predicted.", labels=labels

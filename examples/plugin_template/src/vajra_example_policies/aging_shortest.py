@@ -12,10 +12,10 @@ class AgingShortestConfig(PolicyConfig):
     forgiven_tokens: int = Field(
         2048,
         gt=0,
-        description="Tokens by which a prompt counts as shorter once it has waited for its whole promised TTFT.",
+        description="Tokens by which a prompt counts as shorter once it has waited for its whole TTFT SLO.",
     )
     default_ttft_slo_s: float = Field(
-        5.0, gt=0, description="Promised TTFT of requests that come without one, seconds."
+        5.0, gt=0, description="TTFT SLO of requests that have none of their own, seconds."
     )
 
 

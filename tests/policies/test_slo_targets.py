@@ -58,7 +58,7 @@ def test_a_plan_admits_as_many_as_exhaustive_search(
     assert sum(chosen) == best
 
 
-def test_what_was_promised_before_stays_in_every_plan() -> None:
+def test_what_was_admitted_before_stays_in_every_plan() -> None:
     plan = [Prompt(50, 1), Prompt(90, 1, is_admitted=True), Prompt(50, 2)]
     assert most_in_time(plan, 100, 0) == [False, True, True]
 
@@ -119,19 +119,19 @@ def test_where_no_token_fits_the_time_of_a_step_one_is_computed_in_each() -> Non
     assert [one.tokens for one in harness.steps_until_idle()] == [{"prompt": 1}] * 3
 
 
-def test_a_promise_has_the_last_slot_of_a_batch() -> None:
+def test_a_prompt_with_an_slo_has_the_last_slot_of_a_batch() -> None:
     harness = decoding(1, max_batch_size=2)
     harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
     assert step(harness).tokens == {"d0": 1, "prompt": 3}
 
 
-def test_a_promise_has_the_last_token_of_a_step() -> None:
+def test_a_prompt_with_an_slo_has_the_last_token_of_a_step() -> None:
     harness = decoding(3)
     harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
     assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "prompt"), 1)
 
 
-def test_a_request_whose_first_token_is_out_goes_behind_promises_when_it_is_computed_again_elsewhere() -> None:
+def test_a_request_whose_first_token_is_out_goes_behind_slos_when_it_is_computed_again_elsewhere() -> None:
     options = HarnessOptions(num_replicas=2, num_blocks=400, latency=AffineModel(0.01, 0.0001))
     harness = Harness("fcfs", "least_loaded", "slos_serve", options)
     simulator, at = harness.simulator(SimulationOptions()), to_ticks(0.2)
@@ -160,9 +160,9 @@ def test_groups_go_by_arrival_until_one_is_predicted_to_be_late() -> None:
     jobs = [Job(0.1 * index, slo) for index, slo in enumerate((100.0, 100.0, 100.0, 5.0))]
     policy.on_arrivals(jobs, 0.3)  # type: ignore[arg-type]
     groups = [policy.group(one) for one in jobs]  # type: ignore[arg-type]
-    assert groups == ["0", "0", "1", "2"], "two a group, promises apart"
+    assert groups == ["0", "0", "1", "2"], "two a group, SLOs apart"
     order = lambda: sorted(dict.fromkeys(groups), key=policy.group_key)  # noqa: E731
-    assert order() == ["0", "1", "2"], "3 s ahead of a promise of 5 s"
+    assert order() == ["0", "1", "2"], "3 s ahead of an SLO of 5 s"
     late = [Job(0.4, 100.0), Job(0.5, 3.0)]
     policy.on_arrivals(late, 0.5)  # type: ignore[arg-type]
     assert order()[0] == "2", "the last one has 4 s ahead and 3 s left"

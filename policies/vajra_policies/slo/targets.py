@@ -1,4 +1,4 @@
-"""SLO targets of requests, in a form that policies compare."""
+"""SLO targets of requests: time per token, and due times of next tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from vajra_py.contract import RequestView
 
 
-def promised_tpot_s(request: RequestView) -> float | None:
+def tpot_target_s(request: RequestView) -> float | None:
     """Return the TPOT SLO, or else the TBT SLO, in seconds; None without either."""
     return request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
 
 
 class DueTimes:
-    """Times at which decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * tokens so far."""
+    """Computes when decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * number of output tokens."""
 
     def __init__(self) -> None:
         self._first_token_at: dict[RequestView, float] = {}
@@ -26,8 +26,8 @@ class DueTimes:
         first_at = self._first_token_at.get(request)
         if first_at is None:  # exact at the first token; later, assume on-time tokens
             first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
-        promised_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
-        return max(first_at, promised_at) + num_tokens * tbt_s
+        first_due_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
+        return max(first_at, first_due_at) + num_tokens * tbt_s
 
     def forget(self, requests: Iterable[RequestView]) -> None:
         """Forget requests that have left."""

@@ -1,4 +1,4 @@
-"""Claims on promises and shares: SLOs-Serve, QLM, Kairos, Ascendra, Equinox."""
+"""Claims on SLO targets and shares: SLOs-Serve, QLM, Kairos, Ascendra, Equinox."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.harness import PolicySource
 from vajra_py.workload.request import RequestSpec
 
-TEST = "tests/policies/test_promises_kept.py"
+TEST = "tests/policies/test_slo_targets.py"
 EDF: PolicySource = ("edf", {"use_request_deadlines": True})
 
 
@@ -40,7 +40,7 @@ def kept(specs: Sequence[RequestSpec], requests: Sequence[Request]) -> Cell:
 
 
 def burst(seed: int) -> list[RequestSpec]:
-    """Chats with a first token promised in a second or three, and in two seconds ten times as many."""
+    """Chats with a TTFT SLO of one or three seconds; for two seconds, ten times as many arrive."""
     stream = np.random.default_rng([341, seed])
     times = sorted([*poisson(stream, 2.0, 20.0), *(8.0 + one for one in poisson(stream, 20.0, 2.0))])
     return [
