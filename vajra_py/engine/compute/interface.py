@@ -58,8 +58,7 @@ class SamplingParams:
         logit_bias: (token, value added to its logit), each token once.
         bad_words: strings that the output must not contain. `vajra_py.engine.tokenizer.with_bad_words` converts them to
             `bad_words_token_ids` before the request is submitted.
-        bad_words_token_ids: token sequences that the output must not contain; a sequence that begins in the prompt is
-            allowed.
+        bad_words_token_ids: sequences that the output must not contain; one that begins in the prompt is allowed.
         include_stop_str_in_output: True if the request's text includes the stop string, or the text of the stop token,
             that ended it. Enforced by the controller.
     """

@@ -151,9 +151,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed; steps of higher ranks that end in this tick are completed
-        later. -1: no step is being completed.
-        """
+        """Rank of the replica whose step is being completed (-1: none); higher ranks complete later in this tick."""
         self._formed_at = -1
         """Latest tick at which a replica formed a step."""
         for one in replicas:

@@ -188,9 +188,7 @@ class Replica:
         self.hands_off = parts.role is _PREFILL
         """True if requests leave this replica when their prompt is computed, unless they must stay."""
         self.gives_first_token = True
-        """True if the token sampled by the last step of a prompt is an output even if the request then leaves this
-        replica.
-        """
+        """True if the token sampled at the end of a prompt is an output even if the request then leaves."""
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.expects_kv = False
@@ -199,9 +197,7 @@ class Replica:
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests admitted under an earlier policy, by admission; the present policy may be unable to run
-        them.
-        """
+        """Running requests that an earlier policy admitted, by admission; the present policy may fail to run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:

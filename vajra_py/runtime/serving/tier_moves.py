@@ -87,9 +87,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """Create the transfers. `is_timed`: True if the links are modelled; False if the backend executes copies,
-        between each device and a single tier.
-        """
+        """Create the transfers. `is_timed`: links are modelled; else the backend copies between devices and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -108,9 +106,7 @@ class TierMoves(Generic[R]):
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
         """Loads under way, each with the number of its transfer (-1: not begun)."""
         self._computes: set[Request] = set()
-        """Requests that dropped loaded content; they recompute it, so that requests cannot wait for each other's blocks
-        forever.
-        """
+        """Requests that dropped loaded content and recompute it, so that none wait for each other's blocks forever."""
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:
@@ -192,9 +188,7 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Set the device blocks of these copies and return the copies; those whose content was evicted meanwhile are
-        cancelled.
-        """
+        """Set the device blocks of copies and return them; copies whose content was evicted meanwhile are cancelled."""
         memory = cast(PagedKvMemory, one.replica.memory)  # only paged memory has tiers
         found = []
         for block in computed:
