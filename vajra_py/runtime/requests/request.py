@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -137,6 +137,20 @@ else:
     """Facts that the client stated, in slots of the request itself: policies read them in every step."""
 
 
+class CountedTokens(NamedTuple):
+    """Tokens that a decode got from a step: at the step's end, or later, when its drafts were verified.
+
+    Attributes:
+        num_new: 1 if the token that the step gives in any case is counted with these; 0 if it was counted before.
+        num_drafts: number of drafts that were verified.
+    """
+
+    tick: int
+    num_new: int
+    num_drafts: int
+    num_accepted: int
+
+
 class SharedCounters(Protocol):
     """Counters shared by requests that decode together."""
 
@@ -168,9 +182,13 @@ class Request(_Stated):
     __slots__ = (
         "_computed",
         "_draft_log",
+        "_num_accepted",
+        "_num_drafted",
         "_offset",
         "_output",
         "_pool",
+        "_steps",
+        "_token_log",
         "admission",
         "admitted_at",
         "admitted_index",
@@ -189,9 +207,7 @@ class Request(_Stated):
         "is_skipped",
         "max_tokens",
         "metadata",
-        "num_accepted_tokens",
         "num_cached_tokens",
-        "num_draft_tokens",
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
@@ -203,7 +219,6 @@ class Request(_Stated):
         "request_id",
         "state",
         "stays_at",
-        "token_log",
     )
 
     def __init__(self, facts: RequestFacts, index: int, arrived_at: float, max_tokens: int) -> None:
@@ -225,8 +240,9 @@ class Request(_Stated):
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
-        self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Numbers of drafts that steps have verified so far, and of those that became output."""
+        self._steps: list[CountedTokens] | None = None
+        """Steps whose tokens are counted, but not yet entered in the logs below, which few steps need."""
+        self._num_drafted = self._num_accepted = 0
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
@@ -246,10 +262,7 @@ class Request(_Stated):
         self.ended_at: float | None = None
         self.end_reason: EndReason | None = None
         self.detail = ""
-        self.token_log: list[int | tuple[array[int], int, int]] = []
-        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, step after the last; -1: still
-        in the pool).
-        """
+        self._token_log: list[int | tuple[array[int], int, int]] = []
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -299,14 +312,41 @@ class Request(_Stated):
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
 
     @property
+    def token_log(self) -> list[int | tuple[array[int], int, int]]:
+        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, step after the last; -1: still in
+        the pool).
+        """
+        if self._steps:
+            self._enter_steps()
+        return self._token_log
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of drafts that steps have verified so far."""
+        if self._steps:
+            self._enter_steps()
+        return self._num_drafted
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of drafts that became output so far."""
+        if self._steps:
+            self._enter_steps()
+        return self._num_accepted
+
+    @property
     def draft_log(self) -> Sequence[tuple[int, int, int]]:
         """(output tokens before, drafts, those that became output) of each step that verified any."""
+        if self._steps:
+            self._enter_steps()
         log: Sequence[int] = self._draft_log or ()
         return list(zip(log[::3], log[1::3], log[2::3], strict=True))
 
     @property
     def num_drafts(self) -> int:
         """Steps that verified drafts of it."""
+        if self._steps:
+            self._enter_steps()
         return len(self._draft_log or ()) // 3
 
     @property
@@ -373,30 +413,31 @@ class Request(_Stated):
     def add_output(self, tick: int) -> int:
         """Count a token produced at this tick; only outside a decode pool. Returns the number of output tokens."""
         assert self._pool is None
-        self._output += 1
         self.token_log.append(tick)
+        self._output += 1
         return self._output
 
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
         """Count the drafts of the step that gave the newest token, and those that became output after it."""
         assert self._pool is None
-        if num_drafts:
-            self._count_drafts(self._output - 1, num_drafts, num_accepted)
-        if not num_accepted:
-            return
+        self._steps = [*(self._steps or ()), CountedTokens(tick, 0, num_drafts, num_accepted)]
         self._output += num_accepted
-        self.token_log += [tick] * num_accepted
         if self.state is RequestState.RUNNING:  # otherwise its KV was freed meanwhile
             self._computed += num_accepted
 
-    def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a step has verified; `num_before` is the number of output tokens before that step."""
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        log = self._draft_log
-        if log is None:
-            log = self._draft_log = []
-        log += (num_before, num_drafts, num_accepted)
+    def _enter_steps(self) -> None:
+        """Enter tokens in the logs that were counted before."""
+        steps, self._steps = self._steps or (), None
+        num_outputs = self._output - sum(one.num_new + one.num_accepted for one in steps)
+        for tick, num_new, num_drafts, num_accepted in steps:
+            if num_drafts:
+                self._num_drafted += num_drafts
+                self._num_accepted += num_accepted
+                if self._draft_log is None:
+                    self._draft_log = []
+                self._draft_log += (num_outputs - (1 - num_new), num_drafts, num_accepted)
+            self._token_log += [tick] * (num_new + num_accepted)
+            num_outputs += num_new + num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:
         """Record the drafts proposed for the next tokens."""
@@ -409,8 +450,8 @@ class Request(_Stated):
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""
         assert self._pool is None
-        self._output -= 1
         newest = self.token_log.pop()
+        self._output -= 1
         if not isinstance(newest, int):
             log, first, end = newest
             if end - 1 > first:
@@ -451,15 +492,19 @@ def add_outputs(
     Every request got its accepted drafts and `num_new` (0 or 1) tokens before them; with 0, that one was counted
     before. One loop over the requests' fields, since every decode of a step with drafts passes here.
     """
-    ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
-    num_before, num_known = 1 - num_new, list[int]()
+    most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
+    counted = [  # by drafts and accepted drafts
+        [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
+        for drafts in range(most_drafts + 1)
+    ]
+    num_known = list[int]()
     for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
-        num_outputs = request._output
-        if drafts:
-            request._count_drafts(num_outputs - num_before, drafts, accepted)
-        request._output = num_outputs = num_outputs + num_new + accepted
+        steps = request._steps
+        if steps is None:
+            steps = request._steps = []
+        steps.append(counted[drafts][accepted])
+        request._output = num_outputs = request._output + num_new + accepted
         request._computed += accepted
         request.end_epoch -= num_new + accepted
-        request.token_log += ticks[accepted]
         num_known.append(request.num_prompt_tokens + num_outputs)
     return num_known
