@@ -184,3 +184,16 @@ def test_output_that_is_there_already_is_not_counted_twice() -> None:
     output.append(7)
     assert hashed.num_public_tokens == 7
     assert hashed.block_hashes(0, 3) == whole.block_hashes(0, 3)
+
+
+@pytest.mark.parametrize("num_prompt", [0, 1, 3, 4, 7, 8])
+@pytest.mark.parametrize("at_once", [1, 3, 20])
+def test_output_in_the_callers_list_is_hashed_like_a_prompt(num_prompt: int, at_once: int) -> None:
+    tokens, output = [(place * 37 - 5) * 2**40 for place in range(24)], list[int]()
+    hashed, whole = TokenBlockHashes(tokens[:num_prompt], 4, "salt", output), TokenBlockHashes(tokens, 4, "salt")
+    while len(output) < len(tokens) - num_prompt:
+        output += tokens[num_prompt + len(output) :][:at_once]
+        num_blocks = hashed.num_hashed_tokens // 4
+        assert hashed.block_hashes(0, num_blocks) == whole.block_hashes(0, num_blocks)
+    with pytest.raises(IndexError, match="not full"):
+        hashed.block_hash(6)

@@ -371,3 +371,35 @@ def test_kv_a_single_group_answers_like_kv_parallelism() -> None:
     assert memory.group_tables(request) == ([0, 1, 2],)
     assert memory.max_chunk(request, 1, 4) == 4
     assert memory.growth_headroom == memory.free_blocks == 1
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_kv_blocks_of_many_requests_are_cached_as_one_by_one(follows: bool) -> None:
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 7, 8], [9, 9, 9, 9, 9], [3], [1, 2, 3, 4, 6]]
+    together, apart = (PagedKvMemory(20, 2, prefix_cache=VLLM) for _ in range(2))
+    for memory in (together, apart):
+        memory.follow_hits(wanted=follows)
+        requests = [arrive(memory, tokens) for tokens in prompts]
+        for request in requests:
+            memory.allocate(request, request.num_known_tokens)
+        counts = [len(tokens) for tokens in prompts]
+        if memory is together:
+            memory.cache_each(requests, counts)
+        else:
+            for request, count in zip(requests, counts, strict=True):
+                memory.cache_blocks(request, count)
+        memory.check()
+        for request in requests:
+            memory.free(request)
+    for tokens in prompts:
+        hashes = TokenBlockHashes([*tokens, 0], 2)
+        assert together.lookup_prefix(hashes, 6) == apart.lookup_prefix(hashes, 6) == len(tokens) // 2 * 2
+    assert [together.block_of(TokenBlockHashes([1, 2], 2).block_hash(0))] == [0]
+
+
+def test_kv_no_block_of_many_requests_is_cached_beyond_its_table() -> None:
+    memory = PagedKvMemory(4, 2, prefix_cache=VLLM)
+    request = arrive(memory, [1, 2, 3, 4])
+    memory.allocate(request, 2)
+    with pytest.raises(ValueError, match="At most 2"):
+        memory.cache_each([request], [4])

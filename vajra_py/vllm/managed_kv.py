@@ -309,6 +309,11 @@ class ManagedKv(WithoutKvExtras):
             self._coordinator.cache_blocks(held, min(num_tokens, num_known))
             self._version += 1
 
+    def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
+        """Call `cache_blocks` for each of these requests with its number of tokens, in this order."""
+        for request, count in zip(requests, num_tokens, strict=True):
+            self.cache_blocks(request, count)
+
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove blocks beyond the first `num_tokens` tokens from the prefix cache, since they will not be computed.
 

@@ -404,9 +404,10 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.advance_to(self.open_turn())
             if one.plan is not None:
                 self._turn = None  # a turn of its own, before that step ends
-            counts = sorted((request.index, count) for request, count in num_drafts.items())
-            place = self.replica.replicaset, self.replica.replica_id
-            self._note(Verification(self.now, *place, plan.step_index, counts))
+            if self.note is not None:
+                counts = sorted((request.index, count) for request, count in num_drafts.items())
+                place = self.replica.replicaset, self.replica.replica_id
+                self.note(Verification(self.now, *place, plan.step_index, counts))
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:

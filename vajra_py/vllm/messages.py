@@ -194,15 +194,15 @@ class Messages:
             computed = list(map(add, computed, drafted.num_unverified))
         new: dict[int, Sequence[int] | Tables] = {}
         room = self._room
-        for index, end in enumerate(map(add, computed, counts)):
-            if end > room[index]:
-                record = self._decodes[index]
-                blocks = self._new_blocks(record, requests[index])
-                room[index] = record.num_sent * self._block_size - self._lookahead
-                if blocks:
-                    new[index] = blocks
-                    if self._zeroes and not isinstance(blocks, Tables):
-                        self.next.clear(blocks)
+        ends = map(add, computed, counts)
+        for index in [index for index, (end, most) in enumerate(zip(ends, room, strict=True)) if end > most]:
+            record = self._decodes[index]
+            blocks = self._new_blocks(record, requests[index])
+            room[index] = record.num_sent * self._block_size - self._lookahead
+            if blocks:
+                new[index] = blocks
+                if self._zeroes and not isinstance(blocks, Tables):
+                    self.next.clear(blocks)
         self._counts = dict(zip(self._counts, counts, strict=True))
         self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
         tokens = self._mechanism.planned_drafts(plan)

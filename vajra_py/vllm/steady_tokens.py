@@ -85,7 +85,7 @@ class SteadyTokens:
         batch = self._batch
         if batch is None:
             return None
-        counts = set(map(len, sampled))
+        counts = list(map(len, sampled))
         most = max(counts)
         if most >= batch.num_left and most >= batch.count_left():
             self._batch = None
@@ -103,8 +103,7 @@ class SteadyTokens:
                 outputs.setdefault(client, []).append(one)
         accepted = {}
         if most > 1:
-            owners = zip(batch.requests, sampled, strict=True)
-            accepted = {request: len(tokens) - 1 for request, tokens in owners if len(tokens) > 1}
+            accepted = {one: count - 1 for one, count in zip(batch.requests, counts, strict=True) if count > 1}
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:

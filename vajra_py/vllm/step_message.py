@@ -198,7 +198,9 @@ class StepMessage:
 
 
 def _tables(blocks: Sequence[int] | Tables) -> tuple[list[int], ...]:
-    return tuple(blocks) if isinstance(blocks, Tables) else (_in_vllm(blocks),)
+    if isinstance(blocks, Tables):
+        return tuple(blocks)
+    return ([blocks[0] + 1],) if len(blocks) == 1 else (_in_vllm(blocks),)
 
 
 def _in_vllm(blocks: Sequence[int]) -> list[int]:

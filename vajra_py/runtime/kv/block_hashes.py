@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
+from struct import pack
 from typing import Protocol, TypeAlias
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
@@ -152,11 +153,15 @@ class TokenBlockHashes:
             )
 
     def _hash_up_to(self, num_blocks: int) -> None:
-        self._copy_up_to(num_blocks)
-        size = self._block_size
-        digests = self._digests
-        digest = digests[-1] if digests else self._root
-        digests += token_digests(digest, self._tokens[len(digests) * size : num_blocks * size], size)
+        digests, size = self._digests, self._block_size
+        begin, end = len(digests) * size, num_blocks * size
+        first, stop = begin - self._num_before, end - self._num_before
+        if first >= 0 and stop <= len(self._output):  # these need not be copied
+            ids = pack(f"<{stop - first}q", *self._output[first:stop])
+        else:
+            self._copy_up_to(num_blocks)
+            ids = _little_endian(self._tokens[begin:end])
+        digests += _digests_of(digests[-1] if digests else self._root, ids, size)
 
 
 def root_digest(salt: str) -> bytes:
@@ -166,11 +171,18 @@ def root_digest(salt: str) -> bytes:
 
 def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
     """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
+    return _digests_of(before, _little_endian(tokens), block_size)
+
+
+def _little_endian(tokens: array[int]) -> bytes:
     if sys.byteorder == "big":
         tokens = tokens[:]
         tokens.byteswap()
-    digests, digest, ids = [], before, tokens.tobytes()
-    width = block_size * tokens.itemsize
+    return tokens.tobytes()
+
+
+def _digests_of(before: bytes, ids: bytes, block_size: int) -> list[bytes]:
+    digests, digest, width = [], before, block_size * 8
     for begin in range(0, len(ids), width):
         digest = xxh3_128_digest(digest + ids[begin : begin + width])
         digests.append(digest)

@@ -139,6 +139,9 @@ class KvMemory(Protocol):
         run.
         """
 
+    def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
+        """Call `cache_blocks` for each of these requests with its number of tokens, in this order."""
+
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
 

@@ -216,6 +216,9 @@ class KvParallelMemory:
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no prefix cache."""
 
+    def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
+        """Do nothing: no prefix cache."""
+
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Return True: nothing was cached."""
         return True

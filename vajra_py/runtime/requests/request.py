@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -139,6 +139,21 @@ else:
     """Facts that the client stated, in slots of the request itself: policies read them in every step."""
 
 
+class CountedTokens(NamedTuple):
+    """Tokens that a step produced for a decode, counted at the step's end or when its drafts are verified.
+
+    Attributes:
+        tick: time of the count.
+        num_new: 1 if the token that the step produces in any case is counted here; 0 if it was counted before.
+        num_drafts: number of drafts that were verified.
+    """
+
+    tick: int
+    num_new: int
+    num_drafts: int
+    num_accepted: int
+
+
 class SharedCounters(Protocol):
     """Counters shared by requests that decode together."""
 
@@ -172,9 +187,13 @@ class Request(_Stated):
     __slots__ = (
         "_computed",
         "_draft_log",
+        "_num_accepted",
+        "_num_drafted",
         "_offset",
         "_output",
         "_pool",
+        "_steps",
+        "_token_log",
         "admission",
         "admitted_at",
         "admitted_index",
@@ -193,9 +212,7 @@ class Request(_Stated):
         "is_skipped",
         "max_tokens",
         "metadata",
-        "num_accepted_tokens",
         "num_cached_tokens",
-        "num_draft_tokens",
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
@@ -207,7 +224,6 @@ class Request(_Stated):
         "request_id",
         "state",
         "stays_at",
-        "token_log",
     )
 
     def __init__(self, facts: RequestFacts, index: int, arrived_at: float, max_tokens: int) -> None:
@@ -231,10 +247,9 @@ class Request(_Stated):
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
-        self.num_draft_tokens = self.num_accepted_tokens = 0
-        """Number of drafts that became output so far; `num_draft_tokens` is the number of drafts that steps have
-        verified.
-        """
+        self._steps: list[CountedTokens] | None = None
+        """Steps whose tokens are counted, but not entered in the logs below yet; the logs are seldom read."""
+        self._num_drafted = self._num_accepted = 0
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
@@ -256,10 +271,7 @@ class Request(_Stated):
         self.ended_at: float | None = None
         self.end_reason: EndReason | None = None
         self.detail = ""
-        self.token_log: list[int | tuple[array[int], int, int]] = []
-        """Times of the request's tokens: single ticks, and runs as (log of a decode pool, first step, step after the
-        last; -1: the request is still in the pool).
-        """
+        self._token_log: list[int | tuple[array[int], int, int]] = []
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -309,16 +321,43 @@ class Request(_Stated):
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
 
     @property
+    def token_log(self) -> list[int | tuple[array[int], int, int]]:
+        """Times of the request's tokens: single ticks, and runs as (log of a decode pool, first step, step after the
+        last; -1: the request is still in the pool).
+        """
+        if self._steps:
+            self._enter_steps()
+        return self._token_log
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of drafts that steps have verified so far."""
+        if self._steps:
+            self._enter_steps()
+        return self._num_drafted
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of drafts that became output so far."""
+        if self._steps:
+            self._enter_steps()
+        return self._num_accepted
+
+    @property
     def draft_log(self) -> Sequence[tuple[int, int, int]]:
         """For each step that verified drafts: (output tokens before the step, drafts verified, drafts that became
         output).
         """
+        if self._steps:
+            self._enter_steps()
         log: Sequence[int] = self._draft_log or ()
         return list(zip(log[::3], log[1::3], log[2::3], strict=True))
 
     @property
     def num_drafts(self) -> int:
         """Number of steps that verified drafts of this request."""
+        if self._steps:
+            self._enter_steps()
         return len(self._draft_log or ()) // 3
 
     @property
@@ -391,8 +430,8 @@ class Request(_Stated):
     def add_output(self, tick: int) -> int:
         """Count a token produced at this tick; only outside a decode pool. Returns the number of output tokens."""
         assert self._pool is None
-        self._output += 1
         self.token_log.append(tick)
+        self._output += 1
         return self._output
 
     def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
@@ -400,23 +439,26 @@ class Request(_Stated):
         that token.
         """
         assert self._pool is None
-        if num_drafts:
-            self._count_drafts(self._output - 1, num_drafts, num_accepted)
-        if not num_accepted:
-            return
+        if self._steps is None:
+            self._steps = []
+        self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
-        self.token_log += [tick] * num_accepted
         if self.state is RequestState.RUNNING:  # otherwise the request's KV was freed meanwhile
             self._computed += num_accepted
 
-    def _count_drafts(self, num_before: int, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a step has verified; `num_before` is the number of output tokens before that step."""
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        log = self._draft_log
-        if log is None:
-            log = self._draft_log = []
-        log += (num_before, num_drafts, num_accepted)
+    def _enter_steps(self) -> None:
+        """Enter in the logs the tokens that were counted since they were last read."""
+        steps, self._steps = self._steps or (), None
+        num_outputs = self._output - sum(one.num_new + one.num_accepted for one in steps)
+        for tick, num_new, num_drafts, num_accepted in steps:
+            if num_drafts:
+                self._num_drafted += num_drafts
+                self._num_accepted += num_accepted
+                if self._draft_log is None:
+                    self._draft_log = []
+                self._draft_log += (num_outputs - (1 - num_new), num_drafts, num_accepted)
+            self._token_log += [tick] * (num_new + num_accepted)
+            num_outputs += num_new + num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:
         """Record the number of drafts proposed for the next tokens."""
@@ -429,8 +471,8 @@ class Request(_Stated):
     def take_back_output(self) -> None:
         """Undo the count of the newest generated token; only outside a decode pool."""
         assert self._pool is None
-        self._output -= 1
         newest = self.token_log.pop()
+        self._output -= 1
         if not isinstance(newest, int):
             log, first, end = newest
             if end - 1 > first:
@@ -473,15 +515,19 @@ def add_outputs(
     before if it is 0. All is done in one loop over the requests' fields, because every decode of a step with drafts is
     counted here.
     """
-    ticks = [[tick] * (num_new + count) for count in range(max(num_accepted, default=0) + 1)]
-    num_before, num_known = 1 - num_new, list[int]()
+    most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
+    counted = [  # by drafts and accepted drafts
+        [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
+        for drafts in range(most_drafts + 1)
+    ]
+    num_known = list[int]()
     for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
-        num_outputs = request._output
-        if drafts:
-            request._count_drafts(num_outputs - num_before, drafts, accepted)
-        request._output = num_outputs = num_outputs + num_new + accepted
+        steps = request._steps
+        if steps is None:
+            steps = request._steps = []
+        steps.append(counted[drafts][accepted])
+        request._output = num_outputs = request._output + num_new + accepted
         request._computed += accepted
         request.end_epoch -= num_new + accepted
-        request.token_log += ticks[accepted]
         num_known.append(request.num_prompt_tokens + num_outputs)
     return num_known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -729,43 +729,49 @@ class Replica:
         """
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
-        seconds, unverified = to_seconds(now), self.running_set.unverified
-        before, ended = unverified.copy(), list[tuple[Request, EndReason]]()
-        unverified.clear()
-        usual: list[tuple[Request, int, int]] = []
-        for request, (num_drafts, is_padding) in before.items():
-            num_drafts, num_accepted = 0 if is_padding else num_drafts, accepted.get(request, 0)
-            if request.is_skipped and num_accepted < request.end_epoch:  # the request runs and does not end
-                usual.append((request, num_drafts, num_accepted))
-                continue
-            self._count_verified(usual, now)
-            usual = []
-            if request.state is _ENDED:
-                continue
-            num_left = self._output_limit(request) - request.num_output_tokens
-            num_accepted = min(num_accepted, num_left)
-            self.lifecycle.verified(request, num_drafts, num_accepted, now)
-            request.end_epoch = num_left = num_left - num_accepted
-            if num_left > 0:
-                continue
-            is_running = request.state is _RUNNING
-            if is_running and not request.num_remaining_tokens:
-                self._over.add(request)
-            reason = self._end_reason(request, StepResult())
-            if self.abort(request, reason, seconds):
-                if not is_running:
-                    self.parts.executor.release(request)
-                ended.append((request, reason))
-        self._count_verified(usual, now)
+        before, ended = self.running_set.unverified, list[tuple[Request, EndReason]]()
+        self.running_set.unverified = {}
+        requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
+        num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
+        apart = [  # the other requests run and do not end
+            place
+            for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
+            if not (one.is_skipped and count < one.end_epoch)
+        ]
+        begin = 0
+        for place in (*apart, len(requests)):
+            if begin < place:
+                usual = slice(begin, place)
+                counts = num_accepted[usual]
+                self._publish(requests[usual], counts, add_outputs(requests[usual], num_drafts[usual], counts, 0, now))
+            if place < len(requests):
+                ended += self._verify_apart(requests[place], num_drafts[place], num_accepted[place], now)
+            begin = place + 1
         return ended
 
-    def _count_verified(self, verified: Sequence[tuple[Request, int, int]], now: int) -> None:
-        """Count the drafts and accepted drafts of running decodes, whose first token of the same step was counted
-        before.
+    def _verify_apart(
+        self, request: Request, num_drafts: int, num_accepted: int, now: int
+    ) -> list[tuple[Request, EndReason]]:
+        """Count the verified drafts of a request that has ended, no longer runs, or reaches its length; return it with
+        the reason if it ends now.
         """
-        if verified:
-            requests, num_drafts, num_accepted = zip(*verified, strict=True)
-            self._publish(requests, num_accepted, add_outputs(requests, num_drafts, num_accepted, 0, now))
+        if request.state is _ENDED:
+            return []
+        num_left = self._output_limit(request) - request.num_output_tokens
+        num_accepted = min(num_accepted, num_left)
+        self.lifecycle.verified(request, num_drafts, num_accepted, now)
+        request.end_epoch = num_left = num_left - num_accepted
+        if num_left > 0:
+            return []
+        is_running = request.state is _RUNNING
+        if is_running and not request.num_remaining_tokens:
+            self._over.add(request)
+        reason = self._end_reason(request, StepResult())
+        if not self.abort(request, reason, to_seconds(now)):
+            return []
+        if not is_running:
+            self.parts.executor.release(request)
+        return [(request, reason)]
 
     def report_of(self, news: KvNews) -> KvReport:
         """Return the report that a recorded input describes."""
@@ -915,13 +921,20 @@ class Replica:
             entries = [(one, each) for one, each in plan.drafts.items() if not each.is_padding and one not in without]
             requests, num_drafts = [one for one, _ in entries], [each.num_tokens for _, each in entries]
         num_left = [one.end_epoch - 1 for one in requests]
-        num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
+        num_accepted = [0] * len(requests)
+        if result.accepted:
+            num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
         opened: dict[Request, Unverified] = {}  # requests of which more drafts may be accepted later
         if result.is_ahead:
             made = {count: Unverified(count) for count in set(num_drafts)}
-            is_open = [left > 0 or one in result.stopped for one, left in zip(requests, num_left, strict=True)]
-            opened = {one: made[count] for one, count in compress(zip(requests, num_drafts, strict=True), is_open)}
-            num_drafts = [0 if each else count for each, count in zip(is_open, num_drafts, strict=True)]
+            opened = dict(zip(requests, map(made.__getitem__, num_drafts), strict=True))
+            for one in [one for one, left in zip(requests, num_left, strict=True) if left <= 0]:
+                if one not in result.stopped:
+                    del opened[one]
+            if len(opened) == len(requests):
+                num_drafts = [0] * len(requests)
+            else:
+                num_drafts = [0 if one in opened else n for one, n in zip(requests, num_drafts, strict=True)]
             self.running_set.unverified.update(opened)
         num_known = add_outputs(requests, num_drafts, num_accepted, 1, now)
         if not (result.is_ahead or (rules is not None and rules.keeps_blocks)):
@@ -936,10 +949,14 @@ class Replica:
 
     def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int], num_known: Sequence[int]) -> None:
         """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
-        memory, size = self.memory, self.memory.block_size
-        for request, accepted, known in zip(requests, num_accepted, num_known, strict=True):
-            if (known - 1) % size <= accepted:  # a block may be full now
-                memory.cache_blocks(request, known - 1)
+        size = self.memory.block_size
+        filled = [  # requests with a block that may be full now
+            (request, known - 1)
+            for request, accepted, known in zip(requests, num_accepted, num_known, strict=True)
+            if (known - 1) % size <= accepted
+        ]
+        if filled:
+            self.memory.cache_each(*zip(*filled, strict=True))
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token sampled at the end of a chunk is not an output, because the request leaves and its

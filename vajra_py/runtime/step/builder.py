@@ -410,7 +410,7 @@ class Builder(PlanDraft):
         self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
     ) -> tuple[list[int], list[int]] | None:
         """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if too
-        few blocks are free.
+        few blocks are free, or if their content must be evicted in a certain order.
 
         Returns, for each decode, the number of blocks kept if every draft is rejected, and the number held during the
         step.
@@ -420,22 +420,23 @@ class Builder(PlanDraft):
             held = last.num_held_blocks
         else:
             held = list(map(memory.num_held_blocks, order))
-        caches, advance = self._options.cache_at_schedule, self._most_advance
-        due = [
-            place
-            for place, (end, before, count) in enumerate(zip(to_hold, held, known, strict=True))
-            if end > before * size or (caches and count % size < advance)
-        ]
-        if sum(max(-(-to_hold[place] // size) - held[place], 0) for place in due) > memory.free_blocks:
+        growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
+        ends = [-(-to_hold[place] // size) for place in growing]
+        num_new = sum(ends) - sum(held[place] for place in growing)
+        if num_new > memory.repeat_headroom:  # evictions would have to take turns with the blocks that are cached
             return None
-        kept, held = list(held), list(held)
-        for place in due:
-            if to_hold[place] > held[place] * size:
+        if num_new == len(growing):
+            memory.grow_each([order[place] for place in growing])
+        else:
+            for place in growing:
                 memory.grow(order[place], to_hold[place])
-                kept[place] = max(held[place], memory.blocks_for(to_keep[place]))
-                held[place] = memory.blocks_for(to_hold[place])
-            if caches and known[place] % size < advance:
-                memory.cache_blocks(order[place], known[place])
+        kept, held = list(held), list(held)
+        for place, end in zip(growing, ends, strict=True):
+            kept[place] = max(held[place], -(-to_keep[place] // size))
+            held[place] = end
+        if self._options.cache_at_schedule:
+            filled = [place for place, count in enumerate(known) if count % size < self._most_advance]
+            memory.cache_each([order[place] for place in filled], [known[place] for place in filled])
         return kept, held
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
