@@ -101,7 +101,7 @@ class ConnectorRules(Struct, frozen=True):
     drafts.
     """
     draft_tables: int = 1
-    """Number of block tables in which it leaves that room, whatever their windows."""
+    """Number of block tables in which an asynchronous load leaves that room, whatever their windows."""
 
 
 class _Load(Struct):
@@ -276,9 +276,10 @@ class ConnectedKv:
         return max(num_blocks, self._blocks_of_load(request, found[0] + found[1].num_tokens))
 
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
-        """Return the number of free blocks with which an asynchronous load begins: those that it takes and those that are reserved.
+        """Return the number of free blocks that an asynchronous load needs to begin: those that it takes and those
+        reserved.
 
-        If nothing else is in progress, all blocks suffice, since otherwise the load might wait forever.
+        If nothing else is in progress, all blocks are enough, since the load might wait forever otherwise.
         """
         running_set = self._running_set
         num_blocks = running_set.memory.blocks_needed(request, num_tokens)
@@ -367,7 +368,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def find(self, request_id: str) -> Request | None:
-        """Return the request of this id that has a load, or keeps its blocks after its end; None if there is none."""
+        """Return the request with this id that has a load, or keeps its blocks after its end; None without one."""
         return next((one for one in (*self._kept, *self._loads) if one.request_id == request_id), None)
 
     def holds(self, request: RequestView) -> bool:
