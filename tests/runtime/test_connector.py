@@ -278,6 +278,33 @@ def test_who_gives_up_what_was_loaded_computes_it() -> None:
     assert bench.source.asked.count("r1") == 1
 
 
+def test_a_load_behind_one_that_lacks_blocks_is_seen_when_its_turn_comes() -> None:
+    """Nobody runs until blocks have been sent; the first load lacks them, and nobody has looked at the second."""
+    answers = {"r0": Match(0), "r1": Match(16, is_async=True), "r2": Match(4, is_async=True)}
+    source = Source(lambda request, local: answers[request.request_id], keeps=True)
+    bench = Bench(source, num_blocks=14)
+    sending, first, second = bench.ask(12, num_output=9), bench.ask(36), bench.ask(6)
+    while not bench.ended:
+        bench.step()
+    bench.step(received=[first, second])
+    assert bench.step() == []
+    assert (first.state, second.state) == (RequestState.LOADED, RequestState.LOADING)
+    bench.step(sent=[sending])
+    assert [chunk.request for chunk in bench.step()] == [first, second]
+
+
+def test_a_load_that_never_leaves_room_for_drafts_begins_when_nothing_else_is_in_progress() -> None:
+    """It takes 9 of 12 blocks, and a decode with its drafts 4."""
+    answers = {"r0": Match(0), "r1": Match(36, is_async=True)}
+    bench = Bench(Source(lambda request, local: answers[request.request_id]), rules=ConnectorRules(draft_tokens=16))
+    bench.ask(4, num_output=1)
+    loading = bench.ask(37)
+    bench.step()
+    assert not bench.source.loading
+    bench.step()
+    assert bench.source.loading == [loading]
+
+
 @pytest.mark.parametrize("on_failure", ["fail", "recompute"])
 def test_who_is_aborted_with_a_failed_block_in_its_step_is_no_more_concerned(on_failure: Any) -> None:
     bench = Bench(Source(lambda request, local: Match(max(8 - local, 0))), rules=ConnectorRules(on_failure=on_failure))

@@ -315,9 +315,11 @@ def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
 
 def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
     """Return the first difference to vLLM's scheduler, in decisions or in what the connector and the clients see."""
-    found = fuzz.difference(session, own, ours)
     if not ours.scheduler.connector.is_shut_down:
         return "the connector is not shut down"
+    found = fuzz.difference(session, own, ours)
+    if found is not None and own.unwritten_after is not None:
+        return fuzz.difference_to_written(session, own, ours)
     if session.is_async:
         return found or _late_difference(own, ours)
     theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
@@ -354,6 +356,25 @@ def _ends(calls: list[Any], name: str) -> list[Any]:
     return [(one[0], *one[2:3], *one[5:6]) for one in calls if one[0] in ("new", "finished") and one[1] == name]
 
 
+def _is_stuck(own: ConnectedPlay) -> bool:
+    """Return whether vLLM admits no request although none runs and no load or send is under way: docs/evidence/vllm.md."""
+    return own.is_endless and not (own.scheduler.running or own.loader.loads or own.loader.sends)
+
+
+def _difference_until_stuck(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
+    """Return the first difference in what vLLM did before it admitted no more."""
+    if not session.is_async:
+        count = len(fuzz._that_run(own))
+        found = fuzz._steps_difference(fuzz._that_run(own), fuzz._that_run(ours)[:count])
+        if found is not None:
+            return found
+    for name, reason in own.reasons.items():
+        is_same = (reason, own.tokens[name]) == (ours.reasons[name], ours.tokens[name]) if name in own.tokens else True
+        if reason.startswith(("stop", "length")) and name not in session.without_ends and not is_same:
+            return f"end of {name}: vLLM {reason}, here {ours.reasons[name]}"
+    return None
+
+
 def compare(model: str, seed: int, *, is_async: bool = False, kind: str = "plain") -> tuple[str | None, Counter[str]]:
     """Return the difference in one random session, and counts of its contents."""
     return compare_in(model, session_of(seed, is_async=is_async, kind=kind))
@@ -386,6 +407,9 @@ def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Count
     counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
     if own.is_endless or ours.is_endless:
         if own.is_endless is not ours.is_endless:
+            if _is_stuck(own):
+                counts["vllm_stuck"] += 1
+                return _difference_until_stuck(session, own, ours) or fuzz.end_check(session, ours), counts
             if session.is_async and fuzz.has_equals(session):
                 return None, counts  # chance decides whether they meet
             return f"vLLM {'never ends' if own.is_endless else 'ends'}, here it is otherwise", counts

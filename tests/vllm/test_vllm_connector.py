@@ -44,6 +44,20 @@ def test_a_session_with_more_than_a_connector_is_vllms(tiny_model: str, seed: in
     assert counts["requests"]
 
 
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [
+        pytest.param(150_009, "drafts", id="a load waits behind one that lacks blocks"),
+        pytest.param(160_015, "windows-drafts", id="a load leaves room for drafts whatever the window"),
+        pytest.param(160_039, "drafts", id="a load never leaves room for drafts"),
+    ],
+)
+def test_a_session_that_differed_is_vllms(tiny_model: str, seed: int, kind: str) -> None:
+    found, counts = compare(tiny_model, seed, kind=kind)
+    assert found is None
+    assert counts["vllm_stuck"] == (seed == 160_039)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "drafts"])
 @pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))

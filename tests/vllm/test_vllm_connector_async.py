@@ -120,6 +120,26 @@ def test_blocks_that_a_step_in_flight_writes_are_not_loaded_to(few_blocks: Ahead
     assert len(load.tables[0]) == 7
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_load_that_comes_with_the_step_in_which_its_request_is_aborted_holds_no_blocks(
+    steps: Ahead, computes: bool
+) -> None:
+    scheduler = steps.scheduler
+    if computes:
+        scheduler.add_request(request("r1", num_tokens=8))
+        steps.form()
+    scheduler.add_request(request("r0", num_tokens=16, remote=16, load_turns=1))
+    steps.form()
+    steps.form()
+    scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)
+    steps.come_back(KVConnectorOutput(finished_recving={"r0"}))
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    for _ in range(3):
+        steps.form()
+        steps.come_back()
+    assert scheduler.get_kv_cache_usage() == 0
+
+
 def test_a_request_in_a_step_in_flight_is_not_preempted(few_blocks: Ahead) -> None:
     scheduler = few_blocks.scheduler
     for name, first in (("r0", 100), ("r1", 200)):

@@ -14,6 +14,7 @@ from vajra_py.config.single import only_replicaset
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.mechanism import ConnectorRules
+from vajra_py.vllm.support import holds_states
 
 if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
@@ -59,7 +60,7 @@ def _overrides(connector: type[Any], name: str) -> bool:
     return getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
 
 
-def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
+def rules_of(vllm_config: Any, kv_cache_config: Any, config: SystemConfig) -> ConnectorRules | None:
     """Return the rules for using a vLLM's connector; None without a connector."""
     if vllm_config.kv_transfer_config is None:
         return None
@@ -70,6 +71,7 @@ def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
         on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
         forms_ahead=bool(vllm_config.scheduler_config.async_scheduling),
         draft_tokens=num_drafts and 1 + num_drafts + vllm_config.num_lookahead_tokens,
+        draft_tables=sum(not holds_states(one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups),
     )
 
 
@@ -81,7 +83,7 @@ def connector_of(
     `num_in_flight` returns the number of a request's tokens in steps in flight. Errors of the connector's constructor
     are passed on.
     """
-    rules = rules_of(vllm_config, scheduler.config)
+    rules = rules_of(vllm_config, scheduler.kv_cache_config, scheduler.config)
     if rules is None:
         return None
     from vajra_py.vllm.connector import Connector

@@ -391,7 +391,7 @@ class Connector:
             record = self._known.get(name)
             own = None if record is None else record.own
             if own is None:
-                own = next((one for one in self._connected.kept if one.request_id == name), None)
+                own = self._connected.find(name)  # has ended for the connector, or will end for the mechanism
             if own is None:
                 _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
             else:

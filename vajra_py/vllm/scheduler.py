@@ -110,7 +110,7 @@ class Scheduler(WithoutExtras):
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
-            facts = facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config))
+            facts = facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, kv_cache_config, self.config))
             self._recording = start_recording(run, self.mechanism, vllm_config, facts)
         self._watchdog = ExitStack()
         """Watchdog that interrupts policies that do not return, in the scheduling thread."""

@@ -104,6 +104,8 @@ class ConnectorRules(Struct, frozen=True):
     """Tokens of a decode with its drafts and their lookahead, for which an asynchronous load leaves room; 0 without
     drafts.
     """
+    draft_tables: int = 1
+    """Number of block tables in which an asynchronous load leaves that room, whatever their windows."""
 
 
 class _Load(Struct):
@@ -280,7 +282,20 @@ class ConnectedKv:
             return num_blocks
         found = self._matches[request]
         assert found is not None
-        return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
+        return max(num_blocks, self._blocks_of_load(request, found[0] + found[1].num_tokens))
+
+    def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
+        """Return the number of free blocks that an asynchronous load needs to begin: those that it takes and those
+        reserved.
+
+        If nothing else is in progress, all blocks are enough, since the load might wait forever otherwise.
+        """
+        running_set = self._running_set
+        num_blocks = running_set.memory.blocks_needed(request, num_tokens)
+        num_wanted = num_blocks + self._num_reserved()
+        if self._loads or running_set.num_running:
+            return num_wanted
+        return max(num_blocks, min(num_wanted, running_set.memory.num_blocks))
 
     def _num_reserved(self) -> int:
         """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their known tokens
@@ -288,7 +303,7 @@ class ConnectedKv:
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
-        num_blocks = memory.blocks_for(ahead)
+        num_blocks = self.rules.draft_tables * -(-ahead // memory.block_size)
         for request in dict.fromkeys((*self._loads, *partial)):
             num_tokens, is_waiting = request.num_known_tokens + ahead, request.state in _ASKED_ABOUT
             num_blocks += (
@@ -308,7 +323,7 @@ class ConnectedKv:
         if not match.is_async or not match.num_tokens:
             return None
         memory, num_tokens = self._running_set.memory, num_local + match.num_tokens
-        if memory.blocks_needed(request, num_tokens) + self._num_reserved() > memory.free_blocks:
+        if self._blocks_of_load(request, num_tokens) > memory.free_blocks:
             return False
         self._connector.begins(request, num_local, match.num_tokens)
         if memory.allocate(request, num_tokens) is None:
@@ -364,6 +379,10 @@ class ConnectedKv:
     def kept(self) -> Collection[Request]:
         """Ended requests that still hold their blocks."""
         return self._kept.keys()
+
+    def find(self, request_id: str) -> Request | None:
+        """Return the request with this id that has a load, or keeps its blocks after its end; None without one."""
+        return next((one for one in (*self._kept, *self._loads) if one.request_id == request_id), None)
 
     def holds(self, request: RequestView) -> bool:
         """Return True if a waiting request holds blocks, or has lost them to a failed load; such requests run although no new one is admitted."""

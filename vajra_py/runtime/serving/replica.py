@@ -481,13 +481,15 @@ class Replica:
         """Free the KV of the least urgent waiting request that has KV, because the policy can run no request; return
         False if there is none or KV may still arrive or leave.
         """
-        running_set, seconds = self.running_set, to_seconds(now)
-        if running_set.loading and not self.num_in_flight and self._connected is not None:
-            self._connected.end_loads(seconds)
-        if not running_set.arrived or self.num_in_flight:
+        running_set, connected, seconds = self.running_set, self._connected, to_seconds(now)
+        if self.num_in_flight:
             return False
-        if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # a report may free blocks, or make a request runnable
+        if connected is not None:
+            if self._awaits_reports and connected.is_awaited:
+                return False  # a report may free blocks, or make a request runnable
+            connected.end_loads(seconds)
+        if not running_set.arrived:
+            return False
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
