@@ -165,7 +165,8 @@ class _Executor:
             return at_most
         newest = self.newest.get(request)
         if newest is not None:
-            return min(len(newest), at_most)
+            count = len(newest)
+            return count if count < at_most else at_most
         place, tokens = self.proposals.get(request, _NO_PROPOSAL)
         return min(len(tokens), at_most) if place == request.num_output_tokens else 0
 
@@ -432,9 +433,12 @@ class Mechanism(Backend[_VllmReplica]):
             counts = [one.num_tokens for one in plan.drafts.values()] if drafted is None else drafted.num_drafts
             return [places[count] for count in counts]
         if drafted is not None and all(map(newest.__contains__, drafted.requests)):
-            pairs = zip(map(newest.__getitem__, drafted.requests), drafted.num_drafts, strict=True)
+            found = list(map(newest.__getitem__, drafted.requests))
+            if list(map(len, found)) == drafted.num_drafts:
+                return found
+            pairs = zip(found, drafted.num_drafts, strict=True)
             return [tokens if len(tokens) == count else tokens[:count] for tokens, count in pairs]
-        found: list[list[int]] = []
+        found = []
         for request, (count, _, is_padding, _) in plan.drafts.items():
             tokens = places[count] if is_padding or not count else executor.proposed(request)
             found.append(tokens if len(tokens) == count else tokens[:count])

@@ -104,13 +104,13 @@ class TokenBlockHashes:
     @property
     def num_hashed_tokens(self) -> int:
         """Number of prompt tokens and of generated tokens added so far."""
-        num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
-        return num_known if num_known > num_copied else num_copied
+        return self.num_public_tokens
 
     @property
     def num_public_tokens(self) -> int:
         """Number of known tokens; all of them are public."""
-        return self.num_hashed_tokens
+        num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
+        return num_known if num_known > num_copied else num_copied
 
     def append(self, token: int) -> None:
         """Add one generated token."""
@@ -161,7 +161,11 @@ class TokenBlockHashes:
         else:
             self._copy_up_to(num_blocks)
             ids = _little_endian(self._tokens[begin:end])
-        digests += _digests_of(digests[-1] if digests else self._root, ids, size)
+        before = digests[-1] if digests else self._root
+        if end - begin == size:
+            digests.append(xxh3_128_digest(before + ids))
+        else:
+            digests += _digests_of(before, ids, size)
 
 
 def root_digest(salt: str) -> bytes:
