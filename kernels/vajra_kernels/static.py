@@ -151,7 +151,7 @@ def _ragged_cases() -> Iterator[StaticCase]:
         yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
         shape = AttentionShape(512, 256, (8, 4), 32, softcap=50.0)
         yield StaticCase("prefill bf16 d256 softcap", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
-    # Two programs of 256 threads per multiprocessor.
+    # Bounds within which two programs of 256 threads fit on a multiprocessor.
     shape = AttentionShape(512, 64, block_size=16)
     yield StaticCase("prefill bf16 d64 GQA4 block16", H200, shape.launch(H200), 128, 110 * _KIB, True, True)
     shape = AttentionShape(512, 80, (32, 32), 16, torch.float16)

@@ -80,7 +80,7 @@ class SweepPoint(Mapping[str, Any]):
 
 
 def sweep_points(sweep: Any, place: Place) -> tuple[list[SweepPoint], list[Finding]]:
-    """Return the points of the `sweep:` section at `place` in order, and its findings; no points if there are any."""
+    """Return the points of the `sweep:` section at `place` in order, and its findings; no points if it has findings."""
     findings: list[Finding] = []
     if isinstance(sweep, Items):
         rows = _listed(sweep, findings)

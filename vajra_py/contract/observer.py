@@ -83,7 +83,7 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps that computed the same decodes and nothing else; every sequence has one entry per step."""
+    """Consecutive steps that computed the same decodes and nothing else; each `Sequence` has one entry per step."""
 
     replicaset: str
     replica_id: ReplicaId

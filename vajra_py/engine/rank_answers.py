@@ -40,7 +40,7 @@ class RankAnswers:
         self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
         """Parts of incomplete copies, by (number of the copy, True for an export) and rank."""
         self._moved: Counter[int] = Counter()
-        """Number of ranks that have finished their part of each incomplete `KvMove`, by number of the copy."""
+        """Number of ranks that have finished their part of each incomplete `KvMove`, by `KvMove.number`."""
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
         """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""

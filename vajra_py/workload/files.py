@@ -143,7 +143,7 @@ class Column(Struct, frozen=True):
 
 
 class Table:
-    """Requested columns of a CSV file as arrays, and the line number of each row."""
+    """Requested columns of a CSV file as arrays; errors about a row state its line number."""
 
     def __init__(self, file: Path, header: Sequence[str], columns: dict[str, Array]) -> None:
         self.file = file

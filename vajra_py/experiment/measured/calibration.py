@@ -155,8 +155,8 @@ class _Trials:
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
-        # Concurrent requests share steps, so their errors are correlated; only as many count as independent as would
-        # fit one after another.
+        # Concurrent requests share steps, so their errors are correlated. The number of independent errors is taken to
+        # be the number of requests that would fit into the same time one after another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}

@@ -32,8 +32,8 @@ class Figure:
 
 
 class StepCosts:
-    """Steps of a simulation in which the fitted figures have the given `values`, and each figure's contribution to the
-    steps' durations.
+    """Steps of a simulation with these `values` of the fitted parameters (`figures`), and each parameter's contribution
+    to the steps' durations.
     """
 
     def __init__(self, data: RunData, model: ProfileBundleModel, figures: Sequence[Figure], values: Floats) -> None:

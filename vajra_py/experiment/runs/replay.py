@@ -229,7 +229,7 @@ class _RecordedTimer:
         return self._stage_ends.get(plan.step_index, plan.formed_at + _NEVER_CAME_BACK) - plan.formed_at
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """See `TimesRuns`: the step just formed and those after it."""
+        """See `TimesRuns`; the first step is the one just formed."""
         first = self._replica.num_steps - 1
         known = [self._ticks.get(index, -1) for index in range(first, first + num_steps)]
         if -1 in known:

@@ -303,7 +303,7 @@ def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
     flops, bandwidth = device.flops(model.dtype) * split.tensor, device.attainable_bandwidth * split.tensor
     experts = model.experts
     query = model.num_heads * (model.latent.v_head_dim if model.latent else model.head_dim)
-    # Inputs of the products are complete on every rank; their outputs and the inner width are divided.
+    # Hidden states are replicated on all ranks; q, k, v, attention outputs and MLP activations are sharded.
     whole = model.num_layers * 4 * model.hidden_size * state / device.attainable_bandwidth
     inside = model.num_layers * (2 * query + model.num_kv_heads * model.head_dim * 2) + model.num_dense_layers * (
         model.mlp_matrices * model.intermediate_size

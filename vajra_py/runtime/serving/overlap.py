@@ -31,9 +31,7 @@ class Overlap(Generic[R]):
         hand_offs: Mapping[Request, HandOff[R]],
         moved: Callable[[HandOff[R]], None],
     ) -> None:
-        """Create an empty collection. `hand_offs`: all hand-offs under way; `moved` is called with a hand-off when its
-        KV is at the target.
-        """
+        """`hand_offs` holds all hand-offs under way; `moved` is called with a hand-off when its KV is at the target."""
         self._transfers = transfers
         self._hand_offs = hand_offs
         self._moved = moved

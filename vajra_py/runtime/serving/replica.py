@@ -973,8 +973,8 @@ class Replica:
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Hold a request whose prompt is computed, so that it leaves; if its first token is its last, add it to `done`
-        instead.
+        """Move a request whose prompt is computed to the state HELD, to be handed off; if its first token is its last,
+        add it to `done` instead.
         """
         if self.gives_first_token:
             num_outputs = request.add_output(now)

@@ -148,8 +148,9 @@ class Builder(PlanDraft):
         """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
-        """Maximum number of tokens by which a decode with drafts advances between two of its steps. If a decode has
-        more tokens than this in its last block, all earlier blocks are cached already.
+        """Upper bound on the tokens by which a decode with drafts advances from one of its steps to the next. A decode
+        with at least this many tokens in its last block has all earlier blocks cached already. If blocks are recycled,
+        it is the block size, so every decode is treated as if it had filled a block.
         """
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
