@@ -19,7 +19,7 @@ class Accept:
     slo_class: str | None = None
     """New SLO class; None keeps the request's class."""
     replicaset: str | None = None
-    """Replicaset to serve it, instead of the one chosen by `select`; None keeps the chosen one."""
+    """Replicaset to serve the request; None keeps the one chosen by `select` in YAML."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,8 @@ class StatedFacts:
     Allowed types are `str`, `tuple[str, ...]`, `bool`, `int`, `int | None` and `float | None`.
     """
 
-    priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = (
-        0  # vLLM has its own priorities
-    )
+    # No extra argument: requests of vLLM have a field for the priority.
+    priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = 0
     tenant: Annotated[
         str, FactInfo("Sender of the request", body="user", headers=("x-llm-d-inference-fairness-id",))
     ] = ""

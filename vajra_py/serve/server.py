@@ -327,7 +327,7 @@ def serve(service: Served, on_listening: Callable[[str], None]) -> None:
             bound.close()
             if options.uds is not None:
                 _unlink(options.uds, made)
-            for child in multiprocessing.active_children():  # children of an abandoned load may hang
+            for child in multiprocessing.active_children():  # workers of an abandoned model load may hang
                 child.kill()
         error = session.error
         if session.is_left_behind:

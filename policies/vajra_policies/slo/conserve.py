@@ -1,4 +1,4 @@
-"""ConServe: offline requests use the time that online SLOs leave, and the whole replica without online requests."""
+"""ConServe: offline requests use the time that online SLOs leave, or the whole step if there are no online requests."""
 
 from __future__ import annotations
 

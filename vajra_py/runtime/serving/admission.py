@@ -103,7 +103,7 @@ class AdmissionGate:
         self.error: PolicyError | None = None
         """Violation of the contract by the policy; None if there was none."""
         self.on_room: Callable[[], None] | None = None
-        """Callback of the driver that calls the policy again in this tick for deferred requests without a time."""
+        """Callback of the driver that calls the policy again in this tick for requests deferred with `until` None."""
         self.num_fruitless = 0
         """Number of deferrals since any other event."""
         self._make_policy = make_policy
@@ -113,7 +113,7 @@ class AdmissionGate:
         self._timeless: SortedKeyList[Request, tuple[int, int]] = SortedKeyList(
             key=lambda one: (one.priority, one.index)
         )
-        """Return the deferred requests without a time, by priority and then in order of submission."""
+        """Requests deferred with `Defer.until` None, by priority and then in order of submission."""
         self._views = [_ReplicasetSight(one, self._num_deferred) for one in replicasets.values()]
         self._replicasets = dict(replicasets)
         self.renew()
@@ -179,12 +179,12 @@ class AdmissionGate:
         return self._deferred[request]
 
     def timeless(self) -> list[Request]:
-        """Return the deferred requests without a time, by priority and then in order of submission."""
+        """Return the requests deferred with `Defer.until` None, by priority and then in order of submission."""
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
-        """Return True if a request is deferred without a time, and requests deferred after it wait until it is accepted
-        or leaves.
+        """Return True if a request is deferred with `Defer.until` None, and requests deferred after it wait until it is
+        accepted or leaves.
         """
         deferral = self._deferred.get(request)
         return deferral is not None and deferral.until is None and deferral.holds_rest

@@ -36,7 +36,7 @@ other.
 
 
 class Stage(Enum):
-    """Stages of a hand-off, in order."""
+    """Stages of a hand-off, which may skip some of them and return to an earlier one."""
 
     HELD_BACK = "held back"
     """The prompt waits for blocks of the target."""
@@ -118,7 +118,7 @@ class HandOffs(Generic[R]):
         self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}
-        """Hand-offs without a target, in order."""
+        """Hand-offs that wait for a target; the one that has waited longest is first."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()

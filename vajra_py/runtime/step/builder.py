@@ -424,7 +424,7 @@ class Builder(PlanDraft):
         growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
         ends = [-(-to_hold[place] // size) for place in growing]
         num_new = sum(ends) - sum(held[place] for place in growing)
-        if num_new > memory.repeat_headroom:  # evictions would have to take turns with the blocks that are cached
+        if num_new > memory.repeat_headroom:  # too few blocks, or evictions must alternate with caching
             return None
         if num_new == len(growing):
             memory.grow_each([order[place] for place in growing])
