@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -145,3 +147,27 @@ def test_many_short_calls_and_none_at_all_are_nobodys_fault() -> None:
     with no_endless_calls(0.05):
         for _ in range(60):
             Harness(ByArrival(), InTurn(), PlainChunks(), OPTIONS).run(REQUESTS)
+
+
+STARTS_THREADS = """
+import gc, threading
+from vajra_py.plugins.watchdog import no_endless_calls
+
+main = threading.get_ident()
+
+def lets_others_run(phase, info):
+    if threading.get_ident() != main:
+        threading.Event().wait(0.001)
+
+gc.callbacks.append(lets_others_run)
+gc.set_threshold(1)
+with no_endless_calls(0.0008):
+    for _ in range(500):
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+"""
+
+
+def test_garbage_collected_by_the_watchdog_blocks_no_thread_that_starts() -> None:
+    subprocess.run([sys.executable, "-c", STARTS_THREADS], timeout=60, check=True)

@@ -7,6 +7,7 @@ call is wrapped; a call is recognised by its frame, which is the same object in 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import sys
 import threading
@@ -82,7 +83,7 @@ class _Watchdog(threading.Thread):
         self._call = None
 
     def _look(self, passed_s: float) -> None:
-        top = sys._current_frames().get(self._thread_id)
+        top = _top_frame_of(self._thread_id)
         call = None if top is None else _plugin_call(top)
         if call is None or call is not self._call:
             if self._is_blocked:
@@ -110,6 +111,22 @@ class _Watchdog(threading.Thread):
         self._is_blocked = bool(what)
         if self._on_blocked is not None:
             self._on_blocked(what)
+
+
+def _top_frame_of(thread_id: int) -> FrameType | None:
+    """Return the frame that a thread is executing; None if the thread has ended.
+
+    Garbage collection is off meanwhile. CPython holds a lock on all threads while it lists their frames; if a collection
+    began then and one of its callbacks or finalizers let another thread run, and that one started a thread, both would
+    wait for each other forever.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _plugin_call(top: FrameType) -> FrameType | None:
