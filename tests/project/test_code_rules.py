@@ -27,6 +27,7 @@ LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/kv/paged.py": "every operation on blocks, all or nothing; pools, orders and lookups are in files of their own",
     "vajra_py/runtime/kv/sharded.py": "the same operations over groups of ranks",
     "vajra_py/runtime/serving/controller.py": "the account of every request, from its submission to its end",
+    "vajra_py/runtime/requests/request.py": "all that the mechanism keeps of one request, and its counters in bulk",
     "vajra_py/runtime/serving/build.py": "everything that a replicaset is made of, in order",
     "vajra_py/runtime/serving/hand_off.py": "one request's way from replica to replica, with every end before its time",
     "vajra_py/runtime/step/builder.py": "every verb of a plan, since nobody else writes one",

@@ -101,9 +101,7 @@ class ConnectorRules(Struct, frozen=True):
     not preempted.
     """
     draft_tokens: int = 0
-    """Tokens of a decode with its drafts and their lookahead, for which an asynchronous load leaves room; 0 without
-    drafts.
-    """
+    """Tokens of a decode with drafts and lookahead, for which an asynchronous load leaves room; 0: no drafts."""
     draft_tables: int = 1
     """Number of block tables in which an asynchronous load leaves that room, whatever their windows."""
 
@@ -285,8 +283,7 @@ class ConnectedKv:
         return max(num_blocks, self._blocks_of_load(request, found[0] + found[1].num_tokens))
 
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
-        """Return the number of free blocks that an asynchronous load needs to begin: those that it takes and those
-        reserved.
+        """Return the number of free blocks that an asynchronous load needs to begin, including reserved blocks.
 
         If nothing else is in progress, all blocks are enough, since the load might wait forever otherwise.
         """
