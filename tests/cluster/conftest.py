@@ -19,9 +19,9 @@ collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """Two nodes of one CPU each; a test that ends one adds another. An idle cluster takes CPU time, so it ends with its tests."""
+    """Two nodes of one CPU each; a test that ends one adds another."""
     made = LocalCluster()
     try:
         yield made

@@ -1,4 +1,4 @@
-"""What the Rust nano-vllm's document describes and its code does not do."""
+"""Rules in the document of the Rust nano-vllm that its own code does not implement."""
 
 from __future__ import annotations
 

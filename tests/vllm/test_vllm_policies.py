@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +149,14 @@ def check(vllm: Vllm, file: Path) -> None:
     assert not scheduler.requests
 
 
-def alternating(number: int, *choices: str) -> str:
-    """The policies of another layer, in turn."""
-    return choices[number % len(choices)]
-
-
-@pytest.mark.parametrize("batcher", BATCHERS)
-def test_replica_schedulers(vllm: Vllm, tmp_path: Path, batcher: str) -> None:
-    prioritizer = alternating(BATCHERS.index(batcher), "lrs", "example_aging_shortest")
+@pytest.mark.parametrize(("batcher", "prioritizer"), list(zip(BATCHERS, cycle(("lrs", "example_aging_shortest")))))
+def test_replica_schedulers(vllm: Vllm, tmp_path: Path, batcher: str, prioritizer: str) -> None:
     prioritizer = "lrs" if batcher == "space_sharing" else prioritizer  # it needs slack
     check(vllm, experiment(tmp_path / "experiment.yaml", prioritizer, "pull", batcher))
 
 
-@pytest.mark.parametrize("prioritizer", PRIORITIZERS)
-def test_prioritizers(vllm: Vllm, tmp_path: Path, prioritizer: str) -> None:
-    batcher = alternating(PRIORITIZERS.index(prioritizer), "vllm_v1", "fixed_chunk")
+@pytest.mark.parametrize(("prioritizer", "batcher"), list(zip(PRIORITIZERS, cycle(("vllm_v1", "fixed_chunk")))))
+def test_prioritizers(vllm: Vllm, tmp_path: Path, prioritizer: str, batcher: str) -> None:
     check(vllm, experiment(tmp_path / "experiment.yaml", prioritizer, "round_robin", batcher))
 
 

@@ -104,13 +104,13 @@ class TokenBlockHashes:
     @property
     def num_hashed_tokens(self) -> int:
         """Number of prompt tokens and of generated tokens added so far."""
-        return self.num_public_tokens
+        num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
+        return num_known if num_known > num_copied else num_copied
 
     @property
     def num_public_tokens(self) -> int:
         """Number of known tokens; all of them are public."""
-        num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
-        return num_known if num_known > num_copied else num_copied
+        return self.num_hashed_tokens
 
     def append(self, token: int) -> None:
         """Add one generated token."""

@@ -379,15 +379,10 @@ class PagedKvMemory:
         `num_computed_tokens` to `free`).
         """
         entry = self._tables[request]
-        hashes = entry.hashes
-        if hashes is None:
-            return
-        if num_tokens > len(entry.blocks) * self.block_size:
-            raise _too_many(num_tokens, len(entry.blocks) * self.block_size)
-        if num_tokens > entry.num_valid_tokens:
-            entry.num_valid_tokens = num_tokens
-        if not entry.is_private and num_tokens // self.block_size > entry.num_cached:
-            self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens), request)
+        num_public = self._validate(entry, num_tokens)
+        if num_public:
+            assert entry.hashes is not None
+            self._cache(entry, entry.hashes, num_public, request)
 
     def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
         """Call `cache_blocks` for each of these requests, in this order. All blocks are cached in one pass, unless a
@@ -397,24 +392,34 @@ class PagedKvMemory:
             for request, count in zip(requests, num_tokens, strict=True):
                 self.cache_blocks(request, count)
             return
-        size, blocks, block_hashes = self.block_size, list[int](), list[Hashable]()
+        blocks, block_hashes = list[int](), list[Hashable]()
         for entry, count in zip(map(self._tables.__getitem__, requests), num_tokens, strict=True):
-            table, hashes, start = entry.blocks, entry.hashes, entry.num_cached
-            if hashes is None:
-                continue
-            if count > len(table) * size:
-                raise _too_many(count, len(table) * size)
-            if count > entry.num_valid_tokens:
-                entry.num_valid_tokens = count
-            if entry.is_private or count < (start + 1) * size:
-                continue
-            stop = min(count, hashes.num_public_tokens) // size
+            start, stop = entry.num_cached, self._validate(entry, count) // self.block_size
             if stop > start:
-                blocks += table[start:stop]
-                block_hashes += hashes.block_hashes(start, stop)
+                assert entry.hashes is not None
+                blocks += entry.blocks[start:stop]
+                block_hashes += entry.hashes.block_hashes(start, stop)
                 entry.num_cached = stop
                 entry.may_be_cached = entry.reads_cache
         self._pool.cache(blocks, block_hashes)
+
+    def _validate(self, entry: _BlockTable, num_tokens: int) -> int:
+        """Record that the KV of the first `num_tokens` tokens is valid; return how many of them other requests may use,
+        0 if this fills no block that is not cached yet.
+        """
+        hashes, size = entry.hashes, self.block_size
+        if hashes is None:
+            return 0
+        if num_tokens > len(entry.blocks) * size:
+            raise ValueError(
+                f"PagedKvMemory.cache_blocks: more tokens than the request's blocks hold ({num_tokens}). "
+                f"At most {len(entry.blocks) * size} are allowed."
+            )
+        if num_tokens > entry.num_valid_tokens:
+            entry.num_valid_tokens = num_tokens
+        if entry.is_private or num_tokens < (entry.num_cached + 1) * size:
+            return 0
+        return min(num_tokens, hashes.num_public_tokens)
 
     def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int, request: KvRequest) -> None:
         start = entry.num_cached
@@ -814,13 +819,6 @@ class PagedKvMemory:
         self._host.check(stored if self._swaps is None else [*stored, *self._swaps.coming.values()])
         if self.tiers is not None:
             self.tiers.check(self._pool.contents())
-
-
-def _too_many(num_tokens: int, most: int) -> ValueError:
-    return ValueError(
-        f"PagedKvMemory.cache_blocks: more tokens than the request's blocks hold ({num_tokens}). "
-        f"At most {most} are allowed."
-    )
 
 
 def _no_clock() -> float:

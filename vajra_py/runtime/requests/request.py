@@ -325,22 +325,19 @@ class Request(_Stated):
         """Times of the request's tokens: single ticks, and runs as (log of a decode pool, first step, step after the
         last; -1: the request is still in the pool).
         """
-        if self._steps:
-            self._enter_steps()
+        self._enter_steps()
         return self._token_log
 
     @property
     def num_draft_tokens(self) -> int:
         """Number of drafts that steps have verified so far."""
-        if self._steps:
-            self._enter_steps()
+        self._enter_steps()
         return self._num_drafted
 
     @property
     def num_accepted_tokens(self) -> int:
         """Number of drafts that became output so far."""
-        if self._steps:
-            self._enter_steps()
+        self._enter_steps()
         return self._num_accepted
 
     @property
@@ -348,16 +345,14 @@ class Request(_Stated):
         """For each step that verified drafts: (output tokens before the step, drafts verified, drafts that became
         output).
         """
-        if self._steps:
-            self._enter_steps()
+        self._enter_steps()
         log: Sequence[int] = self._draft_log or ()
         return list(zip(log[::3], log[1::3], log[2::3], strict=True))
 
     @property
     def num_drafts(self) -> int:
         """Number of steps that verified drafts of this request."""
-        if self._steps:
-            self._enter_steps()
+        self._enter_steps()
         return len(self._draft_log or ()) // 3
 
     @property
@@ -447,8 +442,11 @@ class Request(_Stated):
             self._computed += num_accepted
 
     def _enter_steps(self) -> None:
-        """Enter in the logs the tokens that were counted since they were last read."""
-        steps, self._steps = self._steps or (), None
+        """Enter in the logs the tokens that were counted since the logs were last read, if there are any."""
+        steps = self._steps
+        if not steps:
+            return
+        self._steps = None
         num_outputs = self._output - sum(one.num_new + one.num_accepted for one in steps)
         for tick, num_new, num_drafts, num_accepted in steps:
             if num_drafts:
