@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,14 @@ _LOOKS = 8
 A pause between two samples counts as at most two intervals, since the process may have been suspended.
 """
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
+_COLLECTION_OFF = threading.Lock()
+"""Held by the thread that has turned garbage collection off, which is one switch for the whole process.
+
+A fork waits for it, so that the child starts with garbage collection on.
+"""
+os.register_at_fork(
+    before=_COLLECTION_OFF.acquire, after_in_parent=_COLLECTION_OFF.release, after_in_child=_COLLECTION_OFF.release
+)
 
 
 @contextmanager
@@ -83,8 +92,7 @@ class _Watchdog(threading.Thread):
         self._call = None
 
     def _look(self, passed_s: float) -> None:
-        top = _top_frame_of(self._thread_id)
-        call = None if top is None else _plugin_call(top)
+        call = _plugin_call(_stack_of(self._thread_id))
         if call is None or call is not self._call:
             if self._is_blocked:
                 self._notify("")
@@ -92,10 +100,9 @@ class _Watchdog(threading.Thread):
             return
         self._in_call_s += passed_s
         if self._in_call_s >= self._limit_s:
-            assert top is not None
-            self._interrupt(top, call)
+            self._interrupt(call)
 
-    def _interrupt(self, top: FrameType, call: FrameType) -> None:
+    def _interrupt(self, call: FrameType) -> None:
         """Raise `DidNotReturn` inside the call; if that has no effect, log it once and raise again at every sample."""
         self._num_interrupts += 1
         message = f"did not return within {self._limit_s:g} s"
@@ -113,29 +120,31 @@ class _Watchdog(threading.Thread):
             self._on_blocked(what)
 
 
-def _top_frame_of(thread_id: int) -> FrameType | None:
-    """Return the frame that a thread is executing; None if the thread has ended.
+def _stack_of(thread_id: int) -> list[FrameType]:
+    """Return the frames that a thread is executing, innermost first; none if the thread has ended.
 
-    Garbage collection is off meanwhile. CPython holds a lock on all threads while it lists their frames; if a collection
-    began then and one of its callbacks or finalizers let another thread run, and that one started a thread, both would
-    wait for each other forever.
+    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. While
+    CPython lists the frames of all threads it holds a lock that a thread needs to start: both would wait for each other
+    forever. While it creates the object of an outer frame, CPython 3.11 expects that frame to stay where it is: it would
+    read freed memory.
     """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread_id)
-    finally:
-        if is_on:
-            gc.enable()
-
-
-def _plugin_call(top: FrameType) -> FrameType | None:
-    """Return the outermost plug-in frame that the mechanism called; None without one, or if it is being debugged."""
     frames: list[FrameType] = []
-    frame: FrameType | None = top
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    with _COLLECTION_OFF:
+        is_on = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(thread_id)
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+        finally:
+            if is_on:
+                gc.enable()
+    return frames
+
+
+def _plugin_call(frames: list[FrameType]) -> FrameType | None:
+    """Return the outermost plug-in frame that the mechanism called; None without one, or if it is being debugged."""
     caller = ""
     for depth in range(len(frames) - 1, -1, -1):
         module = _module_of(frames[depth])
