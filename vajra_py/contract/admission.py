@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision to refuse the request; not counted as a request that can never run, or that found a full queue."""
+    """Decision to refuse the request; results count it apart from requests that can never run or find full queues."""
 
     reason: str
     retry_after_s: float | None = None

@@ -127,7 +127,7 @@ class RoutingPartSpec:
     kind: RoutingPartKind
     config: type[PolicyConfig]
     build: Callable[[Any, RoutingContext], Any]
-    """Builds the part: an object with the methods of its kind (such as `ReplicaScorer`); for a producer, any object."""
+    """Function that builds the part: an object with the methods of its kind (as `ReplicaScorer`), or any producer."""
     summary: str
     source: str = ""
     """Paper, section or system that the part follows."""

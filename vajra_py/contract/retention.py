@@ -60,7 +60,7 @@ class RetentionPolicy(Protocol):
 
         `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and is kept until
         a request uses the block. `TIME_LINEAR`: the key follows `line` from then on. `ARBITRARY`: all keys are re-read
-        whenever blocks are lacking. `VOLATILE`: they are re-read for each evicted block.
+        whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
         """
 
     def key(self, block: CachedBlock, now: float) -> Key:
@@ -96,7 +96,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when the block becomes idle. The blocks that continue it expire with it.
+        Read when the block becomes idle. A block that cached blocks continue expires only after these are gone.
         """
 
 
@@ -116,7 +116,7 @@ class PinsContent(Protocol):
 class ListensToContent(Protocol):
     """Optional callbacks of a retention policy about its replica's cache; each method is optional by itself.
 
-    A retention policy may also listen to requests (`ListensToRequests`), except that it is not woken.
+    A retention policy may also listen to requests (`ListensToRequests`), but cannot be woken (`HandlesWakes`).
     """
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
@@ -129,7 +129,7 @@ class ListensToContent(Protocol):
         """Called before a block that this policy chose is evicted."""
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Called after content was removed without eviction: it expired, or it was entered but never computed."""
+        """Called when content is removed without eviction: it expired, is invalid, or was never computed."""
 
     def on_cleared(self, now: float) -> None:
         """Called after all content was removed."""
