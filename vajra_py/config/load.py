@@ -47,7 +47,9 @@ class Context(Struct, frozen=True):
     registry: Registry
     base_folder: Path | None = None
     may_be_system: bool = False
-    """True if a tree without any key of an experiment is checked as a system; otherwise its workload is missing."""
+    """True if a tree without any key of an experiment is checked as a system; False if a missing workload is an
+    error.
+    """
 
     @property
     def model(self) -> type[SystemConfig]:

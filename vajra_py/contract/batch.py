@@ -10,7 +10,9 @@ from vajra_py.contract.requests import RequestView
 
 
 class Refusal(Enum):
-    """Reason why the builder refused an operation, which then changes nothing, except that `LOADING` may begin a load."""
+    """Reason why the builder refused an operation. A refusal changes nothing, except that `LOADING` may begin a
+    load.
+    """
 
     BATCH_FULL = "the batch holds as many requests as the replica runs in one step"
     TOKEN_BUDGET = "the step's token budget is spent"

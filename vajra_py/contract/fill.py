@@ -61,7 +61,11 @@ def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: Preemp
 
 
 def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> RequestView:
-    """Return the victim to make room for `needing`: the least urgent partial prefill, or else the least urgent decode."""
+    """Return the victim for a decode that needs blocks: the least urgent partial prefill, or else the least urgent
+    decode.
+
+    Returns `needing` itself if the replica has neither.
+    """
     partial = replica.partial_prefills()
     if partial:
         return partial[-1]

@@ -24,7 +24,9 @@ class BatchFeatures(NamedTuple):
     prefill_tokens_squared: int = 0
     prefill_context_tokens: int = 0
     prefill_attention_pairs: int = 0
-    """Query-key pairs of the causal prefill attention: n * context + n * (n + 1) / 2, summed over chunks of n tokens."""
+    """Query-key pairs of causal prefill attention: n * context + n * (n + 1) / 2, summed over the chunks of n
+    tokens.
+    """
     num_merged_tokens: int = 0
     """Number of query tokens whose attention is merged over several KV-parallel groups."""
     swap_bytes: int = 0
