@@ -90,7 +90,7 @@ class AcceptedInTrace:
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: (output tokens before it, accepted drafts) of each verification, by request."""
+        """Create the model. `accepted`: (output tokens before, accepted drafts) of each verification, by request id."""
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
