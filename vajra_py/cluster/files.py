@@ -1,9 +1,9 @@
 """Transfer of an experiment's input files to the nodes of a cluster, and of result folders back.
 
 Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest. A node works in a
-workspace folder that contains the current folder of this machine, and writes files there under their relative paths, so
-that settings and results have the same paths as here. A file with an absolute path is written to that path; a different
-file there is an error.
+folder that repeats, below its workspace, the path of this machine's current folder, and writes files there under their
+relative paths, so that settings and results have the same paths as here. A file with an absolute path is written to
+that path; a different file there is an error.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
 
 
 def packed(folder: Path) -> dict[str, bytes]:
-    """Return the contents of a result folder's files, by file name."""
+    """Return the contents of a result folder's files, by path in the folder."""
     return {str(one.relative_to(folder)): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write these files as a result folder, atomically replacing an existing one."""
+    """Write these files as a result folder; an existing one is replaced only after all files were written."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name in sorted(

@@ -129,9 +129,10 @@ def expand_sweep(
 
 
 def dump_effective(config: SystemConfig) -> str:
-    """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
+    """Return the experiment as YAML with defaults written out; loading it again gives an equal experiment.
 
-    For a sweep, return the experiment as written with overrides applied, because defaults differ between points.
+    Unset sections are left out, and so are `pools`, `hand_off`, `links` and `migration` at their defaults. For a sweep,
+    return the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):

@@ -127,7 +127,10 @@ class RoutingPartSpec:
     kind: RoutingPartKind
     config: type[PolicyConfig]
     build: Callable[[Any, RoutingContext], Any]
-    """Function that builds the part: an object with the methods of its kind (as `ReplicaScorer`), or any producer."""
+    """Function that builds the part: an object with the methods of its kind, such as `ReplicaScorer`.
+
+    A producer may be any object.
+    """
     summary: str
     source: str = ""
     """Paper, section or system that the part follows."""

@@ -35,7 +35,7 @@ class ScheduledChunk:
     request: RequestView
     num_tokens: int
     num_computed_before: int
-    """Number of tokens of the request with KV before the step; for its first admission, the prefix hit."""
+    """Number of leading tokens whose KV was in memory before the step; at a first admission, the prefix hit."""
     kind: str
     """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (admission of a
     request that arrived with its KV).
@@ -81,7 +81,7 @@ class StepEnd:
     num_running: int
     """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted to form the step, also in attempts at it that ran nothing."""
+    """Number of requests preempted to form the step, including attempts to form it that ran nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class StepRun:
     ended_at: Sequence[float]
     num_decodes: int
     first_context_tokens: int
-    """Number of tokens with KV before the first step, over all decodes; each step adds `num_decodes`."""
+    """Sum of the decodes' context lengths in tokens before the first step; each step adds `num_decodes`."""
     free_blocks: Sequence[int]
     """Number of free KV blocks right after each step was formed."""
     num_waiting: Sequence[int]
@@ -175,7 +175,7 @@ class Observer:
         """Called after a request lost its KV in device memory and waits again; `mode` is "recompute" or "swap"."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called when a request is stopped to leave a replica, which holds the request's KV until the target has it.
+        """Called when a request stops, to leave a replica that holds the request's KV until the target has it.
 
         A request leaves after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
         """
@@ -183,7 +183,7 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Called when the transfer of a request's KV, `num_tokens` tokens, to reserved blocks of the target begins.
+        """Called when a transfer of a request's KV begins: of `num_tokens` tokens, to reserved blocks of the target.
 
         With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
         the request leaves with fewer tokens.
@@ -198,7 +198,7 @@ class Observer:
         """Called when the target has the KV of a request, which now waits there to run."""
 
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called after the source of a request has released the blocks that it held for the request."""
+        """Called after a replica has freed the blocks that it held for a request that left."""
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called when a request that was to leave its replica (`on_held`) continues on this replica after all."""
@@ -206,7 +206,10 @@ class Observer:
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """Called when the replicaset scheduler moves a waiting request to another queue (None: the shared queue)."""
+        """Called when the replicaset scheduler moves a waiting request to another queue.
+
+        `source` or `target` is None if it is the shared queue.
+        """
 
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float

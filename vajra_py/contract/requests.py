@@ -61,7 +61,7 @@ class RequestView(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of output tokens: the client's limit, or a lower one of the model or the admission policy."""
+        """Maximum number of output tokens: the client's limit, or a lower one by model length or admission policy."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -97,7 +97,7 @@ class RequestView(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """Number of its preemptions, by recompute or by swap."""
+        """Number of its preemptions by recompute or swap, and of failures of its replica while it ran."""
 
     @property
     def preempted_index(self) -> int:

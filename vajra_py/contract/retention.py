@@ -86,7 +86,7 @@ class RetainsInSegments(Protocol):
         """Return the number of the list that a block joins; read with its key."""
 
     def next_segment(self, now: float) -> int:
-        """Return the number of the list for the next victim; if it is empty, the first non-empty list is used."""
+        """Return the number of the list for the next victim; if it is empty, the lowest non-empty list is used."""
 
 
 @runtime_checkable
@@ -138,9 +138,9 @@ class ListensToContent(Protocol):
 class ListensToCaches(Protocol):
     """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional.
 
-    They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Before a policy is called for
-    a request, it is notified of all events that are at least `kv_event_lag_s` seconds old. Hashes are those of
-    `RequestView.block_hashes`.
+    They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Events that are at least
+    `kv_event_lag_s` seconds old are delivered before the replicaset scheduler is called for a request (`assign`,
+    `place_after_prompt`) or for a replica (`pull`). Hashes are those of `RequestView.block_hashes`.
     """
 
     def on_blocks_stored(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:

@@ -36,7 +36,7 @@ class RoutingPartKind(Enum):
 
 
 class Scores(Protocol):
-    """A score for each replica, in their order: a list, a tuple or a numpy array."""
+    """A score for each replica, in the order of the replicas: a list, a tuple or a numpy array."""
 
     def __len__(self) -> int:
         """Return the number of replicas."""

@@ -160,7 +160,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests assigned to it and not admitted yet."""
+        """Number of requests in its own queue: assigned to it and not admitted yet, or preempted."""
 
     @property
     def num_pending_tokens(self) -> int:
@@ -221,7 +221,8 @@ class ReplicaLoadView(Protocol):
 class LoadColumns(Protocol):
     """Optional method of the sequence of replicas that a replicaset scheduler gets: reads one figure of all of them.
 
-    For a thousand replicas this takes about half the time of reading the figure from each. Check for it before use.
+    For a thousand replicas this takes about half the time of reading the figure from each. Check with `isinstance`
+    before use.
     """
 
     def column(self, name: str) -> Sequence[int]:

@@ -32,7 +32,7 @@ class AcceptanceModel(Protocol):
         """Maximum number of drafts per step that the model supports; None: any number."""
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
-        """Return how many of the drafts for the request's next tokens are accepted, from 0 to `num_drafts`."""
+        """Return the number of accepted drafts among those for the request's next tokens, from 0 to `num_drafts`."""
 
     def release(self, request: Request) -> None:
         """Drop all data about a request that has ended."""

@@ -30,7 +30,7 @@ class DecodeFastForward:
         self._driver = driver
         self._end_now = end_now
         self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
-        """Replicas whose step in flight will be followed by repetitions, by replicaset and id."""
+        """Replicas that execute a run of repetitions, by replicaset and id."""
 
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
         """Launch a plan together with its repetitions.

@@ -27,7 +27,7 @@ class SimReplica(BackendReplica):
     of the run is an event.
     """
     is_apart: bool = False
-    """True if blocks were taken between steps since the step in flight was formed, so that it needs its own record."""
+    """True if other requests took blocks after the step in flight was formed, so that it needs its own record."""
     run_limit: int = FIRST_STEPS
     """Number of steps computed at once: increased after a run that was completed, reset after one that was
     interrupted."""
