@@ -72,5 +72,5 @@ class Scaler(Protocol):
         """Return the target number of replicas (starting or up) by pool name; a pool left out keeps its last target.
 
         A target is between `min_replicas` and `max_replicas` of the pool. Called at the start, when the scaler is woken
-        (`PolicyContext.wake`), and after a replica comes up, goes down or is lost.
+        (`PolicyContext.wake`), and after a replica comes up, goes down, is lost or is restored.
         """

@@ -104,7 +104,8 @@ class ScalerSpec:
 class RetentionSpec:
     """Makes a retention policy available as `scheduling: {retention: name}`.
 
-    `build` receives parameters validated by `config` and the context of one replica; it is called for each replica.
+    `build` receives parameters validated by `config` and the context of one replica; it is called for each replica, and
+    for each memory tier (there, `limits.num_blocks` is the size of the tier).
     """
 
     name: str

@@ -166,13 +166,13 @@ class Observer:
         """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
-        """Called after a request was put into a replica's queue, or into the shared queue (`replica_id` is None)."""
+        """Called when a request is about to join a replica's queue, or the shared queue (`replica_id` is None)."""
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called after a request was admitted or readmitted, while the step with its next chunk is being formed."""
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Called after a request lost its KV in device memory and waits again; `mode` is "recompute" or "swap"."""
+        """Called after a request was preempted and waits again; `mode` is "recompute" or "swap"."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called when a request stops, to leave a replica that holds the request's KV until the target has it.

@@ -220,7 +220,7 @@ class MovesRequests(Protocol):
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Return the moves to make now. A running request continues to compute while its KV is copied to the target.
 
-        Called when the scheduler is woken (`PolicyContext.wake`), and when a replica comes up, drains or is lost.
+        Called when the scheduler is woken (`PolicyContext.wake`), and after a replica was lost or restored.
         """
 
 
@@ -276,8 +276,9 @@ class EvictsAdapters(Protocol):
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
         """Return the name of the adapter to evict, one of `idle`.
 
-        `idle` lists the loaded adapters that no request uses, least recently used first; schedulers without this method
-        evict the first. Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is free.
+        `idle` lists the loaded adapters that no request uses, least recently used first; without this method, the first
+        of them is evicted. Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is
+        free.
         """
 
 

@@ -2,7 +2,7 @@
 
 A retention policy ranks idle blocks, which no request holds and later requests may hit, by a key with a declared
 motion, as a prioritizer ranks requests. The block with the lowest key is evicted first, but never before the blocks
-that continue it in its chain. One object serves one replica.
+that continue it in its chain. One object serves the device memory of one replica, or one memory tier below it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RetainsInSegments(Protocol):
 
 @runtime_checkable
 class ExpiresContent(Protocol):
-    """Optional method of a retention policy with expiry of cached content."""
+    """Optional method of a retention policy with expiry of cached content; not allowed for memory tiers."""
 
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
@@ -102,7 +102,7 @@ class ExpiresContent(Protocol):
 
 @runtime_checkable
 class PinsContent(Protocol):
-    """Optional method of a retention policy that pins the content of some requests."""
+    """Optional method of a retention policy that pins the content of some requests; not allowed for memory tiers."""
 
     def pin_s(self, request: RequestView, now: float) -> float:
         """Return the seconds for which to pin the content of a request that is about to free its blocks; 0: no pin.
