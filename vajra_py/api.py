@@ -79,8 +79,8 @@ def load(
     """Load an experiment from a YAML file or from a mapping of the same form; `overrides` maps dotted paths to values.
 
     The experiment may name policies in `policies` as well as installed ones; pass the same `policies` to `run` or
-    `sweep`. Raises `ConfigError` with all mistakes, like `vajra check`: workload files are read, and replicas and
-    policies are built once.
+    `sweep`. Raises `ConfigError` with all mistakes, like `vajra check`; to find them, workload files are read, and
+    replicas and policies are built once.
     """
     registry = _registry(policies)
     config = _read(source, overrides, registry)
@@ -120,7 +120,7 @@ def run(
     `on` is the place of execution, as for `vajra run --on`: a Ray cluster executes a whole simulation, or the replicas
     of an engine.
 
-    `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of
+    `policies` need not be installed: the experiment's file names them like any other. An experiment that may use one of
     these policies is always rerun, because no version tracks changes of the policy's code.
     """
     config = _loaded(config, policies)
@@ -146,12 +146,12 @@ def sweep(
     policies: Sequence[AnyPolicySpec] = (),
     on: str = "local",
 ) -> SweepResult:
-    """Run every point of the experiment's sweep that is not finished yet. `.runs` holds the results of all points, in
-    order.
+    """Run every point of the experiment's sweep that is not finished yet; `.runs` of the result has the runs of all
+    points, in order.
 
     With more than one worker, the calling script needs the usual `if __name__ == "__main__":` guard. `policies` are as
     for `run`: if there are any, the points run one after the other in this process, and all points are rerun if any
-    point names one of these policies. `on`: see `run`.
+    point may use one of these policies. `on`: see `run`.
     """
     config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
@@ -176,8 +176,8 @@ def capacity(
     policies: Sequence[AnyPolicySpec] = (),
     on: str = "local",
 ) -> list[CapacityAnswer]:
-    """Run the experiment's `capacity:` search for every setting of its sweep, in order: `.answer`, `.curve`,
-    `.sentence`.
+    """Run the experiment's `capacity:` search for every setting of its sweep; return the results in this order, each
+    with `.answer`, `.curve` and `.sentence`.
 
     Existing runs are read instead of repeated. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` if
     the experiment has no valid `capacity:` section.
@@ -216,8 +216,8 @@ def validate_measured(
     folder: str | Path,
     engine: Mapping[str, Any] | None = None,
 ) -> Accuracy:
-    """Simulate a real engine's run with a profile bundle and compare both runs: `.errors`, `.series`, `.passes`,
-    `.table()`.
+    """Simulate a real engine's run with a profile bundle; return a comparison of both runs, with `.errors`, `.series`,
+    `.passes` and `.table()`.
 
     Results of the simulation are written below `folder`; `engine` sets engine arguments that the measured file lacks,
     by vLLM's names. Raises `ConfigError` if a file or setting is invalid.

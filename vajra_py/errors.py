@@ -54,7 +54,7 @@ class Problem:
     """One problem at one place.
 
     `where` is a place that the user can open (`file.yaml:12 scheduling.replica_scheduler.policy`, `trace.csv:7`, `--set
-    seed`); `message` describes what is wrong with the value given in brackets; `allowed` is a full sentence without its
+    seed`); `message` describes what is wrong, with the value in brackets; `allowed` is a full sentence without its
     final full stop, or None if there is no advice.
     """
 
@@ -145,7 +145,7 @@ class UnknownNameError(VajraError):
 class DidNotReturn(BaseException):
     """Raised inside a plug-in's call that exceeds its time limit; a plug-in's own `except Exception` does not catch it.
 
-    Callers of policies catch it with `Exception` (`POLICY_EXCEPTIONS`) and convert it to `PolicyError`.
+    Callers of policies catch it, like every exception in `POLICY_EXCEPTIONS`, and convert it to `PolicyError`.
     """
 
     message: ClassVar[str] = "did not return"
@@ -248,7 +248,9 @@ class PolicyError(VajraError):
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return whether a signal handler, and not the policy's own code, raised the exception while a policy was running."""
+    """Return True if a signal handler, and not the policy's own code, raised the exception while a policy was
+    running.
+    """
     if not isinstance(error, SystemExit | KeyboardInterrupt) or error.__traceback__ is None:
         return False
     handlers = {getattr(signal.getsignal(one), "__code__", None) for one in (signal.SIGINT, signal.SIGTERM)} - {None}
@@ -258,6 +260,7 @@ def _is_of_a_signal(error: BaseException) -> bool:
         if traceback.tb_frame.f_code in handlers:
             return True
         last, traceback = traceback, traceback.tb_next
+    # Python's own handler of SIGINT has no frame: its exception appears at whichever instruction was being executed.
     raises = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
     return isinstance(error, KeyboardInterrupt) and raises not in ("RAISE_VARARGS", "RERAISE")
 
@@ -298,7 +301,7 @@ def place_of_definition(method: Callable[..., Any]) -> str | None:
 
 
 def _short_path(path: str) -> str:
-    """Return the path relative to the working directory if it lies below it, else the full path."""
+    """Return a path below the working directory as a relative path, any other unchanged."""
     below = os.path.join(os.getcwd(), "")
     return path.removeprefix(below)
 

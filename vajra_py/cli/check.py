@@ -102,7 +102,7 @@ def _print_llm_d(files: tuple[Path, ...]) -> None:
 
 
 def _run_count_lines(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
-    """Yield the number of runs, and the reason if it is less than points times seeds."""
+    """Yield a line with the number of runs, and lines on seeds that would repeat a run or give equal requests."""
     from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 

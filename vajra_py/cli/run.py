@@ -172,7 +172,10 @@ def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDispla
 def _run_divided(
     config: ExperimentConfig, options: _RunOptions, progress: Callable[[int, int, float], None]
 ) -> RunData | None:
-    """Execute the run with several workers; return None if it must run undivided, after printing the reason."""
+    """Execute the run with several workers; return None if it has finished before, or if it must run undivided.
+
+    In the latter case, the reason is printed unless `quiet` is set.
+    """
     from vajra_py.experiment.runs.folder import RunFolder
     from vajra_py.experiment.runs.parts import parts_of, run_in_parts
     from vajra_py.experiment.runs.pool import local_pool

@@ -118,7 +118,7 @@ def limits_options(command: click.Command | Any) -> Any:
 
 
 def _operations(command: click.Command | Any) -> Any:
-    """Add options for logs, and for proxies between the server and its clients."""
+    """Add options for logs, Unix sockets, TLS, and proxies between the server and its clients."""
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()

@@ -38,9 +38,11 @@ def validate(  # noqa: PLR0913 - one argument for each option
     output: Path | None,
     report: Path | None,
 ) -> int:
-    """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same requests, or simulate it with --profile or --latency.
+    """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same
+    requests, or with a new simulation by --profile or --latency.
 
-    Prints a row for each metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
+    Prints a row for each metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds
+    8 % (TTFT: 15 %).
     """
     from vajra_py.cli.options import measured_latency, named_values, print_accuracy
     from vajra_py.experiment.measured.accuracy import compare_with_measured

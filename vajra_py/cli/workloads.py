@@ -1,4 +1,4 @@
-"""`vajra workloads`, `models`, `devices`: list built-in profiles and describe workload files."""
+"""`vajra profiles` and `vajra workloads`: list built-in profiles, models and devices; describe a file's workload."""
 
 from __future__ import annotations
 

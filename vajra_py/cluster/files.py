@@ -1,9 +1,9 @@
 """Transfer of an experiment's input files to the nodes of a cluster, and of result folders back.
 
-Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest, and each node writes
-them to a workspace folder, under their path on this machine. Relative paths therefore work on the nodes, and settings
-and results have the same paths as here. A file with an absolute path is written to that path; a
-different file there is an error.
+Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest. A node works in a
+folder that repeats, below its workspace, the path of this machine's current folder, and writes files there under their
+relative paths, so that settings and results have the same paths as here. A file with an absolute path is written to
+that path; a different file there is an error.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Workspace:
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:
-        """Write the files below `root`, and change to the submitter's folder below it. Raises `RunError` if a file
-        cannot be written.
+        """Change to the submitter's folder below `root`, and write the files there; those with an absolute path are
+        written to that path. Raises `RunError` if a file cannot be written.
         """
         here = self.root / self.folder.lstrip("/")
         here.mkdir(parents=True, exist_ok=True)
@@ -138,17 +138,17 @@ def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
 
 
 def packed(folder: Path) -> dict[str, bytes]:
-    """Return the contents of a result folder's files, by file name."""
+    """Return the contents of a result folder's files, by path in the folder."""
     return {str(one.relative_to(folder)): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write these files as a result folder, atomically replacing an existing one."""
+    """Write these files as a result folder; an existing one is replaced only after all files were written."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name in sorted(
         files, key=lambda one: (one == MANIFEST, one)
-    ):  # the manifest is written last, as it marks a folder as a run
+    ):  # the manifest is written last, because it marks a folder as a run
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(files[name])

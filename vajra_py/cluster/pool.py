@@ -107,7 +107,7 @@ class RayPool:
             if self._collector is not None:
                 self._ray.kill(self._collector)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
-        except Exception:  # a lost cluster needs no cleanup
+        except Exception:  # the cluster is lost: its nodes keep the files, and there is no run to cancel
             _log.debug("files of runs stay on a node", exc_info=True)
 
     def _removals(self) -> list[Any]:

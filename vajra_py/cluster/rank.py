@@ -69,7 +69,7 @@ class Rank:
     def import_kv(
         self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy], part: Sequence[Any]
     ) -> RankCopy | BaseException:
-        """Copy KV that another rank has exported into KV blocks; `part` has the reference to it."""
+        """Copy KV that another rank has exported into KV blocks; `part` holds the reference to the exported KV."""
         try:
             buffer = np.array(ray.get(part[0]))  # tensors need a writable copy
         except ray.exceptions.RayError:

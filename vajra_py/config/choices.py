@@ -105,7 +105,7 @@ class PluginParts:
     def _scheduling(self, path: KeyPath, section: dict[str, Any], optional: bool = False) -> None:
         """Complete the policies of the three layers.
 
-        `optional` allows layers to be missing: every replicaset has its own, so the top level may be incomplete.
+        With `optional`, layers may be missing, because each replicaset may name its own.
         """
         scheduling = section.get("scheduling")
         if scheduling is None:
@@ -169,7 +169,9 @@ class PluginParts:
                 level[RETENTION.key] = named or PolicyChoice(policy=STAND_IN)
 
     def _drafts(self, path: KeyPath, section: dict[str, Any]) -> None:
-        """Report drafts longer than the model's longest sequence, or longer than the acceptance data covers."""
+        """Report numbers of drafts that do not fit into the model's longest sequence, or exceed the acceptance
+        rates.
+        """
         simulator = _mapping(_mapping(self.data.get("backend")).get("simulator"))
         rates = _mapping(simulator.get("drafts")).get("rates")
         owners = [(path, section)]

@@ -63,7 +63,7 @@ def show(value: Any) -> str:
 
 
 def _lacks_wrong_items(each: Mapping[str, Any]) -> bool:
-    """Return whether a list counts as too short only because its wrong items, reported separately, were dropped."""
+    """Return True if a list counts as too short only because its wrong items, reported separately, were dropped."""
     value = each["input"]
     return each["type"] == "too_short" and isinstance(value, list | tuple) and len(value) > each["ctx"]["actual_length"]
 

@@ -74,9 +74,10 @@ class _Plugin:
 
 
 def read_llm_d(path: str | Path, registry: Registry) -> LlmDConfig:
-    """Read a file.
+    """Read an llm-d file as a scheduling section.
 
-    Raises `ConfigError` with every mistake in it, and `UnknownNameError` if the composable router is not installed.
+    Raises `ConfigError` with every mistake in the file, and `UnknownNameError` if the composable router is not
+    installed.
     """
     reader = _Reader(read_mapping(path), registry)
     config = reader.read()
@@ -237,7 +238,7 @@ class _Reader:
         return ours
 
     def _is_unavailable(self, plugin: _Plugin, error: ValidationError) -> bool:
-        """Return whether the plug-in uses a label or attribute that replicas lack here; if so, list it as unused."""
+        """Return True if the plug-in uses a label or attribute that replicas lack here, after listing it as unused."""
         wanted = {"by-label": "label", "label-selector-filter": "key", "endpoint-attribute-scorer": "attribute_key"}
         name = wanted.get(plugin.type, "attribute" if plugin.type == "endpoint-attribute-filter" else None)
         for each in error.errors(include_url=False):

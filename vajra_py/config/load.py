@@ -47,7 +47,9 @@ class Context(Struct, frozen=True):
     registry: Registry
     base_folder: Path | None = None
     may_be_system: bool = False
-    """True if a tree without any key of an experiment is checked as a system; otherwise its workload is missing."""
+    """True if a tree without any key of an experiment is checked as a system; False if a missing workload is an
+    error.
+    """
 
     @property
     def model(self) -> type[SystemConfig]:
@@ -127,9 +129,10 @@ def expand_sweep(
 
 
 def dump_effective(config: SystemConfig) -> str:
-    """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
+    """Return the experiment as YAML with defaults written out; loading it again gives an equal experiment.
 
-    For a sweep, return the experiment as written with overrides applied, because defaults differ between points.
+    Unset sections are left out, and so are `pools`, `hand_off`, `links` and `migration` at their defaults. For a sweep,
+    return the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):

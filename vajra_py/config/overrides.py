@@ -1,7 +1,7 @@
 """Apply `--set a.b=c` overrides.
 
 A value is parsed as YAML, so that numbers, lists and mappings can be given; list items are addressed by index; missing
-mappings are created. An override changes the file's content before presets are expanded, and takes precedence over it.
+mappings are created. Overrides take precedence over the file, and are applied before presets are expanded.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Place(Struct, frozen=True):
     line: int | None = None
     """Line of a file, from 1."""
     path: str | None = None
-    """Path set by an override, so that it is not repeated; None otherwise."""
+    """Path set by an override, which errors about this path then do not repeat; None otherwise."""
 
     def where(self, path: KeyPath) -> str:
         """Return the place as shown in errors, with the path of the value inside the configuration."""
@@ -67,7 +67,7 @@ class Entries(_Written, dict[str, Any]):
         self.place, self.places = place, places or {}
 
     def completed(self, under: Entries) -> Entries:
-        """Return a copy extended by the missing entries from another mapping."""
+        """Return a copy in which entries that this mapping lacks are taken from `under`."""
         lacking = [key for key in under if key not in self]
         places: dict[Step, Place] = {**self.places, **{key: under.place_of(key) for key in lacking}}
         return Entries({**self, **{key: under[key] for key in lacking}}, self.place, places)
@@ -134,7 +134,7 @@ def plain(tree: Any) -> Any:
 
 
 def has(tree: Any, step: Step) -> bool:
-    """Return whether the tree is a mapping with this key, or a list with this index."""
+    """Return True if the tree is a mapping with this key, or a list with this index."""
     if isinstance(tree, list):
         return isinstance(step, int) and 0 <= step < len(tree)
     return isinstance(tree, dict) and step in tree

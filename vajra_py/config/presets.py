@@ -1,6 +1,7 @@
 """Expand short forms, presets and inheritance.
 
-Precedence, at every level: a replicaset's own keys, its preset, the top level's keys, the top level's preset.
+Precedence, highest first, at every level: a replicaset's own keys, its preset, the top level's keys, and the top
+level's preset.
 Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
 precedence are dropped. Pools belong to a preset: a replicaset with its own preset inherits no pools from the top
 level's preset.
@@ -119,7 +120,7 @@ def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
 
 
 def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: list[Finding]) -> Entries:
-    """Complete a section (the root, or a replicaset) from the preset named at its top or under `scheduling`."""
+    """Complete the root or a replicaset from the preset named under `scheduling`, or, for the root, also at the top."""
     keys: list[KeyPath] = [("scheduling", "preset")] if path else [("preset",), ("scheduling", "preset")]
     named = {key: name for key in keys if isinstance(name := get(section, *key), str)}
     if not named:
@@ -152,7 +153,9 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
 def _with_pools_of_preset(
     own: Entries, top: Entries, path: KeyPath, registry: Registry, findings: list[Finding]
 ) -> Entries:
-    """Complete a replicaset from its preset; divide its replicas among the pools of that preset or the top level's."""
+    """Complete a replicaset from its own preset; without one, divide its `num_replicas` among the pools of the top
+    level's preset, if that has pools.
+    """
     has_pools = "pools" in own or "pools" in top
     if get(own, "scheduling", "preset") is not None:
         if "num_replicas" in top and "num_replicas" not in own and not has_pools:
@@ -168,7 +171,10 @@ def _with_pools_of_preset(
 def _with_replicas_divided(
     section: Entries, given: Entries, path: KeyPath, findings: list[Finding]
 ) -> tuple[Entries, Entries]:
-    """Return the section without `num_replicas`, and the preset's keys with that number divided among its pools."""
+    """Return the section without `num_replicas`, and the preset's keys (`given`) with this number divided among pools.
+
+    Returns them unchanged if the section states no number or has its own pools, or if the preset has no pools.
+    """
     count, pools = section.get("num_replicas"), given.get("pools")
     if not isinstance(pools, Entries) or "pools" in section or not isinstance(count, int):
         return section, given
@@ -198,7 +204,9 @@ def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _completed(over: Any, under: Any, registry: Registry) -> Any:
-    """Merge `over` with `under`, except layers for which it selects another policy: those are not merged."""
+    """Return `over` completed from `under`, except for layers (and kinds beside them) in which their policies
+    differ.
+    """
     for layer in Layer:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
@@ -215,7 +223,7 @@ def _same_policy(layer: Layer, first: object, second: object, registry: Registry
 
 
 def canonical(layer: Layer, name: object, registry: Registry) -> object:
-    """Return the policy's name if `name` is an alias; unknown names are unchanged."""
+    """Return the own name of a policy that is given by name or alias; return an unknown name unchanged."""
     try:
         return registry.policy(layer, str(name)).spec.name
     except UnknownNameError:

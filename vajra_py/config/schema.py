@@ -84,17 +84,17 @@ class SelectConfig(Section):
         return self
 
     def matches(self, request: RequestView) -> bool:
-        """Return whether the request meets every condition."""
+        """Return True if the request meets every condition."""
         return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
 
     def matches_length(self, num_prompt_tokens: int) -> bool:
-        """Return whether a prompt of this length meets the conditions on length."""
+        """Return True if a prompt of this length meets the conditions on length."""
         return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
             self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Return whether the request meets all conditions except those on the length of its prompt."""
+        """Return True if the request meets all conditions except those on the length of its prompt."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -347,12 +347,12 @@ class SystemConfig(Section):
     _admission_policy: PolicyChoice | None = PrivateAttr(None)
     """Value of the property `admission_policy`."""
     _source: Any = PrivateAttr(None)
-    """Tree from which the experiment was built; the points of a sweep are built from it too."""
+    """Origin of the settings (`load.Source`); None if the object was not loaded from a file or mapping."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Move `scheduling.admission` out of `scheduling`, since there is one for the whole system."""
+        """Move `scheduling.admission` out of `scheduling`, because one admission policy serves the whole system."""
         scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
         if not isinstance(scheduling, Mapping) or ADMISSION.key not in scheduling:
             return handler(value)
@@ -364,7 +364,9 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and omit `programs` at its defaults, for equality with older files."""
+        """Put `scheduling.admission` back, and omit `programs` at its defaults, as in the written form of older
+        files.
+        """
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)
@@ -406,7 +408,7 @@ class SystemConfig(Section):
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
-        """Replicasets of the run, in matching order; one named `default` if the file names none."""
+        """Replicasets of the run, in the order in which they select requests; only `default` if the file names none."""
         if self.replicasets:
             return self.replicasets
         assert self.scheduling is not None  # validated on construction

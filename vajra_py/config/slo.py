@@ -65,7 +65,8 @@ class Condition(Struct, frozen=True):
     def slack(self, value: float | None) -> float:
         """Return the distance of a value from the limit, positive if the value meets the limit.
 
-        It is the logarithm of the ratio, so that 0.1 is about a tenth of the limit. A missing value does not meet it.
+        It is the logarithm of their ratio, so that 0.1 is about a tenth of the limit; if one of them is not positive,
+        it is their difference. A missing value has the lowest slack.
         """
         if value is None:
             return -WORST

@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision to refuse the request; not counted as a request that can never run, or that found a full queue."""
+    """Decision to refuse the request; results count it apart from requests that can never run or find full queues."""
 
     reason: str
     retry_after_s: float | None = None
@@ -72,5 +72,5 @@ class Scaler(Protocol):
         """Return the target number of replicas (starting or up) by pool name; a pool left out keeps its last target.
 
         A target is between `min_replicas` and `max_replicas` of the pool. Called at the start, when the scaler is woken
-        (`PolicyContext.wake`), and after a replica comes up, goes down or is lost.
+        (`PolicyContext.wake`), and after a replica comes up, goes down, is lost or is restored.
         """

@@ -10,7 +10,9 @@ from vajra_py.contract.requests import RequestView
 
 
 class Refusal(Enum):
-    """Reason why the builder refused an operation. A refused operation changes nothing."""
+    """Reason why the builder refused an operation. A refusal changes nothing, except that `LOADING` may begin a
+    load.
+    """
 
     BATCH_FULL = "the batch holds as many requests as the replica runs in one step"
     TOKEN_BUDGET = "the step's token budget is spent"
@@ -49,9 +51,10 @@ class DecodeStop(NamedTuple):
 class BatchBuilder(Protocol):
     """The plan of one step, under construction.
 
-    It enforces token budget, batch size, blocks, KV-parallel groups, and requests in flight. An operation that these do
-    not allow is refused with a reason; an invalid one (zero tokens, more tokens than remain, a request of another
-    replica) raises `ValueError`, which ends the run as a `PolicyError` that names the policy.
+    It enforces token budget, batch size, memory and KV-parallel groups, and leaves out requests in flight. An operation
+    that a limit does not allow is refused with a reason; an invalid one (zero tokens, more tokens than remain, a
+    request of another replica) raises `ValueError`. The mechanism turns this into a `PolicyError` that names the policy
+    and ends the run, or, in a server, takes the replicaset out of service.
     """
 
     @property
@@ -72,7 +75,7 @@ class BatchBuilder(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks after everything added so far, summed over KV-parallel groups."""
+        """Number of KV blocks that are free after everything added so far, summed over KV-parallel groups."""
 
     @property
     def num_preempted(self) -> int:
@@ -88,14 +91,16 @@ class BatchBuilder(Protocol):
         first, blocks are taken for `reserve_tokens` leading tokens (by default, depending on the replica's reservation
         option, for the whole known sequence or for the tokens of this step), and `num_tokens` counts from the end of
         the cached prefix. A swapped request is swapped in. A running request gets the blocks that this step needs, or
-        those for `reserve_tokens` leading tokens if that is more.
+        those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before the request
+        can run, the load begins, and the call is refused with `LOADING`.
         """
 
     def add_decodes(self) -> DecodeStop | None:
-        """Add every decode that is not in the batch yet, one token each, in order of admission.
+        """Add every decode that is not in the batch yet, with one token and its drafts, in order of admission.
 
-        The cost depends on the changes since the last step, not on the number of decodes. Stops at the first decode
-        that does not fit; call it again after making room to continue from there. Returns None once all decodes are in.
+        Without drafts, the cost depends on the changes since the last step, not on the number of decodes. Stops at the
+        first decode that does not fit; call it again after making room to continue from there. Returns None once all
+        decodes are in.
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
@@ -109,8 +114,9 @@ class BatchBuilder(Protocol):
         """Take a running request's device memory and return the request to the waiting ones.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
-        `HOST_BLOCKS` and `IN_FLIGHT`; the latter also applies to a request that this step has begun to swap in over a
-        link that works while steps run.
+        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits after it was swapped
+        in while steps ran, and to one on whose blocks another entry of the batch depends. Raises `ValueError` for a
+        request that is not running.
         """
 
     def idle_until(self, time_s: float) -> None:
@@ -141,16 +147,18 @@ class BatchBuilder(Protocol):
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request now; it is reported as rejected, with the policy's name and this reason.
 
-        Raises `ValueError` for a running request. A request that was preempted, even in this step, counts as waiting.
+        Raises `ValueError` for a running request, and without a reason. A request that was preempted, even in this
+        step, counts as waiting.
         """
 
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
-        """Pin a request's present content of the prefix cache for `seconds`, regardless of its retention key.
+        """Keep the present content of a request in the prefix cache for `seconds`, regardless of retention keys.
 
         The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
         Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
-        early, starting with the one that would last longest. Raises `ValueError` for a negative time.
+        early, starting with the one that would last longest. Raises `ValueError` unless `seconds` is finite and at
+        least 0.
         """
 
     def unpin(self, request: RequestView) -> None:
@@ -159,20 +167,24 @@ class BatchBuilder(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Return the prefix hit of a waiting request in tokens; at least one token is always left to compute.
 
-        0 for a running or swapped request, and without a prefix cache. For a request that came from another replica
-        with its KV, the number of tokens of that KV.
+        0 for a running or swapped request, and if no cache holds its prefix. For a request whose KV another replica
+        transfers, or whose KV was loaded, the number of tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Includes idle cached blocks of its prefix hit, but neither blocks that it holds already nor blocks of its prefix
-        hit that other requests hold. With `in_steps`, several steps compute the tokens, so blocks that leave the
-        model's sliding windows in the meantime are not counted.
+        Idle cached blocks of its prefix hit count, since they are free now; blocks that it holds already, and blocks of
+        its prefix hit that other requests hold, do not. With `in_steps`, several steps compute the tokens, so blocks
+        that leave the model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:
-        """Return the largest chunk of the request: its remaining tokens, up to its KV-parallel group's boundary."""
+        """Return the size in tokens of the largest chunk that may be added: the remaining tokens of the request.
+
+        For a waiting request, these begin after its prefix hit. With KV parallelism, a chunk also ends at the boundary
+        of the request's present group.
+        """
 
     def features(self) -> BatchFeatures:
         """Return the features of the batch so far, for its slowest KV-parallel group."""
@@ -181,7 +193,7 @@ class BatchBuilder(Protocol):
         """Return the predicted duration of the batch so far in seconds, for its slowest KV-parallel group and stage."""
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
-        """Return the predicted duration in seconds if `num_tokens` of the request were added; O(1)."""
+        """Return the predicted duration in seconds of the batch with `num_tokens` more tokens of the request; O(1)."""
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
         """Write scores about a request to the decision log, to explain a decision; no cost if the log is off."""

@@ -25,7 +25,7 @@ class FactKind(Enum):
     NUMBER = "number"
     FLAG = "true or false"
     DURATION = "seconds"
-    """A number >= 0; its name ends in `_s`, and over HTTP it is in milliseconds."""
+    """A number >= 0, in seconds; the fact's name ends in `_s`. HTTP bodies and headers state it in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StatedFacts:
     adapter: Annotated[
         str,
         FactInfo("LoRA adapter of the request", has_extra_arg=False, is_only_where_stated=True),
-    ] = ""  # vLLM has its own adapters
+    ] = ""  # no extra argument: requests of vLLM have a field for the adapter
     program_id: Annotated[
         str,
         FactInfo(

@@ -61,7 +61,11 @@ def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: Preemp
 
 
 def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> RequestView:
-    """Return the victim that makes room for `needing`: the least urgent partial prefill, or else decode."""
+    """Return the victim for a decode that needs blocks: the least urgent partial prefill, or else the least urgent
+    decode.
+
+    Returns `needing` itself if the replica has neither.
+    """
     partial = replica.partial_prefills()
     if partial:
         return partial[-1]
@@ -74,7 +78,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     After `MAX_SKIPPED` skipped prompts, or without a free block, no further prompt is admitted; partial prefills still
     continue, since they release their memory only when they are done. Returns False if a partial prefill lacked blocks.
     """
-    has_looked = not replica.num_waiting  # reading the queue is cheapest after its head was admitted, so read late
+    has_looked = not replica.num_waiting  # True if `queued` is the next waiting request, or None because there is none
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
@@ -89,6 +93,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if queued is not None and (
                 in_progress is None or replica.urgency(queued)[:1] < replica.urgency(in_progress)[:1]
             ):
+                # The next waiting request is read only after this one was added: it is then the head of its queue, and
+                # reading a head is cheapest.
                 request, queued, has_looked = queued, None, False
         if request is None:
             break
@@ -123,9 +129,10 @@ def _give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) ->
 def _free_the_most_urgent(
     replica: LocalReplicaView, batch: BatchBuilder, next_chunk: ChunkRule, mode: PreemptionMode
 ) -> None:
+    """Preempt partial prefills, the least urgent first, until the most urgent one has the blocks for its next chunk."""
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:
-        return  # requests in flight may free enough blocks
+        return  # the other running requests are in flight, and may free enough blocks when their step ends
     first = partial[0]
     while len(partial) > 1:
         if not _give_way(batch, partial.pop(), mode):

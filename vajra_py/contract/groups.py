@@ -17,7 +17,7 @@ class _Fallen:
 
     def __init__(self) -> None:
         self.num_named = 0
-        """Number of names added so far."""
+        """Number of names added so far; `FallenRequests.add_all` counts as one."""
         self._names: list[str] = []
         self._num_forgotten = 0
 

@@ -104,7 +104,8 @@ class ScalerSpec:
 class RetentionSpec:
     """Makes a retention policy available as `scheduling: {retention: name}`.
 
-    `build` receives parameters validated by `config` and the context of one replica; it is called for each replica.
+    `build` receives parameters validated by `config` and the context of one replica; it is called for each replica, and
+    for each memory tier (there, `limits.num_blocks` is the size of the tier).
     """
 
     name: str
@@ -127,7 +128,10 @@ class RoutingPartSpec:
     kind: RoutingPartKind
     config: type[PolicyConfig]
     build: Callable[[Any, RoutingContext], Any]
-    """Builds the part: an object with the methods of its kind (such as `ReplicaScorer`); for a producer, any object."""
+    """Function that builds the part: an object with the methods of its kind, such as `ReplicaScorer`.
+
+    A producer may be any object.
+    """
     summary: str
     source: str = ""
     """Paper, section or system that the part follows."""

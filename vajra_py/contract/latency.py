@@ -24,7 +24,9 @@ class BatchFeatures(NamedTuple):
     prefill_tokens_squared: int = 0
     prefill_context_tokens: int = 0
     prefill_attention_pairs: int = 0
-    """Query-key pairs of the causal prefill attention: sum of n * context + n * (n + 1) / 2."""
+    """Query-key pairs of causal prefill attention: n * context + n * (n + 1) / 2, summed over the chunks of n
+    tokens.
+    """
     num_merged_tokens: int = 0
     """Number of query tokens whose attention is merged over several KV-parallel groups."""
     swap_bytes: int = 0
@@ -105,8 +107,8 @@ class ModelDescription:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
     num_fallback: int = 0
-    """Number of predictions so far that an analytic model made, since the batch was outside the measured range;
-    includes policies' calls."""
+    """Number of predictions so far that an analytic model made, because the batch was outside the measured range;
+    includes predictions that policies requested."""
     filled_fraction: float = 0.0
     """Fraction of the predicted step time so far that is not based on measurements."""
     device: str | None = None

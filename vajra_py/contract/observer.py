@@ -35,7 +35,7 @@ class ScheduledChunk:
     request: RequestView
     num_tokens: int
     num_computed_before: int
-    """Number of tokens in KV memory before the step; for a request admitted in this step, its prefix hit."""
+    """Number of leading tokens whose KV was in memory before the step; at a first admission, the prefix hit."""
     kind: str
     """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (admission of a
     request that arrived with its KV).
@@ -55,10 +55,11 @@ class StepRecord:
     """(request, mode) in the order of preemption."""
     features: BatchFeatures
     free_blocks: int
-    """Free KV blocks right after the step was formed."""
+    """Number of free KV blocks right after the step was formed."""
     num_waiting: int
+    """Number of waiting requests right after the step was formed."""
     num_running: int
-    """Number of running requests; this and `num_waiting` count right after the step was formed."""
+    """Number of running requests right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
 
 
@@ -73,12 +74,14 @@ class StepEnd:
     ended_at: float
     finished: Sequence[tuple[RequestView, EndReason]]
     free_blocks: int
+    """Number of free KV blocks right after the step was formed."""
     features: BatchFeatures
     num_waiting: int
+    """Number of waiting requests right after the step was formed."""
     num_running: int
+    """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted for the step. `free_blocks`, `num_waiting` and `num_running` count right after the
-    step was formed."""
+    """Number of requests preempted to form the step, including attempts to form it that ran nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,9 @@ class StepRun:
     ended_at: Sequence[float]
     num_decodes: int
     first_context_tokens: int
-    """Tokens in KV before the first step; each step adds `num_decodes`."""
+    """Sum of the decodes' context lengths in tokens before the first step; each step adds `num_decodes`."""
     free_blocks: Sequence[int]
-    """Free KV blocks right after each step was formed."""
+    """Number of free KV blocks right after each step was formed."""
     num_waiting: Sequence[int]
     num_running: int
 
@@ -163,21 +166,24 @@ class Observer:
         """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
-        """Called after a request was put into a replica's queue, or into the shared queue (`replica_id` is None)."""
+        """Called when a request is about to join a replica's queue, or the shared queue (`replica_id` is None)."""
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called after a request was admitted or readmitted; its first chunk is in the step being formed."""
+        """Called after a request was admitted or readmitted, while the step with its next chunk is being formed."""
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Called after a running request lost its memory or was swapped out."""
+        """Called after a request was preempted and waits again; `mode` is "recompute" or "swap"."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called when a request with computed prompt leaves a replica, which holds its KV until the target has it."""
+        """Called when a request stops, to leave a replica that holds the request's KV until the target has it.
+
+        A request leaves after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
+        """
 
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Called when the transfer of a request's KV, `num_tokens` tokens, to reserved blocks of the target begins.
+        """Called when a transfer of a request's KV begins: of `num_tokens` tokens, to reserved blocks of the target.
 
         With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
         the request leaves with fewer tokens.
@@ -192,7 +198,7 @@ class Observer:
         """Called when the target has the KV of a request, which now waits there to run."""
 
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called after the source of a request has released the blocks that it held for the request."""
+        """Called after a replica has freed the blocks that it held for a request that left."""
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called when a request that was to leave its replica (`on_held`) continues on this replica after all."""
@@ -200,7 +206,10 @@ class Observer:
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """Called when the replicaset scheduler moves a waiting request to another queue (None: the shared queue)."""
+        """Called when the replicaset scheduler moves a waiting request to another queue.
+
+        `source` or `target` is None if it is the shared queue.
+        """
 
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
@@ -264,13 +273,13 @@ class Observer:
         """
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """Called after a replica failed; its running requests end, or are recomputed elsewhere (`on_requeued`)."""
+        """Called after a replica failed; its requests end, or are placed again and recomputed (`on_requeued`)."""
 
     def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
         """Called after a replica of a replicaset with a scaler changed its state, and for each replica at the start."""
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called when a request whose replica failed waits to be recomputed; it keeps the tokens generated so far."""
+        """Called when a request of the failed replica `replica_id` waits again, with the tokens generated so far."""
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """Called when a replica that had failed computes again; its memory is empty."""

@@ -104,8 +104,8 @@ class FallsWithTime(RequestPrioritizer, Protocol):
     def falls_at(self, request: RequestView, now: float) -> float | None:
         """Return the earliest time at which the key may fall without an event, seconds on the run's clock; None: never.
 
-        With `PREFIX_HITS`, also the earliest time of a rise. Called whenever the key is read. From the returned time
-        on, the key is re-read at every step until a later time is returned, so a slightly early time does no harm.
+        With `PREFIX_HITS`, a rise counts like a fall. Called whenever the key is read. From the returned time on, the
+        key is re-read at every step until a later time is returned, so a slightly early time does no harm.
         """
 
 
@@ -169,16 +169,17 @@ class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the id of the replica whose queue the arriving request joins (early binding); it must be up.
+        """Return the id of the replica, one of `replicas` that is up, whose queue the request joins (early binding).
 
-        None leaves the request in the shared queue, from which replicas pull (late binding).
+        None leaves the request in the shared queue, from which replicas pull (late binding). Called on arrival, and
+        again when a request must be placed anew, for example because its replica drains or has failed.
         """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Return the ids of shared-queue requests that the replica may admit in its next step; a lazy iterable is fine.
 
-        Called each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
-        the replica's scheduler admits it.
+        Called when the replica's scheduler reads its waiting requests while the shared queue is not empty, and to find
+        out whether an idle replica could run any. A request stays in the queue until a replica's scheduler admits it.
         """
 
 
@@ -219,7 +220,7 @@ class MovesRequests(Protocol):
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Return the moves to make now. A running request continues to compute while its KV is copied to the target.
 
-        Called when the scheduler is woken (`PolicyContext.wake`), and when a replica comes up, drains or is lost.
+        Called when the scheduler is woken (`PolicyContext.wake`), and after a replica was lost or restored.
         """
 
 
@@ -237,7 +238,10 @@ class ReplicaScheduler(Protocol):
 
 @runtime_checkable
 class ChunksSoloPrompts(Protocol):
-    """Optional method of a replica scheduler, to predict prefill times with its chunk sizes (needed by EDF and LRS)."""
+    """Optional method of a replica scheduler that states its chunk sizes, from which prefill times are predicted.
+
+    EDF and LRS use these times. Without the method, chunks are predicted to fill the step's token budget.
+    """
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the size in tokens (at least 1) of the next chunk of a prompt that is alone on the replica."""
@@ -255,12 +259,13 @@ class RefusesRequests(Protocol):
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason why the request might wait for ever, or make other requests do so; None if it cannot.
+        """Return the reason why the request might wait for ever, or make others do so; None if neither can happen.
 
-        Called before the request is queued, for the scheduler of each replica that is up, until one returns None; if
-        none does, the first reason is sent to the client. A preempted request must be able to resume, so consider its
-        largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend on load:
-        requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that already wait.
+        Called before the request is queued, for the scheduler of each replica that could serve it, until one returns
+        None; if none does, the first reason is sent to the client. A preempted request must be able to resume, so
+        consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend
+        on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that already
+        wait.
         """
 
 
@@ -271,8 +276,9 @@ class EvictsAdapters(Protocol):
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
         """Return the name of the adapter to evict, one of `idle`.
 
-        `idle` lists the loaded adapters that no request uses, least recently used first; schedulers without this method
-        evict the first. Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is free.
+        `idle` lists the loaded adapters that no request uses, least recently used first; without this method, the first
+        of them is evicted. Called during `BatchBuilder.add` for a request whose adapter is not loaded, if no slot is
+        free.
         """
 
 
@@ -385,7 +391,7 @@ class ListensToRequests(Protocol):
         """Called immediately after a waiting request was admitted or readmitted, while the step is being formed."""
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called after a running request lost its memory or was swapped out (`is_swapped`); it waits again."""
+        """Called after a request lost its KV in device memory, by recompute or swap (`is_swapped`); it waits again."""
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """Called when the KV of a handed-off or migrating request is at `target`, where the request now waits.

@@ -20,7 +20,7 @@ class ProgramEnd(Enum):
     LAST_CALL = "last call"
     """A call with `is_last_call` has arrived, and every call has ended."""
     ALL_CALLS = "all calls"
-    """As many calls have ended as its client stated in `num_program_calls`."""
+    """No call is alive, and at least as many have ended as its client stated in `num_program_calls`."""
     IDLE = "idle"
     """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
@@ -28,7 +28,7 @@ class ProgramEnd(Enum):
 
 
 class ProgramView(Protocol):
-    """Read-only facts about one program, which change only when one of its calls arrives or ends.
+    """Read-only facts about one program; all except `end_reason` change only when one of its calls arrives or ends.
 
     The only facts about a program's future are those that its client has stated. The progress of running calls is in
     their own views, which policies receive by listening to requests (`ListensToRequests`). Two views are the same

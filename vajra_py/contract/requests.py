@@ -24,9 +24,9 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer for its admission than its client allows."""
     REJECTED = "rejected"
-    """It was refused on arrival (too large, shed by an admission policy, or queues full), or dropped by a scheduler."""
+    """It was refused (too large, shed by an admission policy, or queues full), or dropped by a scheduler."""
     FAILED = "failed"
-    """The replica that ran it failed."""
+    """An error ended it: a replica failed, its KV could not be loaded, or a policy broke the contract."""
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
@@ -35,8 +35,8 @@ class RequestView(Protocol):
     """Read-only facts about one request.
 
     A request has known tokens (its prompt and the tokens generated so far), of which a leading part is computed. It
-    decodes if one known token is left to compute; otherwise it prefills. Two views are the same request if and only if
-    they are the same object; requests are hashable by identity.
+    decodes if only its newest generated token is left to compute; otherwise it prefills. Two views are the same request
+    if and only if they are the same object; requests are hashable by identity.
     """
 
     @property
@@ -61,7 +61,7 @@ class RequestView(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of output tokens: the client's limit, reduced if the model's length requires it."""
+        """Maximum number of output tokens: the client's limit, or a lower one by model length or admission policy."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -77,7 +77,7 @@ class RequestView(Protocol):
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Number of known tokens not computed yet; 1 for a request that decodes."""
+        """Number of known tokens not computed yet; 1 for a decode that is not in flight."""
 
     @property
     def num_remaining_prompt_tokens(self) -> int:
@@ -85,7 +85,7 @@ class RequestView(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Length of the prefix hit at the first admission, in prompt tokens."""
+        """Number of prompt tokens that were cached or loaded, and so not computed, at its first admission."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -97,7 +97,7 @@ class RequestView(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """Number of times that this request lost its memory or was swapped out."""
+        """Number of its preemptions by recompute or swap, and of failures of its replica while it ran."""
 
     @property
     def preempted_index(self) -> int:
@@ -109,15 +109,15 @@ class RequestView(Protocol):
 
     @property
     def is_resident(self) -> bool:
-        """True if it holds KV blocks on its replica, that is, if it is running."""
+        """True if it is running: it was admitted, and has not been preempted, handed off or ended since."""
 
     @property
     def is_swapped(self) -> bool:
-        """True if its KV lies in host memory, to be brought back when it is next added to a batch."""
+        """True if its KV is in host memory, from which it is copied back when the request is next added to a batch."""
 
     @property
     def is_prefill_complete(self) -> bool:
-        """True if every known token except the newest is computed."""
+        """True if it has generated a token, and at most its newest known token is left to compute."""
 
     @property
     def end_reason(self) -> EndReason | None:
@@ -153,7 +153,7 @@ class RequestView(Protocol):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """Time at which its next token is due, seconds on the run's clock; None without an SLO.
+        """Time at which its next token is due, seconds on the run's clock; None without the SLO that applies.
 
         The first token is due `ttft_slo_s` after the arrival, a later one `tbt_slo_s` after the newest token.
         """
@@ -213,15 +213,15 @@ class RequestView(Protocol):
         """Return the present prefix hit in tokens on the replica where it waits; does not change the order of eviction.
 
         0 for a request in a shared queue, where the hit depends on the replica (`ReplicaLoadView.prefix_hit_tokens`),
-        and for a running one.
+        and for a request that runs or waits with KV, such as a swapped one.
         """
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
         """Return the number of leading prompt tokens in each memory tier of the replica where it waits, by tier.
 
         A token in several tiers counts for the nearest: with `{"device": 512, "host": 1024}`, 1024 further tokens could
-        be loaded instead of computed. Empty without tiers, and for requests in a shared queue or running. Does not
-        change the order of eviction.
+        be loaded instead of computed. Empty without tiers, for requests in a shared queue, and for requests that run or
+        wait with KV. Does not change the order of eviction.
         """
 
     @property

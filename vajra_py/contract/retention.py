@@ -2,7 +2,7 @@
 
 A retention policy ranks idle blocks, which no request holds and later requests may hit, by a key with a declared
 motion, as a prioritizer ranks requests. The block with the lowest key is evicted first, but never before the blocks
-that continue it in its chain. One object serves one replica.
+that continue it in its chain. One object serves the device memory of one replica, or one memory tier below it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RetentionPolicy(Protocol):
 
         `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and is kept until
         a request uses the block. `TIME_LINEAR`: the key follows `line` from then on. `ARBITRARY`: all keys are re-read
-        whenever blocks are lacking. `VOLATILE`: they are re-read for each evicted block.
+        whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
         """
 
     def key(self, block: CachedBlock, now: float) -> Key:
@@ -86,23 +86,23 @@ class RetainsInSegments(Protocol):
         """Return the number of the list that a block joins; read with its key."""
 
     def next_segment(self, now: float) -> int:
-        """Return the number of the list for the next victim; if it is empty, the first non-empty list is used."""
+        """Return the number of the list for the next victim; if it is empty, the lowest non-empty list is used."""
 
 
 @runtime_checkable
 class ExpiresContent(Protocol):
-    """Optional method of a retention policy with expiry of cached content."""
+    """Optional method of a retention policy with expiry of cached content; not allowed for memory tiers."""
 
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when the block becomes idle. The blocks that continue it expire with it.
+        Read when the block becomes idle. A block that cached blocks continue expires only after these are gone.
         """
 
 
 @runtime_checkable
 class PinsContent(Protocol):
-    """Optional method of a retention policy that pins the content of some requests."""
+    """Optional method of a retention policy that pins the content of some requests; not allowed for memory tiers."""
 
     def pin_s(self, request: RequestView, now: float) -> float:
         """Return the seconds for which to pin the content of a request that is about to free its blocks; 0: no pin.
@@ -116,7 +116,7 @@ class PinsContent(Protocol):
 class ListensToContent(Protocol):
     """Optional callbacks of a retention policy about its replica's cache; each method is optional by itself.
 
-    A retention policy may also listen to requests (`ListensToRequests`), except that it is not woken.
+    A retention policy may also listen to requests (`ListensToRequests`), but cannot be woken (`HandlesWakes`).
     """
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
@@ -129,7 +129,7 @@ class ListensToContent(Protocol):
         """Called before a block that this policy chose is evicted."""
 
     def on_withdrawn(self, block: CachedBlock, now: float) -> None:
-        """Called after content was removed without eviction: it expired, or it was entered but never computed."""
+        """Called when content is removed without eviction: it expired, is invalid, or was never computed."""
 
     def on_cleared(self, now: float) -> None:
         """Called after all content was removed."""
@@ -138,9 +138,9 @@ class ListensToContent(Protocol):
 class ListensToCaches(Protocol):
     """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional.
 
-    They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Before a policy is called for
-    a request, it is notified of all events that are at least `kv_event_lag_s` seconds old. Hashes are those of
-    `RequestView.block_hashes`.
+    They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Events that are at least
+    `kv_event_lag_s` seconds old are delivered before the replicaset scheduler is called for a request (`assign`,
+    `place_after_prompt`) or for a replica (`pull`). Hashes are those of `RequestView.block_hashes`.
     """
 
     def on_blocks_stored(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:

@@ -32,11 +32,11 @@ class RoutingPartKind(Enum):
     SCORER = "scorer"
     PICKER = "picker"
     DECIDER = "decider"
-    """Decides whether a prompt is computed apart from its decode replica."""
+    """Decides whether the prompt is computed on another replica than the one that decodes."""
 
 
 class Scores(Protocol):
-    """A score for each replica, in their order: a list, a tuple or a numpy array."""
+    """A score for each replica, in the order of the replicas: a list, a tuple or a numpy array."""
 
     def __len__(self) -> int:
         """Return the number of replicas."""
@@ -125,7 +125,7 @@ class PrefixMatches(Protocol):
 
 @runtime_checkable
 class InFlightLoads(Protocol):
-    """Figures of a producer that counts requests and tokens in flight, sent by the router and not yet complete."""
+    """Figures of a producer that counts requests in flight (sent by the router and not ended) and their tokens."""
 
     def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
         """Return the number of requests in flight at each replica."""
@@ -134,7 +134,7 @@ class InFlightLoads(Protocol):
         """Return the tokens in flight at each replica: uncached prompt tokens of requests without a first token."""
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the tokens that the request would add at each replica."""
+        """Return the number of tokens in flight that the request would add at each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,15 @@ class PredictedLatency:
     ttft_s: float
     tpot_s: float
     ttft_headroom_s: float
-    """TTFT SLO minus predicted TTFT, seconds; the negated prediction without an SLO."""
+    """TTFT SLO minus predicted TTFT, seconds; a missing SLO counts as 0, so that the headroom is negative."""
     tpot_headroom_s: float
+    """TPOT SLO minus predicted TPOT, seconds; 0 without an SLO."""
     num_dispatched: int
-    """Number of requests already at the replica."""
+    """Number of requests that run or wait on the replica."""
 
     @property
     def is_met(self) -> bool:
-        """True if both SLOs are predicted to be met."""
+        """True if neither headroom is negative; always False without a TTFT SLO."""
         return self.ttft_headroom_s >= 0 and self.tpot_headroom_s >= 0
 
 
@@ -171,8 +172,8 @@ class PredictsLatencies(Protocol):
 class RoutingPartChoice(PolicyConfig):
     """Routing part selected by name, with its parameters; in YAML the name alone is enough.
 
-    A policy may have such fields anywhere in its parameters. When a file is read, the name is looked up among the
-    installed parts, and the parameters are checked against the part's own model.
+    A policy may have fields of this type anywhere in its parameters. When a file is read, the name is looked up among
+    the installed parts, and the parameters are checked against the part's own model.
     """
 
     kind: ClassVar[RoutingPartKind]

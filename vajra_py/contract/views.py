@@ -1,4 +1,4 @@
-"""Views of replicas for policies: all of a scheduler's own replica, and load figures of other replicas."""
+"""Views of replicas, pools, replicasets and queues for policies; only a scheduler's own replica is shown in detail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from vajra_py.contract.requests import ReplicaId, RequestView
 
 Key: TypeAlias = float | tuple[float, ...]
-"""Key that a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
+"""Key that a prioritizer returns: a finite number, or a tuple of a constant number of them. Lower is more urgent."""
 
 PriorityKey: TypeAlias = tuple[Key, float, int]
 """A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
@@ -39,7 +39,7 @@ class PoolRole(Enum):
     """Kind of work of a pool's replicas; the values are those of `role:` in YAML."""
 
     MIXED = "mixed"
-    """Prompts and decodes."""
+    """Replicas compute prompts and decode."""
     PREFILL = "prefill"
     """Requests leave with their KV once their prompt is computed."""
     DECODE = "decode"
@@ -71,23 +71,23 @@ class LocalReplicaView(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks, cached idle ones included."""
+        """Number of free KV blocks, including cached idle ones."""
 
     @property
     def num_running(self) -> int:
-        """Number of requests that hold KV blocks: decodes and partial prefills, in flight or not."""
+        """Number of running requests: decodes and partial prefills, in flight or not."""
 
     @property
     def num_decodes(self) -> int:
-        """Number of running requests with one token left to compute, not in flight."""
+        """Number of decodes that are not in flight; only the newest generated token of a decode is left to compute."""
 
     @property
     def num_partial_prefills(self) -> int:
-        """Number of running requests with more than one token left to compute, not in flight."""
+        """Number of running requests that are neither in flight nor decodes."""
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that it could admit: its own queue, and what it may pull from the shared queue."""
+        """Number of requests in its own queue and in the shared queue, including those that it may not admit now."""
 
     @property
     def loaded_adapters(self) -> Sequence[str]:
@@ -104,16 +104,18 @@ class LocalReplicaView(Protocol):
         """Return every running request that is not in flight, in order of (latest) admission."""
 
     def decodes(self) -> Sequence[RequestView]:
-        """Return the running requests with one token left, in order of admission."""
+        """Return the decodes that are not in flight, in order of admission."""
 
     def partial_prefills(self) -> Sequence[RequestView]:
-        """Return the running requests with more than one token left, most urgent first by the prioritizer's key now."""
+        """Return the partial prefills that are not in flight, most urgent first by the prioritizer's key now."""
 
     def waiting(self) -> Iterator[RequestView]:
-        """Iterate lazily over the waiting requests, including preempted ones, most urgent first; the head is cheap.
+        """Iterate lazily over the requests that may be admitted now, most urgent first; reading only the head is cheap.
 
-        Reflects the queue at the time of the call; adding or preempting requests during iteration is allowed. Requests
-        whose adapter is being loaded, or has no slot, are omitted.
+        Requests whose KV has arrived or was loaded come before all others. Requests whose KV or adapter is being
+        loaded, or whose adapter has no slot, are omitted. Requests of the shared queue are in the order of
+        `ReplicasetScheduler.pull`. Requests may be added or preempted during the iteration; requests that begin to wait
+        meanwhile are left out.
         """
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -154,11 +156,11 @@ class ReplicaLoadView(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Number of requests that hold KV blocks."""
+        """Number of running requests."""
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests assigned to it and not admitted yet."""
+        """Number of requests in its own queue: assigned to it and not admitted yet, or preempted."""
 
     @property
     def num_pending_tokens(self) -> int:
@@ -170,7 +172,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks, cached idle ones included."""
+        """Number of free KV blocks, including cached idle ones."""
 
     @property
     def num_blocks(self) -> int:
@@ -181,13 +183,17 @@ class ReplicaLoadView(Protocol):
         """Maximum number of requests in one step."""
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Return the number of leading prompt tokens that its prefix cache holds now."""
+        """Return the number of leading tokens of the request that its prefix cache holds.
+
+        With `kv_event_lag_s`, the number follows from the events that policies have received so far; otherwise it is
+        live, even if the other figures of this view are older.
+        """
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the number of leading prompt tokens by the nearest memory tier that holds them; empty without tiers.
+        """Return the number of leading tokens of the request by the nearest memory tier that holds them.
 
-        For example `{"device": 512, "host": 1024}`. Does not change the order of eviction. The numbers are live, even
-        if the other figures of this view are older.
+        For example `{"device": 512, "host": 1024}`; empty without tiers. Does not change the order of eviction. The
+        numbers are live, even if the other figures of this view are older.
         """
 
     @property
@@ -213,9 +219,10 @@ class ReplicaLoadView(Protocol):
 
 @runtime_checkable
 class LoadColumns(Protocol):
-    """Optional method of the sequences of replicas passed to replicaset schedulers: reads one figure of all replicas.
+    """Optional method of the sequence of replicas that a replicaset scheduler gets: reads one figure of all of them.
 
-    For a thousand replicas this takes about half the time of reading the figure from each. Check for it before use.
+    For a thousand replicas this takes about half the time of reading the figure from each. Check with `isinstance`
+    before use.
     """
 
     def column(self, name: str) -> Sequence[int]:

@@ -42,8 +42,8 @@ def _cached_registry(disabled: str) -> Registry:
 
 
 def _installed_entry_points() -> list[metadata.EntryPoint]:
-    """Return the entry points of the group. Files that do not name it are not parsed; of a package that is installed
-    twice, the first on the path counts.
+    """Return the entry points of the group `vajra`. Metadata files that do not contain the group's name are not parsed;
+    of a package that is installed twice, the first on the path counts.
     """
     found: dict[str, metadata.Distribution] = {}
     for each in metadata.distributions():

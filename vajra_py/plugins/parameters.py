@@ -65,7 +65,7 @@ def _parameter(
 
 
 def unit_of(name: str) -> str:
-    """Return the unit in a field's name; empty if there is none."""
+    """Return the unit that belongs to the suffix of a field's name (`UNITS`); empty if there is none."""
     endings = [ending for ending in UNITS if name.endswith(ending) or name == ending[1:]]
     return UNITS[max(endings, key=len)] if endings else ""
 

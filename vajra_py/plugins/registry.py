@@ -122,7 +122,8 @@ Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 class Registry(Struct, frozen=True, eq=False, dict=True):
     """Offers of the installed plug-ins, by name.
 
-    `lazy` calls one hook of every plug-in; it is called at most once for each kind of offer, on first use.
+    `lazy` is a function that calls the hook of a given name on every plug-in and returns the offers. It is called at
+    most once for each kind of offer, on first use.
     """
 
     plugins: tuple[PluginSource, ...]

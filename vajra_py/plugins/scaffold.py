@@ -76,7 +76,7 @@ def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
 def render_copy(name: str, original: str, kind: str | None = None) -> Mapping[str, str]:
     """Return the files of a new package with a copy of the library policy `original`, as `render_plugin` does.
 
-    `kind` is needed if policies of several kinds share the name. Raises `UnknownNameError` if no policy has it.
+    For `kind` and errors see `copied_policy`.
     """
     names = plugin_names(name)
     copied = copied_policy(original, names.prefix, load_registry(), kind)

@@ -32,7 +32,7 @@ class AcceptanceModel(Protocol):
         """Maximum number of drafts per step that the model supports; None: any number."""
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
-        """Return how many of the drafts for the request's next tokens are accepted, from 0 to `num_drafts`."""
+        """Return the number of accepted drafts among those for the request's next tokens, from 0 to `num_drafts`."""
 
     def release(self, request: Request) -> None:
         """Drop all data about a request that has ended."""
@@ -90,7 +90,7 @@ class AcceptedInTrace:
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: (output tokens before it, accepted drafts) of each verification, by request."""
+        """Create the model. `accepted`: (output tokens before, accepted drafts) of each verification, by request id."""
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:

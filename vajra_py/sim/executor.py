@@ -187,7 +187,7 @@ class SimulatedExecutor:
     def result(self, plan: StepPlan) -> StepResult:
         """Return the result of a step that has just ended.
 
-        Each entry that samples yields one token, and the accepted ones of its drafts.
+        Each entry that samples yields one token, and as many further tokens as it has accepted drafts.
         """
         if self._acceptance is None or not plan.drafts:
             return _NOTHING_KNOWN

@@ -30,7 +30,7 @@ class DecodeFastForward:
         self._driver = driver
         self._end_now = end_now
         self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
-        """Replicas whose step in flight is the first of a run, by replicaset and id."""
+        """Replicas that execute a run of repetitions, by replicaset and id."""
 
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
         """Launch a plan together with its repetitions.
@@ -129,7 +129,7 @@ class DecodeFastForward:
         if num_done:
             self._complete(one, plan, ends[:num_done])
             del ends[:num_done]
-        # The step after one that ends now is formed after the other events of this tick.
+        # A step that ends now is the run's last one, because the next is formed after the other events of this tick.
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:
             del ends[1:]
             driver.end_run_at(one, driver.now)
@@ -144,8 +144,8 @@ class DecodeFastForward:
     def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
         """Complete the first steps of a run, which ended at these ticks.
 
-        The first one is completed separately if blocks were taken after it was formed, because its plan then counts
-        more free blocks.
+        The first one is completed separately if other requests took blocks after it was formed: its plan then has more
+        free blocks than the plans of the later steps.
         """
         replica, now = one.replica, self._driver.now
         self._driver.count_repeats(len(ended_at))

@@ -23,11 +23,11 @@ class SimReplica(BackendReplica):
     plan: StepPlan | None = None
     """The step in flight, with a single pipeline stage."""
     run_ends: array[int] | None = None
-    """End ticks of the remaining steps of a run, the step in flight first; None if it is not in a run. The end of the
-    run is an event.
+    """End ticks of the remaining steps of a run, the step in flight first; None if that step is a single one. The end
+    of the run is an event.
     """
     is_apart: bool = False
-    """True if blocks were taken between steps since the step in flight was formed, so that it needs its own record."""
+    """True if other requests took blocks after the step in flight was formed, so that it needs its own record."""
     run_limit: int = FIRST_STEPS
     """Number of steps computed at once: increased after a run that was completed, reset after one that was
     interrupted."""

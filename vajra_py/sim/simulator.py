@@ -67,10 +67,10 @@ class SimulationOptions(Struct, frozen=True):
     """Delay in seconds from a request's arrival until it is in the scheduler's queue."""
     asynchronous: bool = False
     """True if requests are scheduled as in an engine with async scheduling: a request that arrives during a step is not
-    in the next step. Its replicas hold the slots of ended requests for one step (`BuilderOptions.holds_ended_slots`).
+    in the next step. The replicas must then be built with `BuilderOptions.holds_ended_slots`.
     """
     times_transfers: bool = True
-    """True if the duration of KV transfers is modelled from the links; False: each transfer ends by an injected input."""
+    """True if durations of KV transfers and adapter loads are modelled; False: they end by injected inputs."""
     wakes: bool = True
     """True if policies are woken at the times that they set; False: only by injected inputs."""
     isolates_policies: bool = False
@@ -81,7 +81,7 @@ class SimulationOptions(Struct, frozen=True):
 
 
 class Acceptance(Struct, frozen=True):
-    """A request that is accepted at another time than the client sent it."""
+    """A request whose time of acceptance differs from the time at which the client sent it."""
 
     spec: RequestSpec
     arrived_at: float
@@ -109,8 +109,9 @@ Injected: TypeAlias = (
     | Retry
     | str
 )
-"""Input that can be injected, with the phase of its type: ARRIVAL, FAILURE, POLICY, WAKE, SCALING, TRANSFER or TIER. A
-text is the id of a request (phase ADMISSION, EXPIRY or ABORT) or of a program (PROGRAM).
+"""Payload of `Simulator.inject`. Its type determines the phase: ARRIVAL, FAILURE, POLICY, WAKE, SCALING, TRANSFER or
+TIER. Only a text has several possible phases: ADMISSION, EXPIRY or ABORT for the id of a request, PROGRAM for the id of
+a program.
 """
 
 
