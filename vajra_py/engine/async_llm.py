@@ -104,10 +104,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Reason why no request can be served any more (every replica was lost and given up); None if there is none.
-
-        The state is final.
-        """
+        """Reason why no request can ever be served again (every replica was lost and given up); else None."""
         assert self.loop is not None
         return self.loop.failed
 

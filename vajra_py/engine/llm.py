@@ -81,7 +81,7 @@ def llm_config(
 
 
 class LLM(EngineClient):
-    """A model that computes a list of prompts together, scheduled by the policies of its configuration.
+    """A model that generates the outputs of a list of prompts together, scheduled by the policies of its configuration.
 
     Not thread-safe. `replaced` overrides fields of `EngineServices`, for tests and tools.
     """

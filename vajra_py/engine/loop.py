@@ -86,8 +86,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.last_loss = ""
         """Reason for the last failure of a replica."""
         self.failed: str | None = None
-        """Reason why no request can be served any more (every replica was lost and given up), which is final; else
-        None."""
+        """Reason why no request can ever be served again (every replica was lost and given up); else None."""
         self.on_failed: Callable[[str], None] | None = None
         """Called once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
