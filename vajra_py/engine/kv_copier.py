@@ -1,4 +1,4 @@
-"""Copies of KV between a worker's device and its host memory, in threads beside its steps: one thread per direction.
+"""Copies of KV between a worker's device and its host memory, concurrent with its steps: one thread per direction.
 
 A worker starts each copy after it has processed all earlier messages. Copies of one direction are made one after the
 other.
@@ -57,7 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # First submit the rows to start ahead: even if dropped later, they write a block that this copy may overwrite.
+        # Submit the decodes to start ahead before this copy. One of them may belong to a request that has ended, whose
+        # block may be a target of this copy: submitted later, the decode would overwrite what was copied.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:

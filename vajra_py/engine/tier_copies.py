@@ -5,7 +5,7 @@ step that overwrites blocks of a copy in flight waits for the copy (`kv_copier`)
     - A copy to the host is submitted before the step that overwrites the copy's blocks.
     - A copy to the device is submitted together with the step of its turn, after that step's swapping, which may still
       read the copy's blocks. No step uses these blocks before the copy has ended. If the copy is cancelled, a step that
-      reuses the blocks is submitted later.
+      reuses the blocks is submitted later, and waits for the copy.
 """
 
 from __future__ import annotations
