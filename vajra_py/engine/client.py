@@ -151,7 +151,7 @@ class EngineClient:
                 answer.set_result(outcome)
 
         def done(outcome: Swapped | VajraError) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised once the event loop is closed
                 event_loop.call_soon_threadsafe(deliver, outcome)
 
         self.request_swap(change, done)

@@ -114,7 +114,7 @@ class PlacementConfig(Section):
 
 
 class ReplicasetEngineConfig(Section):
-    """Settings of one replicaset that replace those of the section `engine`; null: not replaced, except `latency`."""
+    """Settings of one replicaset that replace those of the section `engine`; null: not replaced (`latency`: see there)."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
     random_weights: Switch | None = Field(None, description="Use random weights instead of reading them.")
@@ -244,7 +244,7 @@ class ModelBackendConfig(Section):
 
     @property
     def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
-        """Settings that replicasets override, by replicaset."""
+        """Settings of replicasets that override those of the backend, by replicaset."""
         return {}
 
     @property
@@ -253,7 +253,7 @@ class ModelBackendConfig(Section):
         return False
 
     def of(self, replicaset: str) -> Self:
-        """Return the settings of one replicaset."""
+        """Return the settings that apply to one replicaset."""
         return self
 
     def served_models(self, replicasets: Iterable[str]) -> dict[str, str]:

@@ -232,9 +232,9 @@ class EngineExecutor:
         """Return decodes to start ahead, one for each of `rows`; None if there are none, or if they cannot start ahead.
 
         A row is a request and the number of its tokens that are computed before the decode; rows of requests that have
-        `max_model_len` tokens are left out. A single request with penalties, bad words of several tokens or
-        log-probabilities keeps all decodes from starting ahead, since its decode could not be undone; so do more than
-        `num_spare` rows that need a new block.
+        `max_model_len` tokens are left out. Decodes cannot start ahead if a request has penalties, bad words of several
+        tokens or log-probabilities, since its decode could not be undone, or if more than `num_spare` rows need a new
+        block.
         """
         decodes, growing = [], []
         for request, num_computed in rows:

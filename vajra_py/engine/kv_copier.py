@@ -80,7 +80,7 @@ class KvCopier:
             self._wait_for(set(written_blocks(step, self._runner.facts.block_size)))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the running copies and stop the threads. May be called twice, from any thread.
+        """Finish the running copies, drop the queued ones and stop the threads. May be called twice, from any thread.
 
         Raises `ExecutorError` if a copy takes longer than `timeout_s`.
         """

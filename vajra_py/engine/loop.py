@@ -202,7 +202,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), self._outages.next_due())
-            if due <= self.now:  # a message is waiting
+            if due <= self.now:  # the event of a received message waits for the next turn
                 return True
             if self._stops:
                 return False
@@ -312,7 +312,7 @@ class EngineLoop(Backend[EngineReplica]):
             on_progress(submission, request, None)
 
     def _take_worker_message(self, message: WorkerMessage) -> None:
-        """Turn a worker's message into an event of this turn."""
+        """Handle a message about a worker; most messages become an event of this turn."""
         one = self._replicas[message.replica]
         if isinstance(message, KvImported):
             end = self._transfers.imported(message, self.now)

@@ -44,7 +44,7 @@ class RankAnswers:
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
         """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""
-        if isinstance(answer, LoadAdapter):  # there is a single rank
+        if isinstance(answer, LoadAdapter):  # a replica with adapters has a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return
         if isinstance(answer, RankCopy):

@@ -455,8 +455,8 @@ class LookaheadRunner(ModelRunner, Protocol):
     def begin_ahead(self) -> None:
         """Submit the last `work.ahead` if `run_ahead` has not.
 
-        For a caller that is idle after delivering the output. Without this call, the decodes are computed with the step
-        that lists them in `begun`. Raises like `submit`.
+        Meant for a caller that is idle after delivering the output. Without this call, the decodes are computed with
+        the step that lists them in `begun`. Raises like `submit`.
         """
 
 

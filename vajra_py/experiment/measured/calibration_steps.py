@@ -1,4 +1,4 @@
-"""Attribute the steps of a simulated run to the figures of a calibration."""
+"""Attribute the durations of a simulated run's steps to the figures of a calibration."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def profile_config(
     `ConfigError`.
 
     Without `model`, the model of the experiment's engine is used. Of an experiment, simulated or not, only the sizes
-    and the engine are used, since policies are not measured. So its policies may need predictions from a profile that
-    does not exist yet.
+    and the engine are used, since policies are not measured. So the experiment's policies may need predictions from a
+    profile that does not exist yet.
     """
     given = system_keys(config)
     given.pop("sweep", None)

@@ -121,7 +121,8 @@ class FusedForward:
     ) -> None:
         """Move the layers' weights from `model` to `device`.
 
-        `layers` are those of this rank and its pipeline stage. `adapters` need a single rank.
+        `layers`: facts of the layers of this pipeline stage, with this rank's share of the heads. `adapters` need a
+        single rank.
 
         Raises:
             AttributeError, ValueError: the model does not have the structure of its type.

@@ -59,8 +59,8 @@ class Product:
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 _PACKED_FOR_ROWS = 32
-"""Number of rows of x that the layout is optimised for: layouts for 8 or more are equally fast for any number
-(measured)."""
+"""Number of rows of x that the layout is optimised for: layouts for 8 or more rows are equally fast for any number of
+rows (measured)."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ class KvMemory:
         return allocate_kv_cache(num_layers, self.num_blocks + self.num_spare_blocks, block_shape, dtype, device)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (spare block, block) pairs on the device."""
+        """Copy spare blocks into requests' blocks on the device, given as (spare block, block) pairs."""
         if not pairs:
             return
         for source, target in pairs:
