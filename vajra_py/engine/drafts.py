@@ -59,7 +59,7 @@ class NgramIndex:
             known.append(token)
 
     def drafts(self) -> list[int]:
-        """Return the tokens that followed the first occurrence of the longest n-gram at the end that occurred earlier.
+        """Find the longest n-gram at the end that occurred earlier; return the tokens after its first occurrence.
 
         Return an empty list if no n-gram at the end occurred earlier.
         """

@@ -57,8 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # Submit the decodes to start ahead before this copy. One of them may belong to a request that has ended, whose
-        # block may be a target of this copy: submitted later, the decode would overwrite what was copied.
+        # Decodes that are to start ahead must be submitted before this copy. One of them may belong to a request that
+        # has ended and whose block is a target of this copy: submitted later, it would overwrite the copied KV.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:

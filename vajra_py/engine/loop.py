@@ -145,7 +145,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.inbox.put(AbortRequest(request_id))
 
     def swap_policy(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
-        """Swap a policy in the next turn, or when workers have finished cancelled steps. See `SwapPolicy`.
+        """Swap a policy in the next turn, but not before workers have finished cancelled steps. See `SwapPolicy`.
 
         Nothing changes if the swap is not possible.
         """

@@ -4,7 +4,7 @@ Invariants:
     - A fault of one row ends only that row: it is reported among the step's faults. On a single rank, a step that fails
       is computed again row by row, as long as the device responds.
     - Host-only work of a step is done before the device is used. Submitting a step does not wait for the device, unless
-      the step fails, or swaps blocks with several KV-parallel groups.
+      the step fails, or swaps blocks in a replica of several KV-parallel groups.
     - After the runner raised an exception it must not be used again: device and host state may differ.
 """
 
@@ -459,7 +459,7 @@ class TorchRunner:
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
-        )  # as many as fit, with copies, into the memory reserved for six copies of the sampled rows' logits
+        )  # with their copies, they fit into the memory reserved for six copies of the sampled rows' logits
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
             most = len(wanted)  # one pass, like the other ranks
         found: torch.Tensor | None = None
