@@ -114,7 +114,7 @@ class PlacementConfig(Section):
 
 
 class ReplicasetEngineConfig(Section):
-    """Settings of one replicaset that replace those of the section `engine`; null: not replaced (`latency`: see there)."""
+    """Settings of one replicaset that replace those of the section `engine`; null: not replaced (but see `latency`)."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
     random_weights: Switch | None = Field(None, description="Use random weights instead of reading them.")
