@@ -61,7 +61,7 @@ class LookAhead:
         return LookaheadStep(step, begun, self._started)
 
     def forget(self) -> None:
-        """Forget the started decodes, since the worker was replaced or got another step."""
+        """Forget the started decodes: the worker was replaced, or drops them with its next step."""
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:

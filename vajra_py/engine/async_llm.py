@@ -75,12 +75,12 @@ class _Reader:
 
     def put(self, part: StreamPart | Exception) -> None:
         """Pass a part to the task; may be called from any thread."""
-        with suppress(RuntimeError):  # the event loop is closed
+        with suppress(RuntimeError):  # raised once the event loop is closed
             self._event_loop.call_soon_threadsafe(self.parts.put_nowait, part)
 
 
 class AsyncLLM(EngineClient):
-    """A model that serves the tasks of an event loop.
+    """A model that serves asyncio tasks.
 
     May be created in any thread; `close` ends requests in progress.
     """
@@ -104,10 +104,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Reason why no request can be served any more (every replica was lost and given up); None if there is none.
-
-        The state is final.
-        """
+        """Reason why no request can ever be served again (every replica was lost and given up); else None."""
         assert self.loop is not None
         return self.loop.failed
 

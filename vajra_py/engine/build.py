@@ -1,4 +1,4 @@
-"""Build loaded workers and a controller over them from an experiment's settings.
+"""Load workers and build their controller, from an experiment's settings.
 
 Errors that can be detected without a model (settings, policies, files) are raised before one is loaded.
 """
@@ -46,7 +46,7 @@ from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
-"""Sizes (number of KV blocks, longest sequence, KV bytes per token) by pool of a replicaset, from the loaded model."""
+"""Sizes (number of KV blocks, longest sequence, KV bytes per token) of the replicas of each pool of a replicaset."""
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -65,8 +65,8 @@ class EngineServices:
         load: function that creates a worker's runner.
         make_clock: creates the clock; called when everything is loaded.
         threaded: True if in-process replicas compute in their own threads even if there is only one.
-        make_worker: creates a replica's worker instead of the default; None: the default.
-        make_restarter: creates the object that replaces lost workers; None: a `Supervisor`.
+        make_worker: function that creates a replica's worker; None: `WorkerMaker` creates it as the settings state.
+        make_restarter: function that creates the object that replaces lost workers; None: a `Supervisor`.
     """
 
     registry: Registry
@@ -221,7 +221,8 @@ class Engine:
     def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
         """Return a validated change of policy for the loop: names and parameters are checked, defaults filled in.
 
-        Raises `ConfigError`, or the error that the policy raises when it is built or called for a request. Thread-safe.
+        Raises `ConfigError`, or the error that the policy raises when it is built or called with a synthetic request.
+        Thread-safe.
         """
         if replicaset not in self.models:
             message = f"there is no such replicaset ({replicaset!r})"
@@ -249,7 +250,7 @@ class Engine:
         check_every_steps: int = 0,
         isolates_policies: bool = False,
     ) -> EngineLoop:
-        """Allocate KV memory and create the loop; its clock starts now. Must be called once."""
+        """Allocate KV memory and create the loop; its clock starts now. May be called only once."""
         settings: ModelBackendConfig = self.config.backend.settings
         recovery = settings.recovery.when(serves=serves)
         options = LoopOptions(
@@ -286,7 +287,7 @@ class Engine:
         worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
-        """Return the prompt limits of the replicaset whose longest request is the shortest."""
+        """Return the prompt limits of the replicaset with the smallest `max_request_tokens`."""
         return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
 
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
@@ -313,7 +314,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return a replica's number of KV blocks; with named pools, that number and the longest sequence by pool."""
+        """Return the number of KV blocks per replica; with named pools, this and the longest sequence by pool."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -358,7 +359,8 @@ def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mappi
 def _probe(controller: Controller, *, strict: bool = False) -> None:
     """Call every policy with a synthetic request, so that missing settings are reported at start-up.
 
-    Raises the policy's `ConfigError`; its other errors are raised only if `strict`, else left to the run.
+    Raises the policy's `ConfigError`; its other errors are raised only if `strict`, else ignored, since the run raises
+    them if they occur again.
     """
     for name, replicaset in controller.replicasets.items():
         num_tokens = max(1, min(_PROBE_TOKENS, replicaset.bounds.max_model_len - 1))

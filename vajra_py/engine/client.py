@@ -68,7 +68,7 @@ class EngineClient:
 
         Raises `ConfigError` for wrong settings, `ExecutorError` if a worker fails.
         """
-        set_passive_omp_wait()  # before tokenizers: they load a tensor library
+        set_passive_omp_wait()  # before tokenizers load a tensor library, which reads the setting only once
         settings: ModelBackendConfig = self.config.backend.settings
         refuse_oracle(settings.output_length.type, f"backend.{settings.kind}.output_length")
         services = engine_services(self.config, self._registry, {}, **self._replaced)
@@ -151,7 +151,7 @@ class EngineClient:
                 answer.set_result(outcome)
 
         def done(outcome: Swapped | VajraError) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised once the event loop is closed
                 event_loop.call_soon_threadsafe(deliver, outcome)
 
         self.request_swap(change, done)

@@ -23,8 +23,8 @@ from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
-"""Request slots of a worker, as a multiple of the largest batch: a request that skips a step keeps its slot, at no
-cost."""
+"""Request slots of a worker, as a multiple of the largest batch: more than 1, so that requests that skip steps keep
+their slots, and need not be sent to the worker again."""
 
 MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
@@ -88,7 +88,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class PlacementConfig(Section):
-    """Placement of a replica's ranks on a cluster (`--on`); read nowhere else."""
+    """Placement of a replica's ranks on a cluster; used only with `--on`."""
 
     cpus_per_rank: PositiveCount = Field(
         1,
@@ -114,7 +114,7 @@ class PlacementConfig(Section):
 
 
 class ReplicasetEngineConfig(Section):
-    """Settings of one replicaset that differ from the engine's section, such as another model; null: the same."""
+    """Settings of one replicaset that replace those of the section `engine`; null: not replaced (but see `latency`)."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
     random_weights: Switch | None = Field(None, description="Use random weights instead of reading them.")
@@ -173,7 +173,11 @@ class RecoveryConfig(Section):
 
 
 class Recovery(NamedTuple):
-    """`RecoveryConfig` with defaults filled in; `max_reruns` None: requests of a failed replica end."""
+    """`RecoveryConfig` with defaults filled in.
+
+    `max_reruns` None: requests of a failed replica end. `step_timeout_s` None: if `watches_steps`, the limit is derived
+    from earlier steps.
+    """
 
     max_reruns: int | None
     max_restarts: int
@@ -240,7 +244,7 @@ class ModelBackendConfig(Section):
 
     @property
     def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
-        """Settings that replicasets override, by replicaset."""
+        """Settings of replicasets that override those of the backend, by replicaset."""
         return {}
 
     @property
@@ -249,11 +253,14 @@ class ModelBackendConfig(Section):
         return False
 
     def of(self, replicaset: str) -> Self:
-        """Return the settings of one replicaset."""
+        """Return the settings that apply to one replicaset."""
         return self
 
     def served_models(self, replicasets: Iterable[str]) -> dict[str, str]:
-        """Return the model of each replicaset, by name; token ids are only valid for one model."""
+        """Return the model of each replicaset, by replicaset name.
+
+        Replicasets of different models cannot serve the same request, since its token ids are valid for one model only.
+        """
         return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -268,7 +275,7 @@ class ModelBackendConfig(Section):
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """Return the options with which a replica's worker loads, for the first device."""
+        """Return the options with which a replica's worker loads; `placed` then chooses the GPU for device `cuda`."""
         raise NotImplementedError
 
     @property

@@ -25,7 +25,7 @@ class NgramRules:
 def may_have_drafts(sampling: SamplingParams) -> bool:
     """Return True if several tokens of a request can be verified in one step.
 
-    That is so if its sampling depends on its output through the logits only.
+    The sampler does so only for requests without penalties, constraints on tokens, `min_tokens` and `logprobs`.
     """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)
     return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens
@@ -59,7 +59,7 @@ class NgramIndex:
             known.append(token)
 
     def drafts(self) -> list[int]:
-        """Return the tokens that followed the first occurrence of the longest n-gram at the end.
+        """Find the longest n-gram at the end that occurred earlier; return the tokens after its first occurrence.
 
         Return an empty list if no n-gram at the end occurred earlier.
         """

@@ -31,9 +31,11 @@ class _Row:
     num_blocks: dict[int, int] = field(default_factory=dict)
     """Number of block-table entries already sent, for each KV-parallel group."""
     sampling_group: int | None = None
-    """KV-parallel group that holds the request's newest tokens and samples."""
+    """KV-parallel group that holds the request's newest tokens and samples the next one; None without KV parallelism
+    and before the first chunk."""
     allows_lookahead: bool = True
-    """True if sampling a token changes no state of the worker besides the token, so it can be undone."""
+    """True if the worker can undo a decode: the request has no log-probabilities, and earlier outputs do not affect its
+    sampling."""
     goes_on: bool = False
     """True if the worker has the request's newest token, so that the next step need not send it."""
 
@@ -72,7 +74,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """The decode pool of the last step, if all of its members continue.
+    """Rows of the last step's decode pool, kept if the worker had the newest token of every member.
 
     As long as no request joins or leaves the pool, the rows of the next step are the same.
     """
@@ -208,9 +210,10 @@ class EngineExecutor:
         return [request for request, row in self._rows.items() if row.slot in slots]
 
     def parts(self, step: StepInput, suspects: Collection[Request]) -> list[StepInput]:
-        """Split a step into parts with the same results in total, where each suspect has a part of its own.
+        """Split a step into parts with the same results in total, where each of `suspects` has a part of its own.
 
-        Chunks stay in order, since one may read KV blocks that an earlier one writes.
+        Suspects are requests that may have made a worker fail. Chunks stay in order, since a chunk may read KV blocks
+        that an earlier one writes.
         """
         apart = {row.slot for request in suspects if (row := self._rows.get(request)) is not None}
         rows: list[tuple[list[Chunk], list[int]]] = [([], [slot for slot in step.decodes if slot not in apart])]
@@ -226,10 +229,12 @@ class EngineExecutor:
     def lookahead_decodes(
         self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
     ) -> LookaheadDecodes | None:
-        """Return one more decode per (request, number of tokens computed by then); None if they cannot start ahead.
+        """Return decodes to start ahead, one for each of `rows`; None if there are none, or if they cannot start ahead.
 
-        Requests with penalties, bad words or log-probabilities prevent that, since dropped rows could not be undone. At
-        most `num_spare` rows may need a new block.
+        A row is a request and the number of its tokens that are computed before the decode; rows of requests that have
+        `max_model_len` tokens are left out. Decodes cannot start ahead if a request has penalties, bad words of several
+        tokens or log-probabilities, since its decode could not be undone, or if more than `num_spare` rows need a new
+        block.
         """
         decodes, growing = [], []
         for request, num_computed in rows:
@@ -294,7 +299,7 @@ class EngineExecutor:
     def _given(self, request: Request, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
         """Accept a verified row, and return its tokens.
 
-        These are the sampled tokens, up to the first one that differs from its draft or ends the request.
+        These are the sampled tokens up to and including the first one that differs from its draft or ends the request.
 
         A draft is accepted only if it equals the token sampled in its place, so the output is the same as without
         drafts.
@@ -370,7 +375,7 @@ class EngineExecutor:
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
-        row.num_blocks[0] = drafts.num_kept_blocks  # later blocks may differ in the next step
+        row.num_blocks[0] = drafts.num_kept_blocks  # blocks after these are freed if their drafts are rejected
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
         tokens = [*self._tokens(request, start, start + 1), *proposed]
@@ -441,7 +446,7 @@ class EngineExecutor:
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Free slots of requests not among `requests` if slots would run out.
 
-        Requests without KV memory lose their slots first, then the requests that have been known longest.
+        Requests without KV memory lose their slots first, then the others, in the order in which they got their slots.
         """
         num_lacking = len(requests) - sum(map(self._rows.__contains__, requests)) - len(self._free)
         if num_lacking <= 0:

@@ -1,4 +1,4 @@
-"""Copies of KV between a worker's device and its host memory, in threads beside its steps: one thread per direction.
+"""Copies of KV between a worker's device and its host memory, concurrent with its steps: one thread per direction.
 
 A worker starts each copy after it has processed all earlier messages. Copies of one direction are made one after the
 other.
@@ -57,7 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # First submit the rows to start ahead: even if dropped later, they write a block that this copy may overwrite.
+        # Decodes that are to start ahead must be submitted before this copy. One of them may belong to a request that
+        # has ended and whose block is a target of this copy: submitted later, it would overwrite the copied KV.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
@@ -79,7 +80,7 @@ class KvCopier:
             self._wait_for(set(written_blocks(step, self._runner.facts.block_size)))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the running copies and stop the threads. May be called twice, from any thread.
+        """Finish the running copies, drop the queued ones and stop the threads. May be called twice, from any thread.
 
         Raises `ExecutorError` if a copy takes longer than `timeout_s`.
         """

@@ -2,8 +2,8 @@
 
 Between replicas, each rank of the source's worker copies blocks into a buffer, and the same rank of the target's worker
 copies the buffer into its own blocks. Workers make these copies in order with their steps: a copy reads what earlier
-steps have written, and later steps read what the copy has written. Copies between device and host memory run beside
-steps (`kv_copier`).
+steps have written, and later steps read what the copy has written. Copies between device and host memory are concurrent
+with steps (`kv_copier`).
 
 Invariants:
     - Ranks with the same number hold the same part of the model at both ends, so block contents have the same layout.
@@ -47,8 +47,8 @@ class KvImport:
         number: number of the transfer.
         block_ids: blocks to copy into.
         content: buffers that the other worker exported.
-        copies: blocks to move between device and host first, since the target blocks may have been swapped out since
-            the last step.
+        copies: blocks to copy between device and host first, since former content of the target blocks may still have
+            to be swapped out.
     """
 
     number: int
@@ -64,8 +64,8 @@ class KvMove:
     Attributes:
         number: number of the copy.
         copies: blocks to copy, at least one, all in one direction.
-        before: blocks to move first, in order with the steps, since content of the blocks in `copies` may be swapped
-            out.
+        before: blocks to copy first, in order with the steps, since former content of the blocks in `copies` may still
+            have to be swapped out.
     """
 
     number: int
@@ -129,7 +129,7 @@ class SharedBuffer:
 
     def send(self, pipe: Connection) -> None:
         """Give another process access to the buffer. Raises `OSError` if that process has died."""
-        send_handle(pipe, self._descriptor, None)  # a process id is for Windows
+        send_handle(pipe, self._descriptor, None)  # only Windows needs the process id
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Map the memory; the mapping lives as long as the array."""

@@ -47,10 +47,10 @@ class KvTransfers:
             self._notify(KvImported((key[0], target.replica.replica_id), transfer.number))
 
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
-        """Forget a transfer: the buffer from its source is dropped.
+        """Forget a transfer: a buffer that still arrives from its source is dropped.
 
-        If the copy was already sent to the target's worker, the worker makes it before any later step; such a step may
-        then overwrite the blocks.
+        If the buffer was already sent to the target's worker, it is copied before any later step, so that such a step
+        may reuse the target blocks.
         """
         self._under_way.pop(_key(transfer), None)  # absent if it ended in this turn
 

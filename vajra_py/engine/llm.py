@@ -39,7 +39,7 @@ DEFAULT_SCHEDULING: Mapping[str, Any] = {
 DEFAULT_REPLICASET = "default"
 """Name of the replicaset if there is only one."""
 CPU_MEMORY_FRACTION = 0.25
-"""Fraction of a host's free memory for KV blocks; the rest is left for other uses."""
+"""Fraction of a host's free memory for weights, buffers of a step and KV blocks; the rest is left for other uses."""
 
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def llm_config(
 
 
 class LLM(EngineClient):
-    """A model that computes a list of prompts together, scheduled by the policies of its configuration.
+    """A model that generates the outputs of a list of prompts together, scheduled by the policies of its configuration.
 
     Not thread-safe. `replaced` overrides fields of `EngineServices`, for tests and tools.
     """

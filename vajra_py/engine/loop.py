@@ -86,8 +86,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.last_loss = ""
         """Reason for the last failure of a replica."""
         self.failed: str | None = None
-        """Reason why no request can be served any more (every replica was lost and given up), which is final; else
-        None."""
+        """Reason why no request can ever be served again (every replica was lost and given up); else None."""
         self.on_failed: Callable[[str], None] | None = None
         """Called once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
@@ -122,7 +121,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages = Outages(controller, self._replicas, options.wait_s)
         self._stops = False
         self._stalled_at = -1
-        """Number of steps at the last log message that requests make no progress."""
+        """Number of steps when it was last logged that requests make no progress."""
         self._submissions: dict[Request, Submission] = {}
 
     @property
@@ -146,11 +145,14 @@ class EngineLoop(Backend[EngineReplica]):
         self.inbox.put(AbortRequest(request_id))
 
     def swap_policy(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
-        """Swap a policy in the next turn; nothing changes if that is not possible. See `SwapPolicy`."""
+        """Swap a policy in the next turn, but not before workers have finished cancelled steps. See `SwapPolicy`.
+
+        Nothing changes if the swap is not possible.
+        """
         self.inbox.put(SwapPolicy(change, done))
 
     def stop(self) -> None:
-        """Make `run` return after the current turn."""
+        """Make `run` return once it has handled all messages that it has received."""
         self.inbox.put(Stop())
 
     # Only from the loop's own thread
@@ -175,7 +177,8 @@ class EngineLoop(Backend[EngineReplica]):
     def run(self) -> None:
         """Serve until no request is left (or, as a server, until `stop`).
 
-        Raises `PolicyError` if a policy breaks the contract or leaves requests waiting forever.
+        Raises `PolicyError` if a policy breaks the contract (unless policies are isolated) or leaves requests waiting
+        forever.
         """
         try:
             limit_s = self._options.policy_timeout_s
@@ -199,7 +202,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), self._outages.next_due())
-            if due <= self.now:  # a message is waiting
+            if due <= self.now:  # the event of a received message waits for the next turn
                 return True
             if self._stops:
                 return False
@@ -309,7 +312,7 @@ class EngineLoop(Backend[EngineReplica]):
             on_progress(submission, request, None)
 
     def _take_worker_message(self, message: WorkerMessage) -> None:
-        """Turn a worker's message into an event of this turn."""
+        """Handle a message about a worker; most messages become an event of this turn."""
         one = self._replicas[message.replica]
         if isinstance(message, KvImported):
             end = self._transfers.imported(message, self.now)
@@ -409,7 +412,7 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # else it was placed with its KV
+        if request.state is RequestState.ARRIVED:  # in another state, the request has arrived with its KV
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)
@@ -557,9 +560,9 @@ class EngineLoop(Backend[EngineReplica]):
 
 
 def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
-    """Return the requests whose token in this step is not output.
+    """Return the requests that are to leave the replica, and whose target replica samples the token of this step again.
 
-    They leave the replica, and their target replica samples the token again.
+    Here, this token is not output, unless the request stays after all.
     """
     if not replica.hands_off or replica.gives_first_token:
         return ()

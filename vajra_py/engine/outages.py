@@ -31,7 +31,10 @@ class Outages:
         return self._controller.replicasets[replicaset].can_serve_with([*self._up(replicaset), *restarting])
 
     def begin(self, replicaset: str, now: int) -> None:
-        """Make requests of a replicaset wait if the remaining replicas cannot serve them."""
+        """Begin an outage if the replicas that are up cannot serve the replicaset's requests to their end.
+
+        The requests wait for the restart of replicas; if no restart could help, the outage is over at once.
+        """
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)
             self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))

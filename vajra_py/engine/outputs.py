@@ -30,14 +30,13 @@ class OutputBuffer:
     Attributes:
         sampling: sampling and stop parameters of the request.
         stop_token_ids: tokens that end the request.
-        stream: incremental decoder; None without a tokenizer.
+        stream: incremental decoder; None without a tokenizer, and once the complete text was read.
         token_ids: all output tokens, including the one that ended the request.
         logprobs: log-probabilities of each token, for requests with `logprobs`.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, for requests with
             `prompt_logprobs`.
         stopped_by: stop string or token that ended the request; None if it has not ended or ended otherwise.
-        is_faulty: True if the request failed on its own.
-
+        is_faulty: True if the request failed because its own row could not be computed or sampled.
     """
 
     sampling: SamplingParams
@@ -50,7 +49,7 @@ class OutputBuffer:
     is_faulty: bool = False
     _text: str = ""
     _search: StopSearch | None = None
-    """Search for stop strings, which holds back text that may begin one; None if the request has none."""
+    """Search for stop strings, which holds back text that may begin one; None if the request has no stop strings."""
     _num_read: int = 0
     """Number of tokens that have been decoded to text."""
     _is_done: bool = False
@@ -81,7 +80,7 @@ class OutputBuffer:
         return self.stream is not None and bool(self.sampling.stop)
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
-        """Append a token; return True if it ends the request."""
+        """Append a token; return True if it is a stop token that ends the request."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -91,7 +90,7 @@ class OutputBuffer:
         return False
 
     def unread(self) -> list[int]:
-        """Return the tokens that are not decoded to text yet."""
+        """Return the tokens that are not decoded to text yet, without a final stop token that the text leaves out."""
         is_left_out = isinstance(self.stopped_by, int) and not self.sampling.include_stop_str_in_output
         end = len(self.token_ids) - is_left_out
         return self.token_ids[self._num_read : end]
@@ -168,7 +167,10 @@ class Submission:
         eos_token_ids: Sequence[int],
         seed: int,
     ) -> Self:
-        """Return the submission of a request that ends with the stop tokens of its parameters and of its model."""
+        """Return the submission of a request that ends with the stop tokens of its parameters.
+
+        Unless `ignore_eos` is set, `eos_token_ids`, which are those of the model, end the request as well.
+        """
         eos = () if sampling.ignore_eos else eos_token_ids
         stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         return cls(facts, prompt_token_ids, seed, OutputBuffer(sampling, stop_token_ids))

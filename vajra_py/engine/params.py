@@ -1,7 +1,7 @@
 """Validate a request's sampling parameters and prompt.
 
-Numbers are checked as float32, the type they are computed in. Every problem is one line. This module loads no tensor
-library.
+Numbers must be within the range of float32, the type they are computed in. The text of each problem is one line. This
+module loads no tensor library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Range:
     or_zero: bool = False
 
     def holds(self, value: object) -> bool:
-        """Return True if the value is a number within these limits."""
+        """Return True if the value is a number within these limits, or 0 if `or_zero`."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.or_zero and value == 0)
@@ -53,7 +53,7 @@ _RANGES = (
 
 
 def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: int | None = None) -> None:
-    """Raise `ConfigError` with all problems of the parameters."""
+    """Raise a `ConfigError` that lists all problems of the parameters, if they have any."""
     problems = [problem for one in _RANGES for problem in _out_of_range(params, one, where)]
     problems += _wrong_counts(params, where)
     if _is_whole(params.min_tokens) and _is_whole(params.max_tokens) and params.min_tokens > params.max_tokens:

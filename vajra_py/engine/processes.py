@@ -231,7 +231,7 @@ class ProcessWorker:
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`; return the smallest number over all ranks. On a CPU, the ranks share its memory."""
+        """See `Worker`; return the smallest number over all ranks. On a CPU, the ranks share the machine's memory."""
         sharing = len(self._pipes) if self.facts.device == "cpu" else 1
         return int(min(self._call("profile_num_blocks", memory_fraction / sharing)))
 

@@ -44,7 +44,7 @@ class RankAnswers:
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
         """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""
-        if isinstance(answer, LoadAdapter):  # there is a single rank
+        if isinstance(answer, LoadAdapter):  # a replica with adapters has a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return
         if isinstance(answer, RankCopy):
@@ -79,7 +79,7 @@ class RankAnswers:
                 yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """Return the output of a step; the durations of stages add up, and groups compute concurrently."""
+        """Return the output of a step; its duration is the sum over stages of the longest duration of a group."""
         options = self._options
         stages, groups = range(options.pipeline_stages), range(options.kv_groups)
         if len(stages) == len(groups) == 1:

@@ -31,7 +31,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Request to finish the current turn and return."""
+    """Request that the loop returns once it has handled all messages that it has received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StepUnderWay:
         parts: parts whose outputs have not arrived. The worker gets the parts one after the other, or, with pipeline
             stages, all at once.
         num_entering: number of parts that have not left the first pipeline stage.
-        outputs: outputs of the parts that have arrived.
+        outputs: outputs that have arrived, one per part.
     """
 
     plan: StepPlan
@@ -76,7 +76,7 @@ class EngineReplica(BackendReplica):
     """One replica, with its executor and worker.
 
     Attributes:
-        executor: translation between plans and messages of the worker.
+        executor: translates plans to messages for the worker, and the worker's outputs to results.
         worker: computes the replica's steps.
         ahead: look-ahead, which starts decodes before the policy decides on them; None: no look-ahead.
         watch: time limit for the worker's steps; None: no limit.
@@ -157,9 +157,10 @@ class LoopOptions:
     check_every_steps: int = 0
     """Number of steps between conservation checks; 0: no checks."""
     max_reruns: int | None = None
-    """Number of times that a request is computed again after replicas fail; None: requests of a lost replica end."""
+    """Number of times that a request is computed again after failures that it caused; None: requests of a lost replica
+    end."""
     wait_s: float = 60.0
-    """Seconds that requests wait while none of their replicas is up."""
+    """Seconds that requests wait while the replicas that are up cannot serve them to their end."""
     isolates_policies: bool = False
     """True if a policy that breaks the contract takes its replicaset out of service instead of ending the run."""
     policy_timeout_s: float | None = 60.0

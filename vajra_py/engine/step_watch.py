@@ -43,7 +43,8 @@ _NUM_FIRST = 8
 _FIRST_S = 600.0
 """Time limit of a worker's first steps, in seconds."""
 _FIRST_AGAIN_S = 60.0
-"""Time limit of a worker's first steps if earlier workers of the replica have computed steps, in seconds."""
+"""Minimum time limit of a worker's first steps if earlier workers of the replica have computed more than `_NUM_FIRST`
+steps, in seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
 """Time limit for reloading a worker: factor over the time that the first workers took, and minimum in seconds."""
 _PAUSE_S = 0.25
@@ -91,12 +92,12 @@ class _Lane:
     """Steps or copies that a worker executes one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
-    """Number of tokens of each step in flight; 0 for a copy. For a copy beside steps, the number of tokens of the steps
-    that it waits for."""
+    """Number of tokens of each step in flight; 0 for a copy. For a copy that is concurrent with steps, the number of
+    tokens of the earlier steps that it waits for."""
     numbers: deque[int] = field(default_factory=deque)
-    """Numbers of the copies, for a lane of copies beside steps."""
+    """`KvMove.number` of each copy that is concurrent with steps; empty in a lane of steps."""
     began_at: float = 0.0
-    """Start of the first step or copy, on the monotonic clock."""
+    """Start of the oldest step or copy in flight, on the monotonic clock."""
     age_s: float = 0.0
     """Seconds since `began_at` in which this process ran; time in which it was suspended does not count."""
 
@@ -107,7 +108,7 @@ class _Lane:
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """Start the time limit of the first step or copy now."""
+        """Start the time limit of the oldest step or copy in flight at `now`."""
         self.began_at, self.age_s = now, 0.0
 
 
@@ -123,7 +124,7 @@ class _Timer:
     """Steps, and copies ordered with them."""
     down: _Lane = field(default_factory=_Lane)
     up: _Lane = field(default_factory=_Lane)
-    """Copies to the device beside steps; `down` holds copies to the host."""
+    """Copies to the device that are concurrent with steps; `down` holds those to the host."""
     num_done: int = 0
     is_over: bool = False
 
@@ -216,7 +217,8 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # The loop may not read the message, since it may be waiting for this worker to accept a step.
+                # The worker is discarded here, since the loop might be blocked until this worker accepts a step, and so
+                # not read the message.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:

@@ -29,7 +29,7 @@ class StopAutomaton:
         self.beginnings = frozenset(stop[0] for stop in stops)
         self.edges: dict[tuple[int, str], int] = {}
         self.depths = [0]
-        """Length of the prefix of each node."""
+        """Length of the prefix that each node represents."""
         self.fallbacks = [0]
         """Longest proper suffix of each node that is also a node."""
         self.found = [0]
@@ -76,7 +76,7 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Return the automaton of these strings; requests with the same strings share it while one of them exists."""
+    """Return the automaton of these strings, which is kept while a request with the same strings uses it."""
     found = _automata.get(stops)
     if found is None:
         found = _automata[stops] = StopAutomaton(stops)
@@ -100,8 +100,9 @@ class StopSearch:
 
         Return the new text that cannot belong to a stop string, and the stop string that ends the text, or None.
 
-        With `may_stop`, the text ends before the stop string that begins first; if several begin there, the shortest
-        one counts. A stop string that was completed before `may_stop` counts if its text is still held back.
+        With `may_stop`, the text ends before the stop string that begins first; if several begin at the same character,
+        the shortest one counts. A stop string that was completed while `may_stop` was False counts if its text is still
+        held back.
         """
         automaton, node = self._automaton, self._node
         if not node and automaton.beginnings.isdisjoint(text):

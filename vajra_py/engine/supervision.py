@@ -1,9 +1,9 @@
 """Restarts of replicas whose worker is lost: a new worker is loaded after a pause, while the other replicas serve.
 
-Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and are reset once a replica was up
-for `settled_s`. A replica is restarted any number of times, as long as each start computes a step. Only consecutive
-starts that fail are counted, and after too many of them the replica is abandoned. The result reaches the loop as a
-message, so the loop's state changes only between two steps.
+Pauses back off exponentially: they double with every restart, up to `LONGEST_PAUSE_S`, and are reset once the replica
+was up for `settled_s`. A replica is restarted any number of times, as long as each start computes a step. Only
+consecutive starts that fail are counted, and after too many of them the replica is given up. The outcome of a restart
+reaches the loop as a message, so that only the loop's own thread changes its state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """Handle the loss of `worker` in step `num_steps` of the replica (the first is 1; 0: before the first).
 
-        Return True if a replacement is started; the outcome of the restart is reported once.
+        Return True if a replacement is started; its outcome is then reported once.
         """
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class RestartLimits:
 
     Attributes:
         max_restarts: number of consecutive starts that may fail.
-        backoff_s: pause before the first start, in seconds; it doubles with each further start.
+        backoff_s: pause before the first restart, in seconds; it doubles with each further one.
         settled_s: seconds that a replica must be up for the pauses to be reset.
     """
 
@@ -123,7 +123,7 @@ class Supervisor:
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
         record = self._records.setdefault(replica, _Record(up_since=self._now()))
-        if num_steps > record.num_steps + 1:  # not counting the step in which the replica was lost
+        if num_steps > record.num_steps + 1:  # the lost worker completed a step before the one in which it was lost
             record.num_failed = 0
         if self._now() - record.up_since >= self._limits.settled_s:
             record.num_failed = record.num_pauses = 0

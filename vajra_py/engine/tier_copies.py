@@ -1,11 +1,11 @@
 """Copies between the device and the host tier of an engine's replicas, and the messages to their workers.
 
-A tier lies behind the host blocks for swapping, in the same memory. Workers copy concurrently with their steps, and a
-step that overwrites blocks of a copy in flight waits for the copy (`kv_copier`):
+The blocks of a tier come after the host blocks for swapping, in the same memory. Workers copy concurrently with their
+steps, and a step that overwrites blocks of a copy in flight waits for the copy (`kv_copier`):
     - A copy to the host is submitted before the step that overwrites the copy's blocks.
     - A copy to the device is submitted together with the step of its turn, after that step's swapping, which may still
       read the copy's blocks. No step uses these blocks before the copy has ended. If the copy is cancelled, a step that
-      reuses the blocks is submitted later.
+      reuses the blocks is submitted later, and waits for the copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TierCopies:
 
         Return False if there are none.
 
-        `swaps`: blocks that this step is to move first; if there are copies, the worker moves them with the first copy.
+        `swaps`: blocks that this step is to swap first; if there are copies, the worker swaps them before the first
+        copy instead.
         """
         if not self._to_load:
             return False
@@ -82,7 +83,10 @@ def num_host_blocks(replica: Replica) -> int:
 
 
 def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
-    """Return a problem if a replicaset with tiers moves requests with their KV, which takes blocks between steps."""
+    """Return a problem if a replicaset with tiers moves requests with their KV.
+
+    Such moves take blocks between steps, and do not wait for copies of a tier.
+    """
     if replicaset.tiers is None:
         return []
     message = (

@@ -47,7 +47,7 @@ SIZES = {
     "10m": TinySize(8, 320, 896, 8, 2, 40),
     "30m": TinySize(8, 512, 1728, 8, 2, 64),
 }
-"""Tiny Llamas, by approximate number of parameters."""
+"""Sizes, by the approximate number of parameters of a Llama of this size."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

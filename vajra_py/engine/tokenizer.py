@@ -1,7 +1,7 @@
 """Tokenize prompts, and detokenize outputs incrementally.
 
-A tokenizer may need several tokens for one character, and may decode a token differently depending on its neighbours,
-so text is emitted only when the tokens so far end in a complete character.
+A tokenizer may need several tokens for one character, and may decode a token differently depending on its neighbours.
+An incomplete character at the end of the tokens so far is therefore not emitted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HubTokenizer:
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """Return the parameters with `bad_words` converted to `bad_words_token_ids`.
 
-    Raises `ConfigError` without a tokenizer.
+    Raises `ConfigError` if there are `bad_words`, but no tokenizer.
 
     As in vLLM, each word is forbidden as tokenized at the beginning of a text, and also as tokenized after a blank if
     that gives the same number of tokens, but a different first token.
@@ -166,8 +166,8 @@ def has_plain_decode(tokenizer: Any) -> bool:
 def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence[Sequence[int]]], list[str]]:
     """Return a function that decodes several token sequences.
 
-    Tokenizers with default decoding are called below the library's own layers, which take three times as long as
-    decoding.
+    For tokenizers with default decoding, the function bypasses transformers' own layers, which take three times as long
+    as the decoding itself.
     """
     if has_plain_decode(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=skips_special)
@@ -229,7 +229,7 @@ class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
     Only the last few tokens are decoded again together with new ones. They begin with the tokens of the last emitted
-    text (at `_prefix`), since the first token of a decoded sequence may be decoded differently as well.
+    text (at `_prefix`), since a tokenizer may also decode the first token of a sequence differently.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")

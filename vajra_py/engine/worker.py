@@ -1,11 +1,13 @@
 """Workers, which compute a replica: in the controller's thread, in a separate thread, or in one process per rank.
 
 Invariants:
-    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With
-      pipeline stages it gets the next step when it has delivered `LeftFirstStage`.
+    - A worker gets one step at a time, or one part of a divided step, and delivers one `Finished` for each, never
+      before `submit` was called. With pipeline stages, it gets all parts of a step together, and the next step when it
+      has delivered `LeftFirstStage` for each of them.
     - Copies of KV may be submitted at any time; a worker handles them in order, but runs a `KvMove` concurrently with
       later work.
-    - After a `Finished` with an error the worker is not used again; if a process dies, one is delivered at any time.
+    - After a `Finished` with an error the worker is not used again. If a process dies, this message may arrive at any
+      time.
 """
 
 from __future__ import annotations
@@ -341,7 +343,7 @@ def lost(replica: ReplicaKey, what: str) -> str:
 
 
 def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
-    """Return the model facts that all workers of a replicaset share. Raises `ExecutorError` if they differ."""
+    """Return the first of these model facts. Raises `ExecutorError` if they are not all of the same model."""
     first = loaded[0]
     for facts in loaded[1:]:
         if facts.num_parameters != first.num_parameters or facts.eos_token_ids != first.eos_token_ids:

@@ -64,8 +64,8 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     """Load a model on a device and check its weights; KV memory is not allocated yet.
 
     Raises:
-        ConfigError: the model directory is missing or broken, the architecture does not use the attention interface,
-            the model does not fit, or the device is absent; one problem per line.
+        ConfigError: the model directory is missing or broken, the architecture does not use transformers' attention
+            interface, the model does not fit, or the device is absent. The error states one problem per line.
     """
     # Checked before importing tensor libraries, which takes seconds.
     inspect_model(options.model, options.random_weights)

@@ -1,10 +1,11 @@
 """Tokens, positions and KV slots of a step, derived from the worker's state of each request.
 
 Invariants:
-    - Decodes come first in the flattened row, then chunks of one token, then longer ones: attention's fast path reads
-      the leading run of single tokens.
-    - State is kept in arrays by slot and updated when a step is submitted, so that the next step can be
-      submitted before this one's tokens are available on the host.
+    - Decodes come first in the flattened batch, then chunks of one token, then longer chunks: attention's fast path
+      takes the leading sequences of one token. With KV parallelism, sequences whose newest tokens this rank holds come
+      before the others.
+    - State is kept in arrays by slot and updated when a step is submitted, so that the next step can be submitted
+      before this step's tokens are available on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HostBatch:
     """One step's batch on the host.
 
     Attributes:
-        slots: slot of every sequence, in this order: decodes, chunks of one token, longer chunks.
+        slots: slot of every sequence, in the order of the flattened batch.
         num_decodes: number of sequences that continue from their last sampled token.
         token_ids: tokens of all chunks, concatenated.
         query_lens: number of tokens to compute, for every sequence.
@@ -233,7 +234,10 @@ class BatchState:
         )
 
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Return a chunk's sort key: requests whose newest tokens this rank holds first, then chunks of one token."""
+        """Return a chunk's sort key.
+
+        Chunks of requests whose newest tokens this rank holds come first; among equals, chunks of one token do.
+        """
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
 
@@ -246,7 +250,7 @@ class BatchState:
     def _checked_longest(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> int:
         """Return the KV length of the longest sequence.
 
-        Raises `ExecutorError` if a sequence is too long or has no tokens.
+        Raises `ExecutorError` if a sequence is too long or has no tokens to compute.
         """
         longest, found = self._limits[1], int(kv_lens.max())
         if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or found > longest:
@@ -311,7 +315,7 @@ class BatchState:
         assert self._groups is not None
         count, newest = len(batch.slots), batch.num_newest
         ends = np.cumsum(batch.query_lens)
-        # Ordered by slot, which is the same in every group.
+        # Both sides of an exchange must list rows in the same order, so order them by slot, which all groups share.
         shared = sorted((k for k in range(count) if len(batch.groups[k]) > 1), key=lambda k: int(batch.slots[k]))
         rows = {k: np.arange(ends[k] - batch.query_lens[k], ends[k]) for k in shared}
         first = dict(zip(shared, np.cumsum([0, *(len(rows[k]) for k in shared)]).tolist(), strict=False))

@@ -48,11 +48,11 @@ class SamplingParams:
         repetition_penalty: divides positive logits of tokens in the prompt or output, and multiplies negative ones.
         seed: seed of the request's own random stream; None: the controller draws one.
         logprobs: number of most likely tokens to report per token (0: only the sampled one); None: no report.
-        prompt_logprobs: the same for the prompt's tokens from the second on. The request then uses no cached prefix,
-            since cached tokens have no logits.
+        prompt_logprobs: the same number for the prompt's tokens from the second on. The request then uses no cached
+            prefix, since cached tokens have no logits.
         stop: strings that end the request. Enforced by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
-        min_tokens: number of output tokens before which no token that ends the request is sampled.
+        min_tokens: number of output tokens that must precede a token that ends the request.
         ignore_eos: True if the model's own end-of-sequence tokens do not end the request.
         allowed_token_ids: the only tokens that may be sampled; None: all.
         logit_bias: (token, value added to its logit), each token once.
@@ -133,10 +133,10 @@ class Chunk:
         groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
             tokens of the request each; the last one holds the tokens after those, including this chunk's.
         num_drafts: number of drafts at the end of `token_ids`. A token is sampled from the logits of each draft and of
-            the token before the first draft. Only for requests whose sampling depends neither on their output nor on
-            penalties.
+            the token before the first draft. Only for requests without penalties, constraints on tokens, `min_tokens`
+            and `logprobs`.
         num_outputs: number of output tokens so far, if drafts may have been rejected in the request's last step; None:
-            the number of sampled tokens.
+            as many as the worker has counted.
     """
 
     slot: int
@@ -164,7 +164,7 @@ class StepInput:
         new: slots that are assigned to requests.
         freed: slots that are released, before `new`.
         tables: block tables that grew or changed.
-        copies: KV blocks to move between device and host before computing, in this order.
+        copies: KV blocks to copy between device and host before computing, in this order.
     """
 
     chunks: Sequence[Chunk] = ()
@@ -448,15 +448,15 @@ class LookaheadRunner(ModelRunner, Protocol):
     def run_ahead(self, work: LookaheadStep) -> StepOutput:
         """Return the output of `work.step`.
 
-        If the device computes asynchronously, `work.ahead` is submitted right after it. A step without `begun` rows
-        undoes the decodes that were started ahead, and so does `submit`. Raises like `submit`.
+        If the device computes asynchronously, `work.ahead` is submitted right after `work.step`. A step without `begun`
+        rows undoes the decodes that were started ahead, and so does `submit`. Raises like `submit`.
         """
 
     def begin_ahead(self) -> None:
         """Submit the last `work.ahead` if `run_ahead` has not.
 
-        For a caller that is idle after delivering the output. Without this call, the decodes are computed with the step
-        that lists them in `begun`. Raises like `submit`.
+        Meant for a caller that is idle after delivering the output. Without this call, the decodes are computed with
+        the step that lists them in `begun`. Raises like `submit`.
         """
 
 
@@ -475,7 +475,7 @@ class KvRunner(ModelRunner, Protocol):
     ) -> None:
         """Copy into KV blocks a buffer that another runner's `export_kv` has filled, before all later steps.
 
-        `copies` are made first: KV blocks to move between device and host. Raises `ExecutorError`.
+        `copies` are made first: copies of KV blocks between device and host. Raises `ExecutorError`.
         """
 
     def mark(self) -> object:

@@ -2,7 +2,7 @@
 
 Invariants:
     - Host memory of a copy to or from a GPU is pinned and comes from torch's own pool, which reuses it only when the
-    copy is complete.
+      copy is complete.
     - On the CPU nothing is copied.
 """
 

@@ -19,10 +19,12 @@ from vajra_py.metrics.runs.run_data import RunData
 Floats = npt.NDArray[np.float64]
 
 MEAN_BOUND = 0.08
-"""Largest relative error of a mean with which a validation passes."""
+"""Largest relative error of the throughput, and of a mean other than TTFT's, with which a validation passes."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
-"""Minimum number of rows after the last scheduling for matching the log's clock by these rows alone."""
+"""Minimum number of log rows after the last scheduling of a request; with fewer, all rows are used to match the log's
+clock.
+"""
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
 

@@ -27,7 +27,8 @@ from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, float], None]
-"""Called after each simulation with (simulations so far, sum of squared residuals)."""
+"""Called after each round of a fit with (simulations so far, sum of squared residuals with less weight on large ones).
+"""
 
 FEWEST_REQUESTS = 20
 TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
@@ -171,7 +172,7 @@ class _Trials:
         self._folder.cleanup()
 
     def fitted(self) -> Floats:
-        """Return the values of the figures that minimise the squared residuals."""
+        """Return the values of the figures that minimise the squared residuals, with less weight on large ones."""
         values = self.priors
         for _ in range(ROUNDS):
             values = self._solved(values)

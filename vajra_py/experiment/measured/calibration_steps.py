@@ -1,4 +1,4 @@
-"""Attribute the steps of a simulated run to the figures of a calibration."""
+"""Attribute the durations of a simulated run's steps to the figures of a calibration."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepCosts:
 
     def between(self, start: Floats, stop: Floats, which: Ints) -> tuple[Floats, Floats]:
         """Return (seconds per unit of each figure, remaining seconds including idle time) of the steps between the step
-        ends `start` and `stop`, for the pairs `which`; with several replicas, means over the replicas.
+        ends `start` and `stop`, for the pairs at the indices `which`; with several replicas, means over the replicas.
         """
         start, stop = start[which], stop[which]
         first, last = (np.searchsorted(self._ends, at + _TOLERANCE_S, side="right") for at in (start, stop))

@@ -15,8 +15,8 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Number of reference times, before a reference time and after it, that are included in the median for the machine's
-speed.
+"""Number of reference times on each side of a reference time; the median of all of them gives the machine's speed at
+that moment.
 """
 
 
@@ -47,7 +47,7 @@ class Batch:
         return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
-        """Return whether the step is launched before the previous step's tokens are known; `begins_ahead` allows this
+        """Return True if the step is launched before the previous step's tokens are known; `begins_ahead` allows this
         for decodes.
         """
         return begins_ahead and not self.chunks and not self.num_swapped
@@ -89,7 +89,7 @@ class Bench:
         this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
-        if is_ahead:  # the same rows also run one step before and one after
+        if is_ahead:  # a step of the same rows runs before this one, so that a context has two tokens or more
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
         ends = batch.ends(self._begins_ahead)
         blocks = self._first_block + self._stream.permutation(self._num_blocks)
@@ -164,8 +164,8 @@ class Reference:
 
 
 def paces(reference_s: Sequence[float], typical_s: float) -> list[float]:
-    """Return, for each reference time, the slowdown of the machine at that moment: a local median divided by
-    `typical_s`.
+    """Return, for each reference time, the slowdown of the machine at that moment: the median of this time and its
+    `NEIGHBOURS`, divided by `typical_s`.
     """
     windows = (reference_s[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(reference_s)))
     return [median(window) / typical_s for window in windows]

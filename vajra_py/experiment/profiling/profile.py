@@ -47,7 +47,7 @@ machine's speed in between.
 _FARTHEST = 10.0
 """Multiple of a batch's median to which its measurements are clipped before the mean is taken."""
 _EVERY_ROW = 8
-"""Largest size up to which decode batches of every size are measured; above it, sizes are powers of two."""
+"""Decode batches of every size up to this one are measured; above it, powers of two and the largest batch."""
 _FEWEST_TO_VARY = 3
 """Minimum number of passes for estimating the variation of equal steps."""
 
@@ -82,8 +82,8 @@ def profile_config(
     `ConfigError`.
 
     Without `model`, the model of the experiment's engine is used. Of an experiment, simulated or not, only the sizes
-    and the engine are used, since policies are not measured. Its policies may need predictions, although the profile
-    for these does not exist yet.
+    and the engine are used, since policies are not measured. So the experiment's policies may need predictions from a
+    profile that does not exist yet.
     """
     given = system_keys(config)
     given.pop("sweep", None)

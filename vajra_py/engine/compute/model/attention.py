@@ -50,7 +50,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """Stand-in for transformers' attention mask that carries the window only."""
+    """Stand-in for transformers' attention mask, which states only the window."""
 
     window: int | None
     shape: tuple[int, ...] = (1, 1, 1, 1)

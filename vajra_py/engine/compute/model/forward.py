@@ -1,7 +1,7 @@
 """Forward pass: the logits of a step's rows.
 
 Invariants:
-    - A step is one flattened row of T tokens with explicit positions, without padding or a Cache object.
+    - A step is a flattened batch of T rows, one per token, with explicit positions, without padding or a Cache object.
     - Logits are computed for the requested rows only.
 """
 
@@ -72,8 +72,8 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
     """Return the facts of each attention layer, found by a tiny forward pass without attention.
 
     Raises:
-        ConfigError: the model does not use the attention interface, or needs a feature that paged attention does not
-            support.
+        ConfigError: the model does not use transformers' attention interface, or needs a feature that paged attention
+            does not support.
     """
     probe = Probe({})
     device = next(model.parameters()).device

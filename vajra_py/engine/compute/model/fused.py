@@ -2,10 +2,10 @@
 
 On a CPU, transformers' modules take some 200 µs per layer beyond the arithmetic. This forward pass does the same
 arithmetic with rearranged weights: there is one product for Q, K and V, and one for gate and up. On a CPU, weights are
-packed for oneDNN; on a GPU, products add to the residual in place. Between products it calls `vajra_kernels.layer_ops`
-if that is faster. Otherwise, rotary embedding is one complex product (rows of W_q and W_k are reordered so that the two
-members of a rotated pair are adjacent; scores do not change, since Q and K are reordered alike), and in float32 the
-weights of norms are folded into the following products.
+packed for oneDNN; on a GPU, products add to the residual in place. On devices with Triton kernels, the operations
+between products are those of `vajra_kernels.layer_ops`. On other devices, rotary embedding is one complex product (rows
+of W_q and W_k are reordered so that the two members of a rotated pair are adjacent; scores do not change, since Q and K
+are reordered alike), and in float32 the weights of norms are folded into the following products.
 
 Invariants:
     - With the self-check (the default), it is used only after a comparison with transformers' own forward pass on the
@@ -121,7 +121,8 @@ class FusedForward:
     ) -> None:
         """Move the layers' weights from `model` to `device`.
 
-        `layers` are those of this rank and its pipeline stage. `adapters` need a single rank.
+        `layers`: facts of the layers of this pipeline stage, with this rank's share of the heads. `adapters` need a
+        single rank.
 
         Raises:
             AttributeError, ValueError: the model does not have the structure of its type.
@@ -211,7 +212,10 @@ class _Builder:
 
     @property
     def folds(self) -> bool:
-        """True if norm weights are folded into products; never in half precision, where that would add a rounding."""
+        """True if norm weights are folded into products: in float32, unless `is_fused`.
+
+        In half precision, folding would add a rounding.
+        """
         return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, index: int, layer: Any, facts: LayerFacts) -> FusedLayer:

@@ -59,8 +59,8 @@ class Product:
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 _PACKED_FOR_ROWS = 32
-"""Number of rows of x that the layout is optimised for: layouts for 8 or more are equally fast for any number
-(measured)."""
+"""Number of rows of x that the layout is optimised for: layouts for 8 or more rows are equally fast for any number of
+rows (measured)."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -116,7 +116,7 @@ class Norm:
         return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32, is_fused)
 
     def after_adding(self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Norm | None) -> torch.Tensor:
-        """Add `part_norm(part)` to `hidden` [T, width] in place, and return `hidden` normalised."""
+        """Add `part_norm(part)` (None: `part`) to `hidden` [T, width] in place, and return `hidden` normalised."""
         if not self.is_fused:
             return self(hidden.add_(part if part_norm is None else part_norm(part)))
         from vajra_kernels.layer_ops import add_norm
@@ -167,7 +167,10 @@ class Rope:
         self.rotary_dim = tables.rotary_dim(kind)
 
     def reorder(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other."""
+        """Return rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other.
+
+        Unless the embedding `is_complex`, the rows keep their order.
+        """
         if not self.is_complex:
             return rows
         half = self.rotary_dim // 2

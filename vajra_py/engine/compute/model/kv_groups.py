@@ -1,9 +1,9 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
-Every group that holds some of a request's KV computes its tokens and attends over its own part. In each layer these
-groups exchange their results with the log-sum-exps of the scores, and each group merges all of these (Medha, arXiv
-2409.17264, section 4). Attention of requests within one group is unchanged, and groups without a common request
-exchange nothing.
+Every group that holds some of a request's KV computes the request's new tokens and attends over its own part of the KV.
+In each layer these groups exchange their results with the log-sum-exps of the scores, and each group merges all results
+(Medha, arXiv 2409.17264, section 4). Attention of requests within one group is unchanged, and groups without a common
+request exchange nothing.
 
 Invariants:
     - K and V of new tokens are written only by the group that holds the request's newest tokens.

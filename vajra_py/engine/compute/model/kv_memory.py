@@ -1,7 +1,7 @@
 """KV tensors on the device, and host memory for swapped-out blocks.
 
 Invariants:
-    - All layers use the same block ids; block b of every layer moves together.
+    - All layers use the same block ids, and blocks with the same id are copied together.
     - A copy takes effect before all work that is submitted after it, except for copies by `copy_beside`.
 """
 
@@ -63,7 +63,7 @@ class KvMemory:
         return allocate_kv_cache(num_layers, self.num_blocks + self.num_spare_blocks, block_shape, dtype, device)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (spare block, block) pairs on the device."""
+        """Copy spare blocks into requests' blocks on the device, given as (spare block, block) pairs."""
         if not pairs:
             return
         for source, target in pairs:
@@ -80,7 +80,7 @@ class KvMemory:
         return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
 
     def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy these blocks into a buffer of `block_bytes` each: one stack of layers after the other."""
+        """Copy these blocks into a buffer of `block_bytes` per block: one stack of layers after the other."""
         for words, part, ids in self._parts(block_ids, buffer):
             if words.device.type == "cpu":
                 torch.index_select(words, 1, ids, out=part)
@@ -120,13 +120,15 @@ class KvMemory:
             self.move([(self.num_blocks, 0)])
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks, in order."""
+        """Copy blocks between device and host, in order."""
         for direction, group in groupby(copies, key=lambda one: one.direction):
             assert self._swap is not None
             self._cross(self._swap, direction, [(one.source, one.target) for one in group])
 
     def copy_beside(self, copies: Sequence[BlockCopy], after: Any) -> None:
-        """Copy blocks, in order, concurrently with work submitted after the event `after`; return when complete.
+        """Copy blocks between device and host, in order, concurrently with work submitted after the event `after`.
+
+        Returns when the copies are complete.
 
         Only one thread at a time may copy in each direction.
         """

@@ -54,6 +54,8 @@ class LoadedModel:
 def load_model(options: RunnerOptions, tp_plan: str | None = None) -> LoadedModel:
     """Load the model that `options` names. Steps of other models in this process wait meanwhile.
 
+    `tp_plan`: transformers' plan for dividing the model among ranks; None: the whole model is loaded.
+
     Raises:
         ConfigError: the model cannot be loaded; one line per problem.
     """

@@ -53,7 +53,7 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
     loaded = load_model(divided if ranks.divides_layers else options)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)
-    # The fused pass moved the weights out of the model: without it, they must be read again.
+    # A fused pass that cannot be used has already moved the weights out of the model, so they must be read again.
     return prepared or prepare(replace(options, fused=False), ranks)
 
 
@@ -83,7 +83,7 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
             return None
     if forward is None:
         if not options.self_check:
-            layers = local = _masked(loaded.model, where)  # only a single rank gets here
+            layers = local = _masked(loaded.model, where)  # this rank has all layers: only the fused pass divides them
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)
     if adapters is not None:
@@ -102,7 +102,7 @@ def _adapters(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, where: 
 
 
 def _dtype_name(options: RunnerOptions) -> str:
-    # On the host "auto" would mean float32; on the ranks' device it means the checkpoint's dtype.
+    # On the host, where the model is loaded first, "auto" would mean float32; GPUs compute in bfloat16 instead.
     return options.dtype if options.dtype != "auto" or options.device == "cpu" else "bfloat16"
 
 
@@ -135,7 +135,10 @@ def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: 
 
 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
-    """Check transformers' modules with paged attention, and return the facts of the layers as checked."""
+    """Check transformers' modules with paged attention, and return the facts of the layers as checked.
+
+    If the check fails, the attention that reads windows from the mask is tried. Raises `ConfigError` if both fail.
+    """
     model: Any = loaded.model
     check = SelfCheck(loaded, layers)
     difference = check.difference(TransformersForward(model), check.layers, loaded.device)

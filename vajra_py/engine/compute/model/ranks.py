@@ -141,7 +141,7 @@ def swap_file(options: RunnerOptions) -> str:
     """Return the file of swapped-out KV blocks that the ranks of the same layers share, over all KV-parallel groups.
 
     Raises:
-        ExecutorError: the rendezvous is a network address, so that the ranks may not share a file system.
+        ExecutorError: the rendezvous is a network address, so the ranks do not necessarily share a file system.
     """
     scheme, _, path = (options.rendezvous or "").partition("://")
     if scheme != "file":

@@ -2,8 +2,8 @@
 
 In 16 bits, two correct ways to compute the same hidden states differ by roundings. Where a router scores two experts
 almost equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a
-standard deviation. With equal choices only roundings remain. Such positions cannot be left out of a comparison instead:
-in a model with many layers and many experts, nearly every position has two such experts in some layer.
+standard deviation. With equal choices only roundings remain. Leaving out positions with such near ties is no
+alternative: in a model with many layers and many experts, nearly every position has one in some layer.
 
 Invariants:
     - Only the choice is repeated: the scores, and thus the experts' weights, are those of the current pass.
@@ -49,7 +49,7 @@ class Routing:
     def repeated(self, tokens: torch.Tensor) -> Iterator[None]:
         """Make a pass repeat the recorded choices.
 
-        `tokens`, int64 [T], are the indices in the recorded pass of the tokens that this pass computes.
+        `tokens`, int64 [T], are the indices that the tokens of this pass had in the recorded pass.
         """
 
         def choose(call: _Call, scores: torch.Tensor, found: Any) -> Any:

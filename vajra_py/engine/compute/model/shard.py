@@ -4,8 +4,8 @@ Heads and the MLP's inner width are divided. Each rank's attention and MLP compu
 the residual (Megatron-LM, Shoeybi et al. 2019). Every rank holds the residual, the norms and the embedding.
 
 Invariants:
-    - With a single rank, all operations are the identity.
-    - Every rank ends every step with the same logits, and so samples the same tokens.
+    - With a single rank, nothing is divided or exchanged.
+    - Where logits are computed, all tensor-parallel ranks have the same logits, and so sample the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shard:
         self._group = group
 
     def layer(self, facts: LayerFacts) -> LayerFacts:
-        """Return a layer's facts for one rank."""
+        """Return a layer's facts for one rank, which has a share of the heads."""
         return replace(
             facts,
             num_query_heads=facts.num_query_heads // self.size,

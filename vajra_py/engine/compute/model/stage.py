@@ -41,7 +41,7 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Return the indices of this stage's layers; stages with one layer more come first."""
+        """Return the indices of this stage's layers; a remainder of the division goes to the first stages."""
         each, more = divmod(num_layers, self.count)
         first = self.index * each + min(self.index, more)
         return range(first, first + each + (self.index < more))

@@ -1,4 +1,4 @@
-"""Token history that sampling a request needs, given its parameters."""
+"""Find which earlier tokens the sampling of a request depends on, and whether it may be left without a token."""
 
 from __future__ import annotations
 

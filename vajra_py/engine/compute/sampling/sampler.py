@@ -71,7 +71,7 @@ class Sampler:
         self._min_tokens: Ints = np.zeros(max_requests, np.int64)
 
     def add(self, new: NewRow) -> None:
-        """Add a request to a slot."""
+        """Add a request to a slot. Raises `IndexError` for a token outside the vocabulary."""
         sampling, slot = new.sampling, new.slot
         ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
         ids = np.array(sorted(ending) if sampling.min_tokens else [], np.int64)
@@ -131,8 +131,9 @@ class Sampler:
 
         Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
-        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy
-        without constraints. `offsets`: number of drafts of the same slot before each row; slots repeat in that case.
+        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy,
+        without penalties, constraints and log-probabilities. `offsets`: number of drafts of the same slot before each
+        row; slots repeat in that case.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest

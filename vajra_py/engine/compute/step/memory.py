@@ -1,8 +1,8 @@
 """Memory that is available for KV blocks.
 
 Invariants:
-    - On a CPU this is the configured share of the free memory reported by the operating system; on CUDA, the share of
-      the whole device less the memory already in use.
+    - On a CPU this is the configured share of the memory that was free before the weights were loaded, less the
+      weights; on CUDA, the share of the whole device, less the memory already in use.
     - Memory for the largest step is left free.
 """
 
@@ -24,8 +24,8 @@ _WIDTH_COPIES = 8
 6)."""
 
 _NUM_COPIES = 3
-"""Number of concurrent transfers between device and host, each with its own buffers: one within steps, and one beside
-steps in each direction."""
+"""Number of concurrent transfers between device and host, each with its own buffers: one in order with the steps, and
+one concurrent with them in each direction."""
 
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:

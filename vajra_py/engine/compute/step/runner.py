@@ -1,10 +1,10 @@
 """Compute a worker's steps: from changes of the batch to sampled tokens.
 
 Invariants:
-    - A fault of one row ends only that row: it is reported among the step's faults. A step that fails is computed again
-      row by row, as long as the device responds.
-    - Host-only work of a step is done before the device is used; no method waits for the device before
-      `PendingStep.result`.
+    - A fault of one row ends only that row: it is reported among the step's faults. On a single rank, a step that fails
+      is computed again row by row, as long as the device responds.
+    - Host-only work of a step is done before the device is used. Submitting a step does not wait for the device, unless
+      the step fails, or swaps blocks in a replica of several KV-parallel groups.
     - After the runner raised an exception it must not be used again: device and host state may differ.
 """
 
@@ -295,7 +295,7 @@ class TorchRunner:
         try:
             computed = self._computed(step, memory)
         except _ROW_ERRORS as error:
-            if not self._ranks.is_alone:  # other ranks may not have failed
+            if not self._ranks.is_alone:  # ranks that did not fail would not compute the rows again
                 raise
             self._state.num_computed[:] = before
             computed = self._apart(step, memory, error)
@@ -330,8 +330,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises an error if the device no longer responds. Raises `error` if all of several rows fail, or if a row reads
-        KV that a failed row should have written.
+        Raises an error if the device no longer responds. Raises `error` if all rows fail, two or more of them for the
+        first time, or if a row reads KV that a failed row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -409,7 +409,8 @@ class TorchRunner:
         if groups is None:
             memory.copy(copies)
             return
-        # Groups share host blocks: a block that one group reads or frees may be written next by another.
+        # Groups share host blocks, and a block that one group reads or frees may be written next by another. So all
+        # groups must have completed their earlier copies before any group copies in the next direction.
         for _, run in groupby(copies, key=lambda one: one.direction):
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
@@ -458,7 +459,7 @@ class TorchRunner:
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
-        )  # memory is reserved for six copies of the logits
+        )  # with their copies, they fit into the memory reserved for six copies of the sampled rows' logits
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
             most = len(wanted)  # one pass, like the other ranks
         found: torch.Tensor | None = None

@@ -56,8 +56,8 @@ def _attention(model: PreparedModel, memory: KvMemory, options: RunnerOptions) -
 def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterator[StepInput]:
     """Yield steps that use every kernel of a forward pass.
 
-    They are a step of two tokens within this rank's KV group, and a step of a request spread over as many groups as
-    possible.
+    They are a step of two tokens within this rank's KV group and, with several groups, a step that also has a request
+    spread over as many groups as possible. The kernel that merges the results of fewer groups is run here directly.
     """
     if ranks.groups is None:
         yield StepInput([Chunk(0, [0, 0], 0, True)])
@@ -75,7 +75,7 @@ def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterat
 
 
 def _forward_and_sample(step: StepInput, model: PreparedModel, memory: KvMemory, ranks: Ranks) -> None:
-    """Compute a step with all KV in block 0, and sample if this rank does."""
+    """Compute a step with all KV in block 0, and sample if this rank computes logits."""
     state = BatchState(2, model.facts.max_model_len, model.facts.block_size, model.device, ranks.groups)
     inputs = state.tensors(state.take(ranks.part(step)))
     logits = model.forward(inputs.token_ids, inputs.positions, inputs.rows, inputs.metadata, memory.caches)
