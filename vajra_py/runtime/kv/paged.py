@@ -186,8 +186,8 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
-        have ended.
+        """Maximum number of blocks that may be taken in bulk, as for fast-forwarded steps, which are applied only after
+        they have ended: the free blocks, without cached ones if evictions must be reported.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -282,8 +282,8 @@ class PagedKvMemory:
         return self._pool.block_of(block_hash)
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
-        memory that holds it. Empty without lower tiers. Changes nothing.
+        """Return the number of leading cached tokens in each memory (the device and each tier), by its name; each token
+        counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of the content.
         """
         if self.tiers is None:
             return {}
@@ -321,8 +321,8 @@ class PagedKvMemory:
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Return the leading full blocks of the request that are cached, up to the first one that is not; callers must
-        not change the list.
+        """Return the leading full blocks of the request that its admission would hit; empty if it holds blocks, on
+        device or host. Callers must not change the list.
         """
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
@@ -350,8 +350,8 @@ class PagedKvMemory:
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks`, the leading blocks found so far, up to the first miss or `limit`. `width` is the number of
-        blocks hashed at first, which grows because most misses come early.
+        """Extend `blocks`, the leading blocks found so far, up to the first miss or `limit`. `width`: number of blocks
+        hashed at first; further batches are larger, because most misses come early.
         """
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
@@ -432,7 +432,8 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
+        """Remove the cache entries of a request's blocks after its first `num_tokens` tokens, because the later tokens
+        will not be computed after all; with `unscheduled: keep`, do nothing.
 
         Called for a request that leaves the step in which the blocks were cached. Returns False and changes nothing if
         another request already shares one of these blocks.
@@ -453,8 +454,8 @@ class PagedKvMemory:
         """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
         invalid and the request ends.
 
-        If another request shares such a block, it keeps the block, but its own blocks from there to the end are removed
-        from the cache as well, and it caches no further blocks.
+        If another request shares such a block, that request keeps the block, but all of its blocks from this one on are
+        removed from the cache as well, and it caches no further blocks.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
@@ -505,7 +506,8 @@ class PagedKvMemory:
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks for `num_tokens` tokens, or none if the hit is longer.
+        """Attach the cached prefix and take blocks for the rest of the first `num_tokens` tokens, or none if the hit is
+        longer.
 
         Returns the number of tokens found in the cache; returns None and changes nothing if too few blocks are free.
         """
@@ -549,7 +551,7 @@ class PagedKvMemory:
         return True
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
+        """Free the blocks of a resident request after its first `num_blocks`, because they hold nothing valid."""
         entry = self._resident(request, "shrink")
         if not entry.num_cached <= num_blocks:
             raise ValueError(f"PagedKvMemory.shrink: {num_blocks} blocks, and {entry.num_cached} of them have content.")
@@ -568,7 +570,7 @@ class PagedKvMemory:
 
     @property
     def has_reserved(self) -> bool:
-        """True if some block table still lacks reserved blocks."""
+        """True if some reserved blocks are not in a block table yet."""
         return bool(self._reserved)
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
@@ -633,7 +635,7 @@ class PagedKvMemory:
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that a request can run, and return its name; return None and change
-        nothing if no block would be free without pins.
+        nothing if pins keep no idle block, so that their ends would free none.
         """
         if not self._pool.num_kept:
             return None
@@ -642,7 +644,7 @@ class PagedKvMemory:
         return name
 
     def settle_due(self) -> list[Hashable]:
-        """End the pins that are due and drop idle content that has expired; return the names of these pins."""
+        """End the pins that are due and drop idle content that has expired; return the names of the ended pins."""
         ended = self._pins.due(self.now())
         for name in ended:
             self.unpin(name)
@@ -661,7 +663,7 @@ class PagedKvMemory:
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the retention policy; None if there was none."""
+        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
         if self.tiers is not None and self.tiers.policy_error is not None:
             return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
@@ -674,7 +676,7 @@ class PagedKvMemory:
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
-        before the block is overwritten. None: stop.
+        before the block is overwritten; content that no request can hit is not reported. None: stop.
         """
         self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
