@@ -176,7 +176,7 @@ class FallReader:
 
 
 class EpochReader:
-    """Reads the number of changes of keys that one prioritizer counts."""
+    """Reads a prioritizer's count of changes of its keys."""
 
     __slots__ = ("_epoch", "policy")
 

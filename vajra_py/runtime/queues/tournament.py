@@ -213,7 +213,7 @@ class Tournament:
 
     def _climb(self, place: int, changed: SlopeGroup | None, final: int = 1) -> None:
         """Replay the matches above `place` up to `final`, or up to the first match that `changed` neither won before
-        nor wins now: nothing changes above it.
+        nor wins now: above it, no winner changes, but certificates may expire earlier.
 
         This is the inner loop of every step: one match costs a third of a microsecond.
         """
