@@ -4,10 +4,10 @@ Invariants (`check`): every block is free, used, or kept without users for a pin
 table that lists it; only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still
 hold the content. A free block may keep its hash until it is handed out again.
 
-The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks that came
-back without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. A table of
-blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost does
-not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
+The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks released
+without a hash (a stack), blocks never handed out (a counter), and idle blocks with a hash in order of release. A table
+of blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost
+does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
 comes from a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as
 free.
 """
@@ -45,7 +45,7 @@ class PrefixCacheOptions(Struct, frozen=True):
     first. fifo: all blocks are reused in order of release.
     """
     release_order: ReleaseOrder = "tail_first"
-    """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
+    """End of a request's block table from which blocks of equal rank are reused first: tail or head."""
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"

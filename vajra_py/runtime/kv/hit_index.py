@@ -1,8 +1,8 @@
-"""Index of waiting requests by the cached blocks of their prompts, and by the first block that is not cached.
+"""Index of waiting requests by the cached blocks of their known tokens, and by their first block that is not cached.
 
-A lookup of a block that was added to the cache or removed thus finds exactly the requests whose hits have changed.
-Hashes are chained, so the cached (held) blocks of all requests form a tree, in which each request is at its last held
-block; if a block is removed, the hits of all requests at it or below it change.
+A block that enters or leaves the cache thus leads to exactly the requests whose hits have changed. Hashes are chained,
+so the cached (held) blocks of all requests form a tree, in which each request is at its last held block; if a block is
+removed, the hits of all requests at it or below it change.
 """
 
 from __future__ import annotations

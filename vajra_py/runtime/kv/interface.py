@@ -233,7 +233,9 @@ class KvMemory(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
+        """True if a retention policy, a listening policy, a log or a lower tier must be notified when content is cached
+        or evicted.
+        """
 
     @property
     def may_expire(self) -> bool:
@@ -262,7 +264,8 @@ class KvMemory(Protocol):
         """End the pins that are due and drop idle content that has expired; return the names of the ended pins."""
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the cached content of a registered request until the time `until`; an earlier pin with this name ends.
+        """Pin the cached content of a registered request until `until`, seconds on the run's clock; an earlier pin with
+        this name ends.
 
         Returns False and changes nothing if pins would hold more blocks than they may.
         """

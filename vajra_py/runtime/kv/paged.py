@@ -1,4 +1,4 @@
-"""KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
+"""KV memory without KV parallelism: a block table for each request, a prefix cache, and swap space.
 
 Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: their
 blocks are reserved together, and a request's table gets its blocks when they are needed (`reserve_blocks`,
@@ -65,7 +65,9 @@ class _BlockTable:
         self.num_cached = 0
         """Number of leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Number of leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
+        """Number of leading tokens whose KV is in the table's blocks, or will be after the step, as noted by
+        `cache_blocks` or found by a lookup.
+        """
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -125,7 +127,9 @@ class PagedKvMemory:
         """Memory tiers below the device; None if there are none."""
         self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
-        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
+        """True if a retention policy, a listening policy, a log or a lower tier must be notified when content is cached
+        or evicted.
+        """
         self.may_expire = retention is not None
         """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
         self._pins = Pins()
@@ -181,7 +185,7 @@ class PagedKvMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are."""
         return self._pool.num_free
 
     @property
@@ -290,7 +294,9 @@ class PagedKvMemory:
         return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the cache holds; no request need be registered."""
+        """Return the number of leading tokens with these hashes that the prefix cache holds, less than
+        `num_known_tokens`. No request need be registered.
+        """
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
@@ -306,7 +312,9 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Start to track changes of prefix hits and return their source, or stop and return None if not `wanted`."""
+        """Start to track changes of prefix hits and return the source that reports them, or stop and return None if not
+        `wanted`.
+        """
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
@@ -385,8 +393,8 @@ class PagedKvMemory:
             self._cache(entry, entry.hashes, num_public, request)
 
     def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
-        """Call `cache_blocks` for each of these requests, in this order. All blocks are cached in one pass, unless a
-        listener follows the cache.
+        """Call `cache_blocks` for each of these requests, in this order. All blocks are cached in one pass, unless
+        changes of the cache are tracked or reported.
         """
         if self.is_watched or self._hits is not None:
             for request, count in zip(requests, num_tokens, strict=True):
@@ -404,8 +412,8 @@ class PagedKvMemory:
         self._pool.cache(blocks, block_hashes)
 
     def _validate(self, entry: _BlockTable, num_tokens: int) -> int:
-        """Record that the KV of the first `num_tokens` tokens is valid; return how many of them other requests may use,
-        0 if this fills no block that is not cached yet.
+        """Record that the KV of the first `num_tokens` tokens is valid; return the number of these tokens that other
+        requests may use, 0 if no further block can be cached.
         """
         hashes, size = entry.hashes, self.block_size
         if hashes is None:
@@ -605,7 +613,8 @@ class PagedKvMemory:
     # Pins, expiry, and events about content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the presently cached content of a request until the time `until`; an earlier pin with this name ends.
+        """Pin the presently cached content of a request until `until`, seconds on the run's clock; an earlier pin with
+        this name ends.
 
         Returns False and changes nothing if pins would hold more blocks than they may.
         """
@@ -726,7 +735,9 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, keep the blocks that a swap reads until `end_swap`, because copies run beside steps."""
+        """From now on, keep the blocks that a swap copy reads until `end_swap` (with `frees_at_once`, only host
+        blocks), because copies are made while steps run.
+        """
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:

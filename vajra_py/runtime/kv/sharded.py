@@ -135,8 +135,8 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are: the free blocks of
-        the fullest group.
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are: the free
+        blocks of the fullest group.
         """
         return min(pool.num_free for pool in self._pools)
 
@@ -327,8 +327,8 @@ class KvParallelMemory:
             self._pending[group] += work
 
     def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
-        """Split `num_blocks` into pairs (group, number of blocks), full groups first and the remainder last; None if
-        there is no room.
+        """Split `num_blocks` into pairs (group, number of blocks), a group's full share each and the remainder last;
+        None if there is no room.
 
         Groups are tried in order of pending prefill work, then of group number.
         """

@@ -205,7 +205,7 @@ class KvTiers:
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
         """Call `reuse`; content that leaves the device's cache during the call counts as evicted. Content that leaves
-        the cache at other times has expired or was never computed.
+        the cache at other times has expired, is invalid or was never computed.
         """
         self._is_evicting = True
         reuse(taken, count)

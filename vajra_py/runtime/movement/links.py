@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Contention: TypeAlias = Literal["max_min", "none", "fixed_share", "exclusive"]
 
 _GRAIN = 1 << 20
-"""Number of units of rate per byte per second."""
+"""Number of grains per byte; rates are whole numbers of grains per second."""
 _WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
 _GIGA = 10**9
 _MIN_EVENTS = 64

@@ -61,7 +61,7 @@ class _Cursor:
 
 
 class GroupedQueue(RankedQueue):
-    """A `RequestQueue` for static and progress-dependent keys within groups; the groups' keys may move at any time."""
+    """A `RequestQueue` for static and progress-dependent keys within groups; keys of groups may change at any time."""
 
     def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Queues for keys that move with the prefix hits of their requests.
+"""Queues for keys that change with the prefix hits of their requests.
 
 At a query for a new time, and at the first query of a new step, two kinds of keys are re-read, in O(log n) each: keys
 of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. All keys

@@ -98,7 +98,7 @@ class SlopeGroup:
         return head
 
     def add(self, rank: Rank, now: float) -> bool:
-        """Add a rank; return True if the head or `until` has changed."""
+        """Add a rank; return True if the head or `until` may have changed."""
         self.ranks.add(rank)
         shift = self.slope * now
         key, head_key = rank[KEY] + shift, self.intercept + shift

@@ -405,8 +405,8 @@ class Lifecycle:
     # Ends
 
     def requeue(self, request: Request) -> None:
-        """Detach a request that runs or waits on this replica, which has lost its memory; the request then has no
-        computed tokens.
+        """Detach a running, waiting or held request from this replica, which has lost its memory or has freed the
+        request's blocks; the request then has no computed tokens.
         """
         running_set = self._running_set
         if request in running_set.queue:

@@ -241,8 +241,8 @@ class Request(_Stated):
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
         self.caches: LooksUpPrefixes | None = None
-        """Lookup in the memory of the replica where the request waits or has waited; None if it was never bound to a
-        replica.
+        """Lookup in the memory of the replica to which the request is bound; None until a replicaset has accepted the
+        request.
         """
         self.replicaset = ""
         self.replica_id = -1

@@ -415,8 +415,8 @@ class Builder(PlanDraft):
     def _hold_all(
         self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
     ) -> tuple[list[int], list[int]] | None:
-        """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if too
-        few blocks are free, or if their content must be evicted in a certain order.
+        """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if
+        fewer blocks may be taken in bulk (`KvMemory.repeat_headroom`).
 
         Returns, for each decode, the number of blocks kept if every draft is rejected, and the number held during the
         step.
@@ -576,7 +576,7 @@ class Builder(PlanDraft):
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
         """Return the refusal of a request whose adapter is not loaded, after beginning the load if possible; None if
-        the request needs no load.
+        the request has no adapter or its adapter is loaded.
         """
         if not request.adapter:
             return None
