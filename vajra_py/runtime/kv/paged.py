@@ -592,7 +592,7 @@ class PagedKvMemory:
         """Free the request's device blocks (end, abort, or preemption by recompute).
 
         `num_computed_tokens`: number of leading tokens whose KV is valid (default: as noted by `cache_blocks`); their
-        full blocks are cached. `for_good`: the request will not use the blocks again.
+        full blocks are cached. `for_good`: the request will not use its content again.
         """
         entry = self._resident(request, "free")
         options = self._pool.options

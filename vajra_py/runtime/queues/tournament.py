@@ -78,7 +78,7 @@ class SlopeGroup:
         largest = distance * _DISTINCT
         if largest > _LARGEST:
             largest = _LARGEST
-        # From -until to until, rounding cannot make the computed keys of this line and the next equal.
+        # At times from -until to until, rounding cannot make the computed keys of this line and the next equal.
         until = (largest - abs(intercept)) / self._steepness if self._steepness else inf
         if not -until <= now <= until:
             head, until = self._first_computed(now), now

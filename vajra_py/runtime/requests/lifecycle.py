@@ -220,7 +220,8 @@ class Lifecycle:
     ) -> None:
         """End a resident request and free its memory; its cached blocks can still be hit.
 
-        With `keeps_blocks`, the memory is freed when `release_ended` is called.
+        With `keeps_blocks`, the memory is freed when `release_ended` is called; if a connector keeps the blocks, by
+        `release_kept`.
         """
         self._running_set.drop(request)
         if self._running_set.adapters is not None:

@@ -103,7 +103,7 @@ class Admission(Struct):
     """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
-        outcome: "accepted", "degraded", "refused", or "deferred" (until it is decided; also if it ended before).
+        outcome: "accepted", "degraded", "refused", or "deferred" (not decided yet, or ended undecided).
         degraded: new values set by the admission policy, such as `max_tokens=64, slo_class=batch`.
         refusal: reason of its refusal.
         retry_after_s: seconds after which its client may try again.
@@ -438,7 +438,7 @@ class Request(_Stated):
             self._steps = []
         self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise the request's KV was freed meanwhile
+        if self.state is RequestState.RUNNING:  # otherwise it was preempted without the KV of these drafts
             self._computed += num_accepted
 
     def _enter_steps(self) -> None:
@@ -514,7 +514,7 @@ def add_outputs(
     counted here.
     """
     most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
-    counted = [  # by drafts and accepted drafts
+    counted = [  # indexed by numbers of drafts and of accepted drafts
         [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
         for drafts in range(most_drafts + 1)
     ]

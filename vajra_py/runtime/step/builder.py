@@ -295,7 +295,7 @@ class Builder(PlanDraft):
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
-        needs_room = request in self._growing or self._caches_decodes  # private content is cached by `free`
+        needs_room = request in self._growing or self._caches_decodes  # private blocks are cached later, by `free`
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -348,7 +348,7 @@ class Builder(PlanDraft):
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
                     asked[request] = (
-                        num_drafts  # it is tried again with as many drafts, regardless of the blocks that a victim frees
+                        num_drafts  # the next attempt gets as many drafts, whatever blocks a preemption frees first
                     )
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
@@ -361,7 +361,7 @@ class Builder(PlanDraft):
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and (computed + num_known) % size < self._most_advance and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_known)  # the newest token may not be known yet
+                memory.cache_blocks(request, computed + num_known)  # without the newest token if it is unknown yet
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
@@ -479,7 +479,7 @@ class Builder(PlanDraft):
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._longest
-        has_room = has_room and rules.num_tokens < self._max_tokens  # otherwise the request would wait forever
+        has_room = has_room and rules.num_tokens < self._max_tokens  # a request that never fits would wait forever
         is_uniform = bool(running or done) and all(request in self.drafts for request in running)
         return rules.num_tokens if has_room and is_uniform else 0
 
