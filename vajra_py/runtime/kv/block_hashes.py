@@ -1,9 +1,9 @@
 """Content hashes of KV blocks.
 
-A block's KV depends on every token up to the block's end, so its hash does too: two blocks have equal hashes exactly when
-all tokens up to the end of the block are equal and both requests carry the same salt (128-bit hashes: equality is as
-good as certain). Only full blocks have hashes. Requests of different salts never share, which keeps tenants from probing
-each other's prompts.
+A block's KV depends on every token up to the block's end, so its hash does too: two blocks have equal hashes exactly
+when all tokens up to the blocks' ends are equal and both requests carry the same salt (128-bit hashes: equality is as
+good as certain). Only full blocks have hashes. Requests with different salts never share blocks, which keeps tenants
+from probing each other's prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ UNBOUNDED_TOKENS = sys.maxsize
 """Length of a run of tokens that is named before it is generated."""
 
 FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
-"""Number of hashes that a lookup computes at first, and the factor for each further batch: most misses come early."""
+"""Number of hashes that a lookup computes at first, and the factor by which each further batch is larger than the last:
+most misses come early, and need few hashes.
+"""
 
 _MOST_NEW_SEGMENTS = 8
 """Maximum number of segments by which a prompt may exceed a stored prompt to be recognised as its continuation."""
@@ -40,7 +42,9 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of tokens of known content; only blocks that end within them have a hash. Grows with generation."""
+        """Number of leading tokens whose content is known, or named in advance; only blocks that end within them have
+        hashes. May grow as tokens are generated.
+        """
 
     @property
     def num_public_tokens(self) -> int:
@@ -53,7 +57,7 @@ class BlockHashes(Protocol):
         """True if no other request's prompt can contain the generated content before this request ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
-        """Return the hash of one block, from 0. IndexError if the block's content is not wholly known."""
+        """Return the hash of the block with this index, from 0. IndexError if its content is not wholly known."""
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return the hashes of blocks `start` .. `stop` - 1."""
@@ -156,7 +160,7 @@ class TokenBlockHashes:
         digests, size = self._digests, self._block_size
         begin, end = len(digests) * size, num_blocks * size
         first, stop = begin - self._num_before, end - self._num_before
-        if first >= 0 and stop <= len(self._output):  # these need not be copied
+        if first >= 0 and stop <= len(self._output):  # `_output` has all tokens of these blocks, so none is copied
             ids = pack(f"<{stop - first}q", *self._output[first:stop])
         else:
             self._copy_up_to(num_blocks)
@@ -169,7 +173,7 @@ class TokenBlockHashes:
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the digest that stands for the missing previous block of the first block of content with this salt."""
+    """Return the digest that the first block of content with this salt uses in place of a previous block's hash."""
     return xxh3_128_digest(salt.encode())
 
 
@@ -354,7 +358,7 @@ class PrivateBlockHashes:
         self._request_id = request_id
 
     def block_hash(self, block_index: int) -> Hashable:
-        """Return the request and the block's position."""
+        """Return the request's id and the block's index."""
         return (self._request_id, block_index)
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
@@ -368,7 +372,8 @@ class PrivateBlockHashes:
 
 def adapter_salt(salt: str, adapter: str) -> str:
     """Return the salt of content computed with an adapter (empty: the base model): KV of two adapters is never shared."""
-    return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt  # longer than any tenant's name
+    # Repeated, so that the result is longer than any tenant's name and equals no salt of a tenant.
+    return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt
 
 
 def reads_cache(hashes: BlockHashes | None) -> bool:

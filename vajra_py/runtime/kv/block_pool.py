@@ -1,13 +1,13 @@
 """Pool of KV blocks: free list, reference counts, cached contents.
 
-Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
-only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still hold the content. A
-free block keeps its hash until it is handed out again.
+Invariants (`check`): every block is free, used, or kept without users for a pin; a used block has a reference from each
+table that lists it; only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still
+hold the content. A free block may keep its hash until it is handed out again.
 
-The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks that came
-back without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. A table of
-blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost does
-not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
+The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks released
+without a hash (a stack), blocks never handed out (a counter), and idle blocks with a hash in order of release. A table
+of blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost
+does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
 comes from a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as
 free.
 """
@@ -45,12 +45,12 @@ class PrefixCacheOptions(Struct, frozen=True):
     first. fifo: all blocks are reused in order of release.
     """
     release_order: ReleaseOrder = "tail_first"
-    """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
+    """End of a request's block table from which blocks of equal rank are reused first: tail or head."""
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
-    """Block found by a lookup among several of equal content: the earliest one still cached, or the latest one (the
-    others are then never found again).
+    """Block found by a lookup among several of equal content. keep_first: the earliest one still cached. keep_last: the
+    latest one; the others are never found again.
     """
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were cached while a step was formed but not computed, because their request was
@@ -138,7 +138,7 @@ class BlockPool:
         self._keeps_last = options is not None and options.duplicates == "keep_last"
         self._freed: list[int] = []
         """Stack of free blocks; the last one is handed out first. With lru it has the blocks freed without a hash; with
-        lru and fifo, also never-used blocks and the rest of a run that was handed out in part.
+        either order, also never-used blocks and the rest of a run that was handed out in part.
         """
         self._next_fresh = 0
         """Lowest id of the blocks that were neither handed out nor put on the stack so far."""
@@ -247,7 +247,8 @@ class BlockPool:
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        These blocks are reused in the order in which cached blocks are. The pool takes ownership of the list `blocks`.
+        These blocks get the place in the order of reuse that they would get if they were cached. The pool takes
+        ownership of the list `blocks`.
         """
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
@@ -406,7 +407,7 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Number of blocks of content that is pinned, in use or not."""
+        """Number of pinned contents, each of which counts as one block, in use or not."""
         return len(self._pins)
 
     @property

@@ -1,6 +1,6 @@
 """Events about the content of prefix caches: content was stored, removed or cleared.
 
-The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
+The events correspond to vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Index of waiting requests by the cached blocks of their prompts, and by the first block that is not cached.
+"""Index of waiting requests by the cached blocks of their known tokens, and by their first block that is not cached.
 
-An added or removed block is thus looked up to find exactly the requests whose hits it changes. Hashes are chained, so
-the held blocks of all requests form a tree, in which each request is at its last held block; removing a block removes
-everything below it.
+A block that enters or leaves the cache thus leads to exactly the requests whose hits have changed. Hashes are chained,
+so the cached (held) blocks of all requests form a tree, in which each request is at its last held block; if a block is
+removed, the hits of all requests at it or below it change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class _Held:
 
 
 class HitIndex:
-    """Index of waiting requests, with a list of the requests whose hits have changed since they were placed in it."""
+    """Index of waiting requests, with a list of the requests whose hits have changed since they were placed in the
+    index.
+    """
 
     __slots__ = ("_awaiting", "_changed", "_held", "_place")
 
@@ -70,7 +72,7 @@ class HitIndex:
         return node
 
     def drop(self, request: RequestView) -> None:
-        """Remove a request from the index, if it is in it."""
+        """Remove a request from the index, or from the list of changed requests, if it is in one of them."""
         self._changed.pop(request, None)
         held, awaited = self._place.pop(request, (None, None))
         if awaited is not None:

@@ -66,7 +66,7 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """List the copies of the `stored` host blocks back to the first of these device blocks, and free the host
+        """List the copies of the `stored` host blocks to as many leading device blocks of `blocks`, and free the host
         blocks.
         """
         if self._records_copies:

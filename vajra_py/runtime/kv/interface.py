@@ -1,12 +1,14 @@
 """Interface of every kind of KV memory of a replica.
 
-A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
-device blocks (resident), or holds host blocks (swapped). Every operation is all or nothing: an operation for which
-there is no room changes nothing. Refusals that occur in normal operation of a scheduler are return values; invalid
+A request is registered when it is bound to the replica, or while a step is formed in which a policy considers it in the
+shared queue; it is forgotten when it leaves the replica, or if it is still in the shared queue after that step was
+formed. In between it holds nothing, holds device blocks (resident), or holds host blocks (swapped). Every operation is
+all or nothing: an operation for which there is no room changes nothing, except that memory that recycles blocks may
+free blocks that are no longer needed. Refusals that occur in normal operation of a scheduler are return values; invalid
 calls raise `ValueError`.
 
 With KV parallelism, the KV of a request may be spread over several groups; block ids are then local to a group, and
-sizes are sums over the groups. A memory without groups has the single group 0.
+numbers of blocks are sums over the groups. A memory without groups has the single group 0.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """For memory that recycles blocks: values of (computed tokens modulo block size) at which a decode takes, fills
-        or frees a block.
+        """For memory that recycles blocks: values of (computed tokens modulo block size) at which the next token of a
+        decode takes, fills or frees a block.
         """
 
     @property
@@ -79,7 +81,7 @@ class KvMemory(Protocol):
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens occupy."""
@@ -90,7 +92,7 @@ class KvMemory(Protocol):
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """Register a request that was bound to the replica. Without hashes its content is never shared."""
+        """Register a request. Without hashes, the request's content is never shared."""
 
     def is_registered(self, request: KvRequest) -> bool:
         """Return True if the request is registered here."""
@@ -108,7 +110,9 @@ class KvMemory(Protocol):
         """Return the number of blocks that would become free if these resident requests were freed."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the ids of the request's device blocks in order of tokens; not to be changed."""
+        """Return the ids of the request's device blocks in order of tokens, one table after the other if there are
+        several; callers must not change the sequence.
+        """
 
     # Prefix cache
 
@@ -117,12 +121,14 @@ class KvMemory(Protocol):
         """Memory tiers below the device; None if there are none."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
-        memory that holds it. Empty without lower tiers. Changes nothing.
+        """Return the number of leading cached tokens in each memory (the device and each tier), by its name; each token
+        counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of the content.
         """
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the cache holds; no request need be registered."""
+        """Return the number of leading tokens with these hashes that the prefix cache holds, less than
+        `num_known_tokens`. No request need be registered.
+        """
 
     def cached_tokens(self, request: KvRequest) -> int:
         """Return the number of leading tokens that admission would find cached now; at least one token is left to
@@ -130,8 +136,8 @@ class KvMemory(Protocol):
         """
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Start to track changes of prefix hits and return their source, or stop if not `wanted`; None if nothing is
-        tracked.
+        """Start to track changes of prefix hits and return the source that reports them, or stop if not `wanted`; None
+        if changes are not tracked.
         """
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -143,7 +149,8 @@ class KvMemory(Protocol):
         """Call `cache_blocks` for each of these requests with its number of tokens, in this order."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
+        """Remove the cache entries of a request's blocks after its first `num_tokens` tokens, because the later tokens
+        will not be computed after all.
 
         Returns False and changes nothing if another request already shares one of these blocks.
         """
@@ -174,7 +181,7 @@ class KvMemory(Protocol):
         """Allocate blocks until a resident request can hold `num_tokens` tokens; return False if blocks are lacking."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
+        """Free the blocks of a resident request after its first `num_blocks`, because they hold nothing valid."""
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; `ValueError` if too few are free."""
@@ -188,7 +195,7 @@ class KvMemory(Protocol):
 
     @property
     def has_reserved(self) -> bool:
-        """True if some block table still lacks reserved blocks."""
+        """True if some reserved blocks are not in a block table yet."""
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Move the reserved blocks that the request's first `num_tokens` tokens need into its table."""
@@ -196,7 +203,8 @@ class KvMemory(Protocol):
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Free a request's device blocks (end, abort, or preemption by recomputation).
 
-        `num_computed_tokens`: tokens whose KV is valid; `for_good`: the request will not use it again.
+        `num_computed_tokens`: number of leading tokens whose KV is valid (None: as noted by `cache_blocks`);
+        `for_good`: the request will not use its content again.
         """
 
     # Swapping
@@ -225,7 +233,9 @@ class KvMemory(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
+        """True if a retention policy, a listening policy, a log or a lower tier must be notified when content is cached
+        or evicted.
+        """
 
     @property
     def may_expire(self) -> bool:
@@ -233,8 +243,8 @@ class KvMemory(Protocol):
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
-        have ended.
+        """Maximum number of blocks that may be taken in bulk, as for fast-forwarded steps, which are applied only after
+        they have ended: the free blocks, without cached ones if evictions must be reported.
         """
 
     @property
@@ -251,10 +261,11 @@ class KvMemory(Protocol):
         """Drop idle content that has expired."""
 
     def settle_due(self) -> Sequence[Hashable]:
-        """End the pins that are due and drop idle content that has expired; return the names of these pins."""
+        """End the pins that are due and drop idle content that has expired; return the names of the ended pins."""
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the cached content of a registered request until the time `until`; an earlier pin with this name ends.
+        """Pin the cached content of a registered request until `until`, seconds on the run's clock; an earlier pin with
+        this name ends.
 
         Returns False and changes nothing if pins would hold more blocks than they may.
         """
@@ -264,19 +275,19 @@ class KvMemory(Protocol):
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that a request can run, and return its name; return None and change
-        nothing if no block would be free without pins.
+        nothing if pins keep no idle block, so that their ends would free none.
         """
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the retention policy; None if there was none."""
+        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
         """Report the present content of the prefix cache to `events`, and every change from now on."""
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
-        before the block is overwritten. None: stop.
+        before the block is overwritten; content that no request can hit is not reported. None: stop.
         """
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -297,7 +308,9 @@ class KvMemory(Protocol):
         """Return the request's block ids in each group of `groups_of`; the lists must not be changed."""
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
-        """Return the groups that take part in computing the token after the first `num_done_tokens`."""
+        """Return the groups that take part in computing the token after the first `num_done_tokens` (None: the computed
+        tokens).
+        """
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
         """Return how many of the first `num_done_tokens` tokens each group of `active_groups` holds."""
@@ -320,7 +333,8 @@ def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) ->
     """Return the largest number of prompt and output tokens together that one request may have on a replica of these
     sizes.
 
-    `memory` matters only if it frees blocks while a request runs; the limit is then the longest request that fits.
+    The last token needs no KV, so the limit is one more than the number of tokens that fit, or the model's length.
+    `memory` matters only if it frees blocks while a request runs.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

@@ -1,4 +1,4 @@
-"""KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
+"""KV memory without KV parallelism: a block table for each request, a prefix cache, and swap space.
 
 Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: their
 blocks are reserved together, and a request's table gets its blocks when they are needed (`reserve_blocks`,
@@ -65,7 +65,9 @@ class _BlockTable:
         self.num_cached = 0
         """Number of leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Number of leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
+        """Number of leading tokens whose KV is in the table's blocks, or will be after the step, as noted by
+        `cache_blocks` or found by a lookup.
+        """
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -125,7 +127,9 @@ class PagedKvMemory:
         """Memory tiers below the device; None if there are none."""
         self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
-        """True if a retention policy, a log or a lower tier must be notified when content is cached or evicted."""
+        """True if a retention policy, a listening policy, a log or a lower tier must be notified when content is cached
+        or evicted.
+        """
         self.may_expire = retention is not None
         """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
         self._pins = Pins()
@@ -181,13 +185,13 @@ class PagedKvMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are."""
         return self._pool.num_free
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps, which are applied only after they
-        have ended.
+        """Maximum number of blocks that may be taken in bulk, as for fast-forwarded steps, which are applied only after
+        they have ended: the free blocks, without cached ones if evictions must be reported.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -282,15 +286,17 @@ class PagedKvMemory:
         return self._pool.block_of(block_hash)
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
-        memory that holds it. Empty without lower tiers. Changes nothing.
+        """Return the number of leading cached tokens in each memory (the device and each tier), by its name; each token
+        counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of the content.
         """
         if self.tiers is None:
             return {}
         return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the cache holds; no request need be registered."""
+        """Return the number of leading tokens with these hashes that the prefix cache holds, less than
+        `num_known_tokens`. No request need be registered.
+        """
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
@@ -306,7 +312,9 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Start to track changes of prefix hits and return their source, or stop and return None if not `wanted`."""
+        """Start to track changes of prefix hits and return the source that reports them, or stop and return None if not
+        `wanted`.
+        """
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
@@ -321,8 +329,8 @@ class PagedKvMemory:
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Return the leading full blocks of the request that are cached, up to the first one that is not; callers must
-        not change the list.
+        """Return the leading full blocks of the request that its admission would hit; empty if it holds blocks, on
+        device or host. Callers must not change the list.
         """
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
@@ -350,8 +358,8 @@ class PagedKvMemory:
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks`, the leading blocks found so far, up to the first miss or `limit`. `width` is the number of
-        blocks hashed at first, which grows because most misses come early.
+        """Extend `blocks`, the leading blocks found so far, up to the first miss or `limit`. `width`: number of blocks
+        hashed at first; further batches are larger, because most misses come early.
         """
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
@@ -385,8 +393,8 @@ class PagedKvMemory:
             self._cache(entry, entry.hashes, num_public, request)
 
     def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
-        """Call `cache_blocks` for each of these requests, in this order. All blocks are cached in one pass, unless a
-        listener follows the cache.
+        """Call `cache_blocks` for each of these requests, in this order. All blocks are cached in one pass, unless
+        changes of the cache are tracked or reported.
         """
         if self.is_watched or self._hits is not None:
             for request, count in zip(requests, num_tokens, strict=True):
@@ -404,8 +412,8 @@ class PagedKvMemory:
         self._pool.cache(blocks, block_hashes)
 
     def _validate(self, entry: _BlockTable, num_tokens: int) -> int:
-        """Record that the KV of the first `num_tokens` tokens is valid; return how many of them other requests may use,
-        0 if this fills no block that is not cached yet.
+        """Record that the KV of the first `num_tokens` tokens is valid; return the number of these tokens that other
+        requests may use, 0 if no further block can be cached.
         """
         hashes, size = entry.hashes, self.block_size
         if hashes is None:
@@ -432,7 +440,8 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove the cache entries beyond the first `num_tokens` tokens, which will not be computed after all.
+        """Remove the cache entries of a request's blocks after its first `num_tokens` tokens, because the later tokens
+        will not be computed after all; with `unscheduled: keep`, do nothing.
 
         Called for a request that leaves the step in which the blocks were cached. Returns False and changes nothing if
         another request already shares one of these blocks.
@@ -453,8 +462,8 @@ class PagedKvMemory:
         """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
         invalid and the request ends.
 
-        If another request shares such a block, it keeps the block, but its own blocks from there to the end are removed
-        from the cache as well, and it caches no further blocks.
+        If another request shares such a block, that request keeps the block, but all of its blocks from this one on are
+        removed from the cache as well, and it caches no further blocks.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
@@ -505,7 +514,8 @@ class PagedKvMemory:
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks for `num_tokens` tokens, or none if the hit is longer.
+        """Attach the cached prefix and take blocks for the rest of the first `num_tokens` tokens, or none if the hit is
+        longer.
 
         Returns the number of tokens found in the cache; returns None and changes nothing if too few blocks are free.
         """
@@ -549,7 +559,7 @@ class PagedKvMemory:
         return True
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Free the last blocks of a resident request, which hold nothing valid, and keep the first ones."""
+        """Free the blocks of a resident request after its first `num_blocks`, because they hold nothing valid."""
         entry = self._resident(request, "shrink")
         if not entry.num_cached <= num_blocks:
             raise ValueError(f"PagedKvMemory.shrink: {num_blocks} blocks, and {entry.num_cached} of them have content.")
@@ -568,7 +578,7 @@ class PagedKvMemory:
 
     @property
     def has_reserved(self) -> bool:
-        """True if some block table still lacks reserved blocks."""
+        """True if some reserved blocks are not in a block table yet."""
         return bool(self._reserved)
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
@@ -582,7 +592,7 @@ class PagedKvMemory:
         """Free the request's device blocks (end, abort, or preemption by recompute).
 
         `num_computed_tokens`: number of leading tokens whose KV is valid (default: as noted by `cache_blocks`); their
-        full blocks are cached. `for_good`: the request will not use the blocks again.
+        full blocks are cached. `for_good`: the request will not use its content again.
         """
         entry = self._resident(request, "free")
         options = self._pool.options
@@ -603,7 +613,8 @@ class PagedKvMemory:
     # Pins, expiry, and events about content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Pin the presently cached content of a request until the time `until`; an earlier pin with this name ends.
+        """Pin the presently cached content of a request until `until`, seconds on the run's clock; an earlier pin with
+        this name ends.
 
         Returns False and changes nothing if pins would hold more blocks than they may.
         """
@@ -633,7 +644,7 @@ class PagedKvMemory:
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that a request can run, and return its name; return None and change
-        nothing if no block would be free without pins.
+        nothing if pins keep no idle block, so that their ends would free none.
         """
         if not self._pool.num_kept:
             return None
@@ -642,7 +653,7 @@ class PagedKvMemory:
         return name
 
     def settle_due(self) -> list[Hashable]:
-        """End the pins that are due and drop idle content that has expired; return the names of these pins."""
+        """End the pins that are due and drop idle content that has expired; return the names of the ended pins."""
         ended = self._pins.due(self.now())
         for name in ended:
             self.unpin(name)
@@ -661,7 +672,7 @@ class PagedKvMemory:
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by the retention policy; None if there was none."""
+        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
         if self.tiers is not None and self.tiers.policy_error is not None:
             return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
@@ -674,7 +685,7 @@ class PagedKvMemory:
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
-        before the block is overwritten. None: stop.
+        before the block is overwritten; content that no request can hit is not reported. None: stop.
         """
         self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
@@ -724,7 +735,9 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, keep the blocks that a swap reads until `end_swap`, because copies run beside steps."""
+        """From now on, keep the blocks that a swap copy reads until `end_swap` (with `frees_at_once`, only host
+        blocks), because copies are made while steps run.
+        """
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:

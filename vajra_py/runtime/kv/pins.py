@@ -69,7 +69,7 @@ class Pins:
         return max(self._pins, key=lambda name: (self._pins[name].until, self._pins[name].number))
 
     def check(self, num_pinned: int) -> None:
-        """Raise AssertionError if more blocks are pinned than these pins name."""
+        """Raise AssertionError if more contents are pinned than these pins name."""
         contents = {one for pin in self._pins.values() for one in pin.hashes}
         if num_pinned > len(contents):
             raise AssertionError(f"Pins: {num_pinned} contents are pinned, and pins name {len(contents)}")

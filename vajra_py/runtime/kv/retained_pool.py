@@ -1,8 +1,8 @@
 """Pool of KV blocks whose idle content is evicted in the order of a retention policy.
 
 Each content has one entry, which lookups find, and the entry has one block. Further blocks in use with the same content
-are copies: one of them becomes the entry's block when that block loses its last user. Hence no block after an idle
-block in its chain is in use, and every free block with content can be evicted, the end of a chain first.
+are copies: one of them becomes the entry's block when the entry's present block loses its last user. Hence no block
+after an idle block in its chain is in use, and every free block with content can be evicted, the end of a chain first.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RetainedBlockPool(BlockPool):
         """
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
-        """Called with the entry and the time for each block that the policy evicts, before the block is overwritten;
-        None: nothing is called.
+        """Called with the entry and the time for each block that the policy evicts, before the block is overwritten,
+        except for content that no request can hit; None: nothing is called.
         """
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}

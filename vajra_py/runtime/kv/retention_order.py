@@ -1,8 +1,8 @@
 """Order in which a retention policy evicts idle content: chains of blocks, the end of a chain first.
 
 A block is a candidate when it is idle and nothing cached continues it. Candidates are kept in the same kinds of queues
-as requests, one for each segment, so that the order is exact for every `KeyMotion` and choosing a victim costs O(log
-n).
+as requests, one for each segment (`RetainsInSegments`), so that the order is exact for every `KeyMotion`. Choosing a
+victim costs O(log n), unless keys may change at any event.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vajra_py.runtime.queues import RequestQueue, make_queue
 
 
 class CachedEntry:
-    """Cached content of one block, as policies see it (`CachedBlock`). In a cache that is a tree of longer nodes, an
-    entry is the content of one node.
+    """Cached content of one block, as policies see it (`CachedBlock`). In a radix tree, whose nodes may be longer than
+    a block, an entry is the content of one node.
 
     A candidate is in a queue like a waiting request, so it has the attributes by which queues break ties.
     """

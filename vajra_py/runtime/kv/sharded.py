@@ -1,9 +1,9 @@
 """KV memory spread over KV-parallel groups.
 
 KV parallelism spreads one long request over several groups of workers, each with its own blocks. Token t of a request
-lies in the (t // group_tokens)-th of the request's groups. All blocks of a request are reserved at admission, all or
-nothing (several long prompts that grow step by step could deadlock). Groups are tried in order of pending prefill work,
-measured in squared prompt tokens.
+lies in the (t // group_tokens)-th of the request's groups. The blocks of an admission are allocated all or nothing;
+they should hold the whole prompt (`reservation: prompt`), because several long prompts that grow step by step could
+deadlock. Groups are tried in order of pending prefill work, measured in squared prompt tokens.
 
 Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Vajra's code does not subtract work from
 groups that were not active yet; this module subtracts a request's work from all of its groups as chunks complete, and
@@ -135,8 +135,8 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are: the free blocks of
-        the fullest group.
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are: the free
+        blocks of the fullest group.
         """
         return min(pool.num_free for pool in self._pools)
 
@@ -235,7 +235,7 @@ class KvParallelMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that decodes may take in fast-forwarded steps: `growth_headroom`."""
+        """Maximum number of blocks that may be taken in bulk: `growth_headroom`."""
         return self.growth_headroom
 
     def use_clock(self, clock: Callable[[], float]) -> None:
@@ -327,8 +327,8 @@ class KvParallelMemory:
             self._pending[group] += work
 
     def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
-        """Split `num_blocks` into pairs (group, number of blocks), full groups first and the remainder last; None if
-        there is no room.
+        """Split `num_blocks` into pairs (group, number of blocks), a group's full share each and the remainder last;
+        None if there is no room.
 
         Groups are tried in order of pending prefill work, then of group number.
         """

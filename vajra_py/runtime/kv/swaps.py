@@ -1,4 +1,4 @@
-"""Blocks of requests that are being copied between device and host memory while steps run."""
+"""Blocks of swapped requests, which are copied between device and host memory while steps run."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Content of one tier of KV memory below the device: blocks by hash, evicted in the order of a retention policy.
 
-A block is a candidate when it is neither read nor written and nothing in the tier continues it. The tier may hold a
-block without its predecessor in the chain, which is then in another tier; the two are linked when the predecessor
-arrives.
+A block is a candidate for eviction when it is neither being read nor being written and no block of the tier continues
+it. The tier may hold a block without its predecessor in the chain, which may be in another memory; the two are linked
+when the predecessor arrives.
 
-Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read
-or written is not evicted; if slots are numbered, each is free or holds one block.
+Invariants (`check`): no more blocks than the tier has; lookups do not find a block that is being written; a block that
+is being read or written is not evicted; if slots are numbered, each is free or holds one block.
 """
 
 from __future__ import annotations

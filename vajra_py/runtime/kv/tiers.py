@@ -41,7 +41,7 @@ class TierRules(Struct, frozen=True):
     """True if replicas share the tier."""
 
     def writes_at(self, num_uses: int) -> bool:
-        """Return True if content with this number of uses is written while the tier above still holds it."""
+        """Return True if content with this number of uses is written while the level above still holds it."""
         if self.write == "write_back":
             return False
         return self.write == "write_through" or num_uses >= self.after_uses
@@ -64,7 +64,7 @@ class TierLoad(Struct, frozen=True):
 
     blocks: Sequence[TierBlock]
     were_taken: bool
-    """True if an exclusive tier dropped its copies."""
+    """True if the tier is exclusive, so that it may have dropped its copies."""
 
 
 class TierFetch(Struct, frozen=True):
@@ -112,8 +112,8 @@ class KvTiers:
         self._loaded: dict[Hashable, int] = {}
         """Number of uses of each content that is being loaded to the device from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Runs of idle device blocks whose content no request can hit, by first block: (number of the run, blocks in
-        order of content, request).
+        """Idle device blocks whose content no request can hit; if evicted, it is written to the tiers, where it takes
+        up room like other content. By first block: (number of the run of blocks, blocks in order of content, request).
         """
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
@@ -205,7 +205,7 @@ class KvTiers:
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
         """Call `reuse`; content that leaves the device's cache during the call counts as evicted. Content that leaves
-        the cache at other times has expired or was never computed.
+        the cache at other times has expired, is invalid or was never computed.
         """
         self._is_evicting = True
         reuse(taken, count)
@@ -222,8 +222,8 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Note that a run of blocks, in order of content, became idle whose content no request can hit again. Such
-        content takes up room and bandwidth in the tiers like any other.
+        """Note that these blocks, in order of content, became idle and that no request can hit their content again.
+        Such content takes up room and bandwidth in the tiers like any other.
         """
         self._num_runs += 1
         run = self._num_runs, blocks, request
@@ -395,7 +395,7 @@ class KvTiers:
 
     def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
         """Begin to fetch blocks of lower tiers into the first one, as far as it has room; return one fetch for each
-        lower tier, nearest first.
+        lower tier that sends blocks, nearest first.
         """
         now, first = self._clock(), self.stores[0]
         sources: list[tuple[int, TierBlock]] = []
@@ -404,7 +404,7 @@ class KvTiers:
             assert source is not None
             if level and first.get(block_hash) is not None:
                 break  # the first tier is receiving this block already
-            self.stores[level].lock(source)  # lock before making room, so that it is not evicted for earlier blocks
+            self.stores[level].lock(source)  # before making room for earlier blocks, so that it is not evicted
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
         has_room = True

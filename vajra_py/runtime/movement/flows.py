@@ -1,4 +1,6 @@
-"""Links of a network and the transfers on them, for `Network`. Work is in grains per second times ticks."""
+"""Links of a network and the transfers on them, for `Network`. A grain is 2^-20 bytes; work is in grains per second
+times ticks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Flow(Struct, eq=False):
     links: Sequence[Link]
     """Links of limited bandwidth that the transfer uses."""
     work_left: int
-    """Grains per second times ticks, as of `since`."""
+    """Work that was left at the tick `since`."""
     since: int
     rate: int | None = 0
     """Grains per second now; None: no limit."""

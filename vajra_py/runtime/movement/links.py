@@ -1,9 +1,10 @@
 """Transfers over the links of a network: the bandwidth and the end of each transfer.
 
-A replica has an outgoing and an incoming link, and there may be one fabric that all transfers pass through. Rates
-change only when a transfer starts to flow, ends or is cancelled; in between nothing is computed. A change affects only
-transfers that share a link with the changed transfer, directly or through a chain of shared links; a transfer that is
-always alone on its links ends at the tick that was computed at its start.
+Each replica (or each memory, for copies between memories) has an outgoing and an incoming link, and there may be one
+fabric that all transfers pass through. Rates change only when a transfer starts to flow, ends or is cancelled; in
+between nothing is computed. A change affects only transfers that share a link with the changed transfer, directly or
+through a chain of shared links; a transfer that is always alone on its links ends at the tick that was computed at its
+start.
 
 The bytes of a transfer are available at its start, or become available while it is under way (`Network.open`). A
 transfer of the second kind takes a share of its links' bandwidth only while it has bytes to send.
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Contention: TypeAlias = Literal["max_min", "none", "fixed_share", "exclusive"]
 
 _GRAIN = 1 << 20
-"""Number of units of rate per byte per second."""
+"""Number of grains per byte; rates are whole numbers of grains per second."""
 _WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
 _GIGA = 10**9
 _MIN_EVENTS = 64
@@ -90,8 +91,9 @@ class Network:
         self._num_final = 0
         """Number of transfers under way to which no more bytes can be added, because they are not open."""
         self._out: dict[int, Link] = {}
+        """Outgoing link of each replica."""
         self._in: dict[int, Link] = {}
-        """Incoming link of each replica; `_out` has the outgoing links."""
+        """Incoming link of each replica."""
         shared = _grains(options.shared_bandwidth)
         self._shared = () if shared is None else (Link(0, shared),)
         self._num_links = 1

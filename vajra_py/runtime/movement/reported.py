@@ -31,5 +31,7 @@ class ReportedCopies:
         return None
 
     def remaining_bytes(self, key: Hashable, now: int) -> int:
-        """Return 0: a copy arrives as a whole, never in part."""
+        """Return 0. Only prefetches from lower tiers need this number, and a backend that executes copies has a single
+        tier.
+        """
         return 0

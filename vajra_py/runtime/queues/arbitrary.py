@@ -28,8 +28,8 @@ class ArbitraryQueue(RankedQueue):
         self._keys = KeyReader(prioritizer, name)
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
-        """Epoch of the prioritizer in which the keys were read; None if the ranks are not in order, or the prioritizer
-        has no epoch.
+        """Epoch (`key_epoch` of the prioritizer) in which the keys were read; None if the ranks are not in order, or
+        the prioritizer has no epochs.
         """
         self._entered_in: int | None = None
         """Epoch in which the latest rank was read."""
@@ -125,7 +125,7 @@ class ArbitraryQueue(RankedQueue):
 
     def _enter(self, rank: Rank, now: float) -> None:
         if now != self._read_at and (self._epoch is None or self._epoch != self._entered_in):
-            self._read_at = self._epoch = None  # keys that were read at different times have no order
+            self._read_at = self._epoch = None  # keys read at different times cannot be compared
         elif self._first and rank < self._first[-1]:
             insort(self._first, rank)
         else:

@@ -24,7 +24,9 @@ class HitChanges(Protocol):
         """Stop tracking a request; does nothing if it is not tracked."""
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return the requests whose hits may have changed since `follow`; these requests are no longer tracked."""
+        """Return the requests whose hits may have changed since `follow`, which must be called again to track them
+        further.
+        """
 
 
 class RequestQueue(Protocol):

@@ -23,7 +23,7 @@ class FallTimes:
         """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Store the next time, given by the prioritizer, at which the key of a request that is read at `now` may fall.
+        """Store the time at which a request's key, which is read at `now`, may fall next, as the prioritizer gives it.
         `serial` must be unique.
         """
         at = self._reader.falls_at(request, now)

@@ -61,7 +61,7 @@ class _Cursor:
 
 
 class GroupedQueue(RankedQueue):
-    """A `RequestQueue` for static and progress-dependent keys within groups; the groups' keys may move at any time."""
+    """A `RequestQueue` for static and progress-dependent keys within groups; keys of groups may change at any time."""
 
     def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
         super().__init__()
@@ -200,7 +200,9 @@ class GroupedQueue(RankedQueue):
             self._headless.clear()
 
     def _has_risen(self, group: _Group) -> bool:
-        """Re-read a group's key and return True if it has risen; the group is then placed again, further back."""
+        """Re-read a group's key and return True if it has risen; the group is then placed again, further back.
+        PolicyError if the key has fallen.
+        """
         key = self._reader.key(group.name)
         if key == group.key:
             return False

@@ -1,8 +1,9 @@
-"""Queues for keys that move with the prefix hits of their requests.
+"""Queues for keys that change with the prefix hits of their requests.
 
 At a query for a new time, and at the first query of a new step, two kinds of keys are re-read, in O(log n) each: keys
-of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. If the
-memory does not report changes, all keys are re-read. Between queries for the same time, keys stay the same.
+of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. All keys
+are re-read if the memory does not report changes, or if the policy's count of key changes (`CountsKeyChanges`) has
+changed. Between queries for the same time, keys stay the same.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Readings:
 
 
 class HitsQueue(RankedQueue):
-    """Base class that re-reads the keys of requests whose prefix hits have changed; a second base class keeps the ranks
-    in order.
+    """Base class that re-reads the keys of requests whose prefix hits have changed; a subclass has a second base class,
+    which keeps the ranks in order.
     """
 
     is_arbitrary = True

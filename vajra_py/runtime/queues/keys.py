@@ -176,7 +176,7 @@ class FallReader:
 
 
 class EpochReader:
-    """Reads the number of changes of keys that one prioritizer counts."""
+    """Reads a prioritizer's count of changes of its keys."""
 
     __slots__ = ("_epoch", "policy")
 
@@ -248,8 +248,8 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
 
 
 def _number(part: object) -> float | int | None:
-    """Convert part of a key to a Python number, since NumPy numbers compare slowly and overflow; return None if it is
-    not a finite number.
+    """Convert a number that a policy returned, alone or in a tuple, to a Python number, since NumPy numbers compare
+    slowly and overflow; return None if it is not a finite number.
     """
     if type(part) is not float:
         if isinstance(part, Integral):

@@ -1,9 +1,10 @@
-"""Queue for keys that may rise at any event and fall only if their policy names the request.
+"""Queue for keys that may rise at any event, and fall only if their policy names the request, or at times that it
+gives.
 
 Requests are sorted by their keys as last read. Keys that may have fallen, because the policy named the request or a
-known time has come, are re-read before every query, so a request may be placed too early but never too late. The key of
-the first request is re-read before the request is returned: if the key has risen, the request moves back, in O(log n),
-and the next request is checked.
+time that it gave has come, are re-read before every query, so a request may be placed too early but never too late. The
+key of the first request is re-read before the request is returned: if the key has risen, the request moves back, in
+O(log n), and the next request is checked.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class NamedFallsQueue(RankedQueue):
                 self._num_falls += new[KEY] < old[KEY]
 
     def _has_risen(self, rank: Rank, now: float) -> bool:
-        """Re-read a key and return True if it has risen; the request then moves back."""
+        """Re-read a key and return True if it has risen; the request then moves back. PolicyError if the key has
+        fallen.
+        """
         request = rank[REQUEST]
         key = self._keys.key(request, now)
         if key == rank[KEY]:

@@ -38,10 +38,10 @@ class SortedRanks:
     """Ranks in ascending order: adding one costs O(log n); reading or removing the first, and marking another as
     removed, O(1).
 
-    Ranks are stored in sorted blocks, as in a sortedcontainers list, which itself would make up half of a queue's cost.
-    Finding a rank in the middle takes a cache miss per comparison and would be most of the cost of an abort. With more
-    than one block, ranks removed from the middle are therefore only marked; marked ranks are deleted when they reach
-    the front, or when they outnumber the others. The first rank is never marked.
+    Ranks are stored in sorted blocks, as in a list of sortedcontainers, which is not used because it would make up half
+    of a queue's cost. Finding a rank in the middle takes a cache miss per comparison and would be most of the cost of
+    an abort. With more than one block, ranks removed from the middle are therefore only marked; marked ranks are
+    deleted when they reach the front, or when they outnumber the others. The first rank is never marked.
     """
 
     __slots__ = ("_blocks", "_gone", "_lasts", "_num_listed", "_version")
@@ -102,7 +102,7 @@ class SortedRanks:
 
     def _split(self, position: int) -> None:
         block = self._blocks[position]
-        # If ranks are only appended, blocks stay full.
+        # Split only the latest rank off the last block, so that blocks stay full if ranks are appended in order.
         half = len(block) - 1 if position == len(self._blocks) - 1 else _BLOCK
         self._blocks[position : position + 1] = [block[:half], block[half:]]
         self._lasts.insert(position, block[half - 1])

@@ -29,4 +29,4 @@ class SharedAccess(Protocol):
         """Begin a step of this replica: see `RequestQueue.begin_step`."""
 
     def take(self, request: RequestView) -> None:
-        """Remove a request that the replica has admitted from the shared queue."""
+        """Remove from the shared queue a request that the replica admits, binds or drops."""

@@ -78,7 +78,7 @@ class SlopeGroup:
         largest = distance * _DISTINCT
         if largest > _LARGEST:
             largest = _LARGEST
-        # From -until to until, rounding cannot make the computed keys of this line and the next equal.
+        # At times from -until to until, rounding cannot make the computed keys of this line and the next equal.
         until = (largest - abs(intercept)) / self._steepness if self._steepness else inf
         if not -until <= now <= until:
             head, until = self._first_computed(now), now
@@ -98,7 +98,7 @@ class SlopeGroup:
         return head
 
     def add(self, rank: Rank, now: float) -> bool:
-        """Add a rank; return True if the head or `until` has changed."""
+        """Add a rank; return True if the head or `until` may have changed."""
         self.ranks.add(rank)
         shift = self.slope * now
         key, head_key = rank[KEY] + shift, self.intercept + shift
@@ -213,7 +213,7 @@ class Tournament:
 
     def _climb(self, place: int, changed: SlopeGroup | None, final: int = 1) -> None:
         """Replay the matches above `place` up to `final`, or up to the first match that `changed` neither won before
-        nor wins now: nothing changes above it.
+        nor wins now: above it, no winner changes, but certificates may expire earlier.
 
         This is the inner loop of every step: one match costs a third of a microsecond.
         """

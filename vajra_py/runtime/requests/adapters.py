@@ -148,7 +148,7 @@ class Adapters:
         return None if load.has_ended else Refusal.LOADING
 
     def acquire(self, request: Request) -> None:
-        """Note that a request with an adapter begins to run with it."""
+        """Note that a request begins to run with its adapter; does nothing for a request without one."""
         name = request.adapter
         if self.serves(name):
             self._users.setdefault(name, set()).add(request)

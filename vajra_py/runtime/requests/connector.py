@@ -5,7 +5,7 @@ Each time that a waiting request is considered, the connector is queried for the
 can load. Tokens are loaded within the step that admits the request (synchronous), or while steps run (asynchronous): an
 asynchronously loading request gets the blocks of all loaded tokens and waits, without taking a slot or tokens of a
 step. An asynchronous load may not take blocks that prompts in progress still need, because a load makes no progress
-that would free blocks. A request whose load does not fit ends admission, like a request that lacks blocks.
+that would free blocks. A load that does not fit is refused like a request that lacks blocks.
 
 Waiting requests that hold blocks are offered for admission before others. Source: vLLM 0.33,
 `vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and `KVConnectorBase_V1`.
@@ -101,7 +101,8 @@ class ConnectorRules(Struct, frozen=True):
     not preempted.
     """
     draft_tokens: int = 0
-    """Tokens of a decode with drafts and lookahead, for which an asynchronous load leaves room; 0: no drafts."""
+    """Number of tokens of a decode, with drafts and lookahead, for which asynchronous loads leave room; 0: no drafts.
+    """
     draft_tables: int = 1
     """Number of block tables in which an asynchronous load leaves that room, whatever their windows."""
 
@@ -159,7 +160,7 @@ class ConnectedKv:
         self._computes: set[Request] = set()
         """Requests that dropped loaded tokens because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
-        """Requests admitted in this step without a load, all of whose known tokens the step computes."""
+        """Requests admitted in this step without an earlier load, all of whose missing tokens the step computes."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not completed, if steps are formed ahead."""
 
@@ -285,7 +286,7 @@ class ConnectedKv:
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
         """Return the number of free blocks that an asynchronous load needs to begin, including reserved blocks.
 
-        If nothing else is in progress, all blocks are enough, since the load might wait forever otherwise.
+        If nothing else is in progress, it is at most the number of all blocks, so that the load need not wait forever.
         """
         running_set = self._running_set
         num_blocks = running_set.memory.blocks_needed(request, num_tokens)

@@ -17,7 +17,9 @@ from vajra_py.runtime.requests.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
-"""Number of steps per log of ticks; logs that no request refers to can be freed."""
+"""Number of steps after which a new log of ticks is begun, so that old logs can be freed when no request refers to
+them.
+"""
 
 
 class DecodePool:
@@ -54,7 +56,9 @@ class DecodePool:
         self.num_emitted = 0
         """Number of pool steps completed so far."""
         self.num_public = 0
-        """Number of members whose generated blocks other requests may hit, so each block is cached when it is full."""
+        """Number of members whose generated blocks other requests may hit, so that these blocks are cached when they
+        are full.
+        """
         self.joined: dict[Request, None] | None = None
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []

@@ -24,7 +24,9 @@ PinSeconds: TypeAlias = Callable[[Request, float], float]
 MOVED = "moved"
 """Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after its admission, by its earlier state; for other states "resumed"."""
+"""Kind of a request's first chunk after its admission, by its earlier state; "resumed" for other states, except after a
+load before the first admission.
+"""
 
 
 class Held(Struct, frozen=True, eq=False):
@@ -48,7 +50,9 @@ class KeepsEnded(Protocol):
 
 
 class Lifecycle:
-    """The only writer of request states on a replica; updates running set, memory, queues and observers together."""
+    """The only writer of request states on a replica that is up; updates running set, memory and queues together, and
+    notifies observers and policies.
+    """
 
     def __init__(
         self, replica_id: int, running_set: RunningSet, replicaset: str = "", pins: PinSeconds | None = None
@@ -74,7 +78,7 @@ class Lifecycle:
         """
         self.keeps_as_cached = False
         """True if freeing a request's blocks caches no further ones: only blocks that were cached when steps were
-        formed stay cached, without drafts accepted later.
+        formed stay cached; blocks that accepted drafts filled later do not become cached.
         """
 
     def _num_valid(self, request: Request) -> int | None:
@@ -161,8 +165,8 @@ class Lifecycle:
         self._notify_preempted(request, now)
 
     def lose_memory(self, request: Request, now: float) -> None:
-        """Make a running request whose KV is invalid wait again with no computed tokens; does not count as a preemption
-        of the request.
+        """Make a running request whose KV is invalid wait again with no computed tokens. Policies are notified of a
+        preemption, but the request's own count does not include it.
         """
         running_set = self._running_set
         running_set.drop(request)
@@ -216,7 +220,8 @@ class Lifecycle:
     ) -> None:
         """End a resident request and free its memory; its cached blocks can still be hit.
 
-        With `keeps_blocks`, the memory is freed when `release_ended` is called.
+        With `keeps_blocks`, the memory is freed when `release_ended` is called; if a connector keeps the blocks, by
+        `release_kept`.
         """
         self._running_set.drop(request)
         if self._running_set.adapters is not None:
@@ -249,7 +254,7 @@ class Lifecycle:
         if seconds > 0:
             self.pinning.pin(request, seconds, now)
 
-    # Loads and releases of KV
+    # Requests that leave, return or arrive with their KV
 
     def hold(self, request: Request) -> None:
         """Remove a running request from the running set; its blocks stay until another replica has its KV."""
@@ -307,7 +312,7 @@ class Lifecycle:
         """Reserve blocks for a request that will arrive with the KV of its first tokens.
 
         Returns the number of these tokens that this replica's prefix cache holds; returns None and does not register
-        the request if blocks are lacking.
+        the request if blocks are lacking. If no request runs, pins are ended to free blocks.
         """
         memory = self._running_set.memory
         self.register(request, now)
@@ -356,7 +361,7 @@ class Lifecycle:
         self._running_set.memory.forget(request)
         request.move_to(_HELD)
 
-    # KV comes from a lower tier or from swap space
+    # KV comes from a lower tier, from swap space or through a connector
 
     def bind(self, request: Request, now: float) -> None:
         """Move a request that is registered in memory from the shared queue to this replica's queue, unless it is in
@@ -369,7 +374,9 @@ class Lifecycle:
             running_set.queue.add(request, now)
 
     def load(self, request: Request, now: float) -> None:
-        """Record that KV is being loaded from a lower tier or from swap space to blocks of a waiting request."""
+        """Record that KV is being loaded (from a lower tier, from swap space or through a connector) to blocks of a
+        waiting request.
+        """
         self.bind(request, now)
         request.move_to(RequestState.LOADING)
         self._running_set.loading[request] = None
@@ -399,8 +406,8 @@ class Lifecycle:
     # Ends
 
     def requeue(self, request: Request) -> None:
-        """Detach a request that runs or waits on this replica, which has lost its memory; the request then has no
-        computed tokens.
+        """Detach a running, waiting or held request from this replica, which has lost its memory or has freed the
+        request's blocks; the request then has no computed tokens.
         """
         running_set = self._running_set
         if request in running_set.queue:

@@ -34,7 +34,9 @@ class Listeners(Struct, frozen=True):
     tier_blocks_removed: tuple[Callback, ...] = ()
     tiers_cleared: tuple[Callback, ...] = ()
     program_ends: tuple[tuple[Any, Callback], ...] = ()
-    """Pairs of policy and callback, because a policy may be among the listeners of several replicasets."""
+    """Pairs of policy and callback: a policy may be among the listeners of several replicasets, and is notified only
+    once.
+    """
     across_replicas: bool = False
     """True if a listener may receive events of several replicas."""
 

@@ -60,7 +60,9 @@ class Pinning:
             self._notify(name, PinEnd.EXPIRED, now)
 
     def release_one(self, now: float) -> bool:
-        """End the pin that would last longest; return False if no block would be free without pins."""
+        """End the pin that would last longest; return False if pins keep no idle block, so that their ends would free
+        none.
+        """
         name = self._memory.release_pin()
         if name is None:
             return False

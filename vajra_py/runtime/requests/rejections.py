@@ -15,7 +15,7 @@ the request can never run, or a scheduler dropped it.
 """
 TURNED_AWAY = (QUEUE_FULL, ALL_FAILED, SHED)
 """Beginnings of the details of rejections that a setting intends or a failure causes; all other rejections are caused
-by the request or by wrong settings.
+by the request, by wrong settings or by a policy.
 """
 
 

@@ -37,15 +37,15 @@ class RequestState(Enum):
     SWAPPED = "swapped"
     """Waiting again, with its KV in host memory."""
     HELD = "held"
-    """Leaving its replica after its prompt was computed; the replica holds the request's KV until another replica has
-    it.
-    """
+    """Leaving its replica with its KV; the replica holds the KV until another replica has it."""
     REMOTE = "remote"
     """Waiting on its target replica, with its KV still on the source."""
     ARRIVED = "arrived"
     """Waiting, with its transferred KV in its replica's memory."""
     LOADING = "loading"
-    """Waiting, while KV of its prefix is loaded from a lower tier or from swap space to blocks that it holds."""
+    """Waiting, while KV of its prefix is loaded to blocks that it holds: from a lower tier, from swap space or through
+    a connector.
+    """
     LOADED = "loaded"
     """Waiting, with the loaded KV of its prefix in blocks that it holds."""
     ENDED = "ended"
@@ -55,7 +55,7 @@ class RequestState(Enum):
 
 _CREATED = RequestState.CREATED
 _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTED)
-"""States of requests without KV in any memory."""
+"""States of requests that have no KV of their own in any memory; cached prefixes may be hit."""
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
@@ -103,8 +103,8 @@ class Admission(Struct):
     """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
-        outcome: "accepted", "degraded", "refused", or "deferred" (while it is deferred, or if it ended then).
-        degraded: values that the admission policy replaced, such as `max_tokens=64, slo_class=batch`.
+        outcome: "accepted", "degraded", "refused", or "deferred" (not decided yet, or ended undecided).
+        degraded: new values set by the admission policy, such as `max_tokens=64, slo_class=batch`.
         refusal: reason of its refusal.
         retry_after_s: seconds after which its client may try again.
         num_deferrals: number of its deferrals.
@@ -241,8 +241,8 @@ class Request(_Stated):
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
         self.caches: LooksUpPrefixes | None = None
-        """Lookup in the memory of the replica where the request waits or has waited; None if it was never bound to a
-        replica.
+        """Lookup in the memory of the replica to which the request is bound; None until a replicaset has accepted the
+        request.
         """
         self.replicaset = ""
         self.replica_id = -1
@@ -438,7 +438,7 @@ class Request(_Stated):
             self._steps = []
         self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise the request's KV was freed meanwhile
+        if self.state is RequestState.RUNNING:  # otherwise it was preempted without the KV of these drafts
             self._computed += num_accepted
 
     def _enter_steps(self) -> None:
@@ -514,7 +514,7 @@ def add_outputs(
     counted here.
     """
     most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
-    counted = [  # by drafts and accepted drafts
+    counted = [  # indexed by numbers of drafts and of accepted drafts
         [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
         for drafts in range(most_drafts + 1)
     ]

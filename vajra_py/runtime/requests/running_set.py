@@ -1,7 +1,8 @@
 """Requests that hold memory on a replica, in the orders that policies need.
 
-A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step), the partial
-prefills, or in flight (part of a step that has not completed, under pipeline parallelism).
+A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step, or advancing
+individually because of drafts), the partial prefills, or in flight (part of a step that has not completed, under
+pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class RunningSet:
         self.adapters: Adapters | None = None
         """LoRA adapters of the replica; None if it has none."""
         self.num_running = 0
-        """Number of requests that hold KV blocks."""
+        """Number of running requests; waiting requests that hold KV blocks are not counted."""
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
@@ -259,7 +260,7 @@ class StateView:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that hold KV blocks."""
+        """Number of running requests; waiting requests that hold KV blocks are not counted."""
         return self._running_set.num_running
 
     @property

@@ -1,7 +1,7 @@
-"""Batch builder: the only writer of a step's plan; grants what is legal and refuses the rest with a reason.
+"""Batch builder: the only writer of a step's plan; grants operations that fit and refuses the others with a reason.
 
-A step that runs every decode of the pool is one bulk entry; its cost in the builder depends only on the number of
-decodes that need a block now.
+If a step runs every decode of the pool, these decodes are one bulk entry, whose cost in the builder depends only on the
+number of decodes that need a block now.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class FindsInTiers(Protocol):
         """
 
     def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
-        """Begin to load `num_tokens` to the blocks that the request is about to be allocated."""
+        """Begin to load `num_tokens` tokens, after those on the device, to the blocks that are about to be allocated to
+        the request.
+        """
 
 
 class SwapsBesideSteps(Protocol):
@@ -124,9 +126,11 @@ class Builder(PlanDraft):
         self._swaps: SwapsBesideSteps | None = None
         """Copies of swapped requests while steps run; None if copies are made before the step."""
         self._returned: set[Request] = set()
-        """Requests that this step swapped in: they must run, so that requests do not swap each other out forever."""
+        """Requests that this step admitted after they were swapped in: they cannot be preempted in it, so that requests
+        do not swap each other out forever.
+        """
         self.refusals: dict[Request, Refusal] = {}
-        """Reason of the last refusal of each request by `add` in this step; reported if the step stays empty."""
+        """Reason of the last refusal of each request in this step; reported if the step stays empty."""
         self._order: list[Request] | None = None
         """Requests in the order in which `add_decodes` or `add_running` adds them; None if neither is in progress."""
         self._order_of_decodes = False
@@ -135,10 +139,11 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        self._caches_decodes = False
-        """True if blocks that decodes fill are cached immediately, if decodes are added one by one; `_growing` has the
-        decodes that need a block.
+        """Pool members that need a block in this step (with recycled blocks: that take, fill or free one); set when a
+        first member is added individually.
         """
+        self._caches_decodes = False
+        """True if blocks that pool members fill are cached when these members are added individually."""
         self._recycles = running_set.memory.recycles
         """See `KvMemory.recycles`."""
 
@@ -290,7 +295,7 @@ class Builder(PlanDraft):
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
-        needs_room = request in self._growing or self._caches_decodes  # private blocks are not cached yet
+        needs_room = request in self._growing or self._caches_decodes  # private blocks are cached later, by `free`
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -343,7 +348,7 @@ class Builder(PlanDraft):
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
                     asked[request] = (
-                        num_drafts  # it is tried again with as many drafts, regardless of the blocks that a victim frees
+                        num_drafts  # the next attempt gets as many drafts, whatever blocks a preemption frees first
                     )
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
@@ -356,7 +361,7 @@ class Builder(PlanDraft):
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and (computed + num_known) % size < self._most_advance and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_known)  # the newest token may not be known yet
+                memory.cache_blocks(request, computed + num_known)  # without the newest token if it is unknown yet
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
@@ -410,8 +415,8 @@ class Builder(PlanDraft):
     def _hold_all(
         self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
     ) -> tuple[list[int], list[int]] | None:
-        """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if too
-        few blocks are free, or if their content must be evicted in a certain order.
+        """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if
+        fewer blocks may be taken in bulk (`KvMemory.repeat_headroom`).
 
         Returns, for each decode, the number of blocks kept if every draft is rejected, and the number held during the
         step.
@@ -457,7 +462,9 @@ class Builder(PlanDraft):
         return executor.num_drafts(request, most) if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
-        """Return the number of tokens for which a request needs blocks to compute its first `num_tokens` tokens."""
+        """Return the number of tokens for which a request needs blocks, lookahead of drafts included, to compute its
+        first `num_tokens` tokens.
+        """
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
@@ -472,7 +479,7 @@ class Builder(PlanDraft):
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._longest
-        has_room = has_room and rules.num_tokens < self._max_tokens  # otherwise the request would wait forever
+        has_room = has_room and rules.num_tokens < self._max_tokens  # a request that never fits would wait forever
         is_uniform = bool(running or done) and all(request in self.drafts for request in running)
         return rules.num_tokens if has_room and is_uniform else 0
 
@@ -569,7 +576,7 @@ class Builder(PlanDraft):
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
         """Return the refusal of a request whose adapter is not loaded, after beginning the load if possible; None if
-        the request needs no load.
+        the request has no adapter or its adapter is loaded.
         """
         if not request.adapter:
             return None
@@ -594,7 +601,7 @@ class Builder(PlanDraft):
             return Refusal.KV_BLOCKS
         tiers.load(
             request, done, num_tokens
-        )  # before blocks are allocated: an exclusive tier then has room for evicted ones
+        )  # before blocks are allocated: an exclusive tier then has room for blocks that this evicts
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, self.now)
@@ -668,7 +675,7 @@ class Builder(PlanDraft):
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
         running_set, memory = self._running_set, self._memory
         if self._recycles and (running_set.partial or running_set.skipped):
-            return False  # blocks left behind by one decode are free for the next
+            return False  # go in order: blocks that one decode frees may be needed for the next
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:

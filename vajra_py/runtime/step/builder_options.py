@@ -40,8 +40,9 @@ class DraftRules(Struct, frozen=True, kw_only=True):
     steps are uniform.
     """
     step_s: float = 0.0
+    """Seconds that drafting adds to each step with drafts."""
     token_s: float = 0.0
-    """Seconds that drafting adds for each draft in a step; `step_s`: seconds that it adds to each step with drafts."""
+    """Seconds that drafting adds for each draft in a step."""
 
     def time_s(self, features: BatchFeatures) -> float:
         """Return the seconds that drafting adds to a step."""
@@ -66,5 +67,6 @@ class BuilderOptions(Struct, kw_only=True):
     end is known.
     """
     busy_group_tokens: int = 500
+    """Number of query tokens in a step from which on a KV-parallel group takes no new request in this step."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""

@@ -53,7 +53,7 @@ class Repeats:
         if plan.num_requests != plan.num_running:
             return 0
         if (memory.may_expire and memory.next_due < inf) or (memory.is_watched and pool.num_public):
-            return 0  # pins or content may end, or newly cached blocks must be reported
+            return 0  # pins may end, content may expire, or newly cached blocks must be reported
         num_steps = pool.steps_to_next_end() - 1
         free = memory.repeat_headroom
         most = -(-num_steps // memory.block_size) * len(pool)

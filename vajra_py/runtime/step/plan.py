@@ -24,7 +24,7 @@ class PlannedDrafts(NamedTuple):
     num_kept_blocks: int
     """Number of blocks that the request keeps after the step in any case; further blocks may be freed."""
     is_padding: bool = False
-    """True if the request is admitted with its last known token, and the draft positions are only padding."""
+    """True if the request is admitted with one token left to compute, and the draft positions are only padding."""
     num_unverified: int = 0
     """Number of drafts of the request's previous step that may precede the chunk, because it is not known yet which are
     accepted.
@@ -128,12 +128,13 @@ class StepPlan(Struct, eq=False):
     pool: DecodePool | None
     """Decode pool, if all of its members decode in this step; else None."""
     num_pool_decodes: int
+    """Number of members of `pool` that decode in this step and are not among `chunks`."""
     free_blocks: int = 0
+    """Number of free KV blocks right after the step was formed."""
     num_waiting: int = 0
+    """Number of waiting requests right after the step was formed."""
     num_running: int = 0
-    """Number of running requests right after the step was formed. `free_blocks` (free KV blocks) and `num_waiting` are
-    of the same moment.
-    """
+    """Number of running requests right after the step was formed."""
     pool_position: int = 0
     """Number of `chunks` added before the pool's decodes."""
     running_in_order: bool = False

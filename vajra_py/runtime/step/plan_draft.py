@@ -23,7 +23,8 @@ UNLIMITED = 2**62
 class PlanDraft:
     """Work that the builder has granted so far in the step being formed; the object is reused for every step.
 
-    Decodes are stored as one entry (`bulk`: the whole pool) or one by one (`selected`); all other entries are chunks.
+    Decodes without drafts are stored as one entry (`bulk`: the whole pool) or one by one (`selected`); all other
+    entries are chunks.
     """
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
