@@ -16,7 +16,9 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class ContentFeed:
-    """Events of all replicas of a replicaset, in order of time, delivered to its policies before their next call."""
+    """Events of all replicas of a replicaset, in order of time; before a policy is called, the policies get all events
+    that are at least `lag_s` old.
+    """
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
         self.lag_s = lag_s

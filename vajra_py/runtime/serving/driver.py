@@ -91,8 +91,8 @@ class DriverOptions(Struct, frozen=True):
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
             taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
             each load with an `AdapterEnd`.
-        wakes: True if policies are woken at the times they set, scalers are called, and full targets of untimed
-            transfers are tried again; False: only by inputs.
+        wakes: True if policies are woken, scalers are called, and hand-offs to full targets are tried again (if
+            transfers are untimed), each at its time on the clock; False: only inputs cause this.
         serves: True if requests may arrive that no event announces, so that wake-ups continue when no request is left.
         isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
             ending the run.
@@ -526,7 +526,7 @@ class Driver(Generic[R]):
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:
-        """Make the step in flight the last of those launched together; it ends at `tick`, not at the scheduled end."""
+        """Make the step in flight, which ends at `tick`, the last of those launched together."""
         one.epoch += 1
         one.free_at = tick
 
@@ -616,7 +616,7 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
             return
-        if plan is None:  # steps may be in later stages; the first stage is free
+        if plan is None:  # idle: the first pipeline stage is free, even if later stages still execute steps
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
             if self._draining and self._elasticity.goes_down(one):
@@ -713,7 +713,7 @@ class Driver(Generic[R]):
         return not self._options.serves and not self.controller.num_alive and self._is_left_only(_IN_THE_BACKGROUND)
 
     def _is_too_late(self, tick: int, phase: Phase) -> bool:
-        """Return True if an event is dropped because the run is over; a program may still end in its last tick."""
+        """Return True if an event is dropped because the run is over; programs may still end in the last tick."""
         in_last_tick = phase is Phase.PROGRAM and tick == self.now
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 

@@ -62,8 +62,10 @@ class Elasticity(Generic[R]):
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return False if the failed replica is down or lost already, or if the replica to restart is not lost; else
-        schedule a call of the replicaset's scaler, if there is one, and return True.
+        """Return True if a failure or restart is to be handled; always so without a scaler.
+
+        With a scaler, return False if the failed replica is down or lost already, or if the replica to restart is not
+        lost; else schedule a call of the scaler, and return True.
         """
         replicaset = self._driver.controller.replicasets[what.replicaset]
         if replicaset.scaling is None:

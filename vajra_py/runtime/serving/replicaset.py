@@ -122,8 +122,8 @@ class Replicaset:
         self.may_refuse = False
         """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
-        """True if a request that one replica can run may be too large for another, have another role there, or be
-        refused.
+        """True if not every replica can take every request that some replica can take, because of different limits,
+        roles or adapters, or of replica schedulers that may refuse requests.
         """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
@@ -438,8 +438,9 @@ class Replicaset:
         """Return a replica's load for a policy that may refuse a request; ended steps are applied when a figure is
         read.
 
-        Such a policy is called at every arrival and rarely reads a figure: applying steps before each call would take a
-        tenth longer (the Azure conversation trace under `vllm_v1`). Every other policy declares whether it reads loads.
+        Such a policy is called at every arrival and rarely reads a figure: if ended steps were applied before each
+        call, a simulation would take a tenth longer (the Azure conversation trace under `vllm_v1`). Every other policy
+        declares whether it reads loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 

@@ -1,4 +1,4 @@
-"""Operations of a driver that its parts use: moves between replicas, scaling, wake-ups of policies."""
+"""Operations of a driver for its parts, which move requests between replicas, scale replicasets and wake policies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DriverServices(Protocol[R]):
         """Notify the backend of requests that were placed again, and wake the replicas that may run them."""
 
     def arrived(self, request: Request, one: R) -> None:
-        """Notify the backend of a request that waits on a replica with its KV, or for its KV."""
+        """Notify the backend of a request that waits on its hand-off's target, before or after its KV has arrived."""
 
     def transfer(self, transfer: Transfer[R]) -> None:
         """Notify the backend of a transfer of KV from one replica to blocks reserved on another."""
