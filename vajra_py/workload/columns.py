@@ -1,7 +1,8 @@
 """Columnar storage of a workload's requests.
 
 Invariants: all columns are as long as `arrived_at`; the row of a request comes after the rows of its parents (the
-requests that it follows); an absent column stands for the default of `RequestSpec` in every row.
+requests that it follows); an absent column stands for the default of `RequestSpec` in every row, except that an absent
+`parent_calls` stands for the parents of each call of a program.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Replicaset:
         """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
         """True if not every replica can take every request that some replica can take, because of different limits,
-        roles or adapters, or of replica schedulers that may refuse requests.
+        roles, adapters, or replica schedulers that may refuse requests.
         """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
