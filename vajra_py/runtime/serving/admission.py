@@ -145,7 +145,7 @@ class AdmissionGate:
 
     @property
     def waits_for_change(self) -> bool:
-        """True if a deferred request has no time at which the policy is called again."""
+        """True if some deferred request has no time at which the policy is called again."""
         return bool(self._timeless)
 
     def keep(self, deferral: Deferral, decision: Defer, now: int) -> None:

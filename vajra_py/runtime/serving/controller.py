@@ -342,7 +342,7 @@ class Controller:
             observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
-        """End the requests that wait for a replica of this replicaset, because none will be up in time."""
+        """End the requests of the replicaset's shared queue, because no replica will be up in time."""
         ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
@@ -376,7 +376,7 @@ class Controller:
         return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
-        """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
+        """Count requests that have ended, and notify `on_ended`, then the policies that listen to ends."""
         if not ended:
             return
         to_notify, gate = [], self.gate

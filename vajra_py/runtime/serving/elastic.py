@@ -29,7 +29,7 @@ class Elasticity(Generic[R]):
         self._driver = driver
         self._asks = asks
         self._asked_soon: set[str] = set()
-        """Replicasets whose scaler is called in this tick."""
+        """Replicasets whose scaler is called later in this tick."""
         self.draining: set[int] = set()
         """Ranks of draining replicas, each of which goes down when it has no request left."""
         for name, replicaset in driver.controller.replicasets.items():

@@ -73,7 +73,7 @@ def have_both_roles(replicas: Iterable[Replica]) -> bool:
 
 
 class RequestBounds:
-    """Bounds on requests over all replicas of a replicaset, fixed when it is built.
+    """Bounds on requests over all replicas of a replicaset, whatever the states of these replicas.
 
     Attributes:
         block_size: number of tokens per KV block, equal on all replicas, so that a request's block hashes are computed
@@ -96,7 +96,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # no pool that decodes has been added yet
+        ending = ending or [kind[0] for kind in self._kinds]  # no replica decodes
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens

@@ -99,7 +99,7 @@ class HandOffs(Generic[R]):
         self, replicaset: Replicaset, rules: HandOffRules, transfers: Transfers[R], driver: DriverServices[R]
     ) -> None:
         self._replicaset = replicaset
-        # Read once: attributes of a model are slow, and these are needed for every hand-off.
+        # Read once: attributes of a pydantic model are slow, and these are needed for every hand-off.
         settings = rules.settings
         self._at_boundary = settings.takes_effect == "at_step_boundary"
         self._one_at_a_time = settings.reservations == "one_at_a_time"

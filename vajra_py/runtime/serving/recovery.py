@@ -1,8 +1,8 @@
 """Requeue or end requests whose replica was lost or whose policy broke the contract.
 
 Requests of a lost replica keep their tokens so far and are recomputed, or they end. Requests of a replicaset whose
-policy broke the contract end, each with the reason, and none of the replicaset's policies is called until that one is
-replaced.
+policy broke the contract end, each with the reason, and none of the replicaset's policies is called until that policy
+is replaced.
 """
 
 from __future__ import annotations

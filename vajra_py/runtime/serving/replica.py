@@ -237,8 +237,8 @@ class Replica:
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     def join_at_once(self) -> None:
-        """Let requests that arrive with their KV join the decode pool with their first step. For an executor that uses
-        only the features of plans.
+        """Let requests that arrive with their KV join the decode pool with their first step; allowed only if the
+        executor uses nothing of a plan but its features.
         """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
@@ -319,7 +319,7 @@ class Replica:
         return True
 
     def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """End every request of a lost replica, with the tokens that it has reached."""
+        """End every request of a lost replica; the requests keep their output so far."""
         running_set, reason = self.running_set, _FAILED
         self.num_in_flight = 0
         held = [*running_set.running(), *running_set.in_flight]

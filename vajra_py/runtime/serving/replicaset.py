@@ -151,7 +151,7 @@ class Replicaset:
         rules.
         """
         self.held_back: dict[Request, None] = {}
-        """Requests bound to a prefill replica that wait for blocks of their decode replica, in order."""
+        """Requests bound to a prefill replica that wait for blocks of a decode replica, in order of binding."""
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
@@ -687,7 +687,7 @@ class Replicaset:
         )
 
     def unbind(self, request: Request) -> None:
-        """Remove a waiting request from the queue that it is in."""
+        """Remove a waiting request from its queue, or from `held_back`."""
         if request in self.shared:
             self.shared.remove(request)
             return
@@ -706,7 +706,9 @@ class Replicaset:
         self._failed_at.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """Abort or expire a request, wherever it is; return False if its step must complete first."""
+        """Abort or expire a request of the shared queue or of a replica; return False if its step must complete
+        first.
+        """
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)

@@ -97,7 +97,7 @@ class DriverServices(Protocol[R]):
     # Records and failures
 
     def record(self, entry: Input) -> None:
-        """Write an input of the run."""
+        """Write an input of the run to the input log, if there is one."""
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
         """Take the replicaset of a policy that broke the contract out of service, or raise the error if policies are
