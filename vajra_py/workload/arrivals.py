@@ -269,7 +269,7 @@ class PiecewiseConstant(_Modulated):
 
 
 class CoxGamma(_Modulated):
-    """Poisson arrivals, similar to Azure's traces, whose rate is drawn for each window from a gamma distribution."""
+    """Poisson arrivals whose rate is drawn for each window from a gamma distribution, as observed in Azure's traces."""
 
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")

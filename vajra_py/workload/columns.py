@@ -38,7 +38,7 @@ _make_request = maker(
 class Columns(Struct, frozen=True):
     """Columns of a workload.
 
-    None is stored as -1 in `max_tokens` and in `follows` (which holds row numbers), and as NaN in columns of floats.
+    None is stored as -1 in `max_tokens` and in `follows` (which holds row numbers); for stated facts, see `FactColumn`.
     """
 
     arrived_at: F64

@@ -278,8 +278,9 @@ class Workload(Sequence[RequestSpec]):
     ) -> Workload:
         """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
-        `drop` removes longer requests (their children follow the nearest ancestors kept); `clip` shortens prompts
-        first, then outputs, to at least 1 token each. `source["operations"]` records the number of changed requests.
+        `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` shortens prompts to
+        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves.
+        `source["operations"]` records the number of changed requests.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each

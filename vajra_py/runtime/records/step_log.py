@@ -119,7 +119,7 @@ class StepLog(Observer):
         self._ids: list[str] = []
         self._arrived: list[int] = []
         self._tick = 0
-        """Tick of the latest record."""
+        """Tick of the latest record or arrival."""
 
     def share(self, keeper: Callable[[Batch], None]) -> None:
         """Pass all batches of records to `keeper` too."""
