@@ -31,7 +31,7 @@ def objects(values: Sequence[object]) -> ObjectArray:
 
 
 class StringColumn(Struct, frozen=True):
-    """Column of strings in 12 bytes per row: a label from a small table, and optionally a number (>= 0) after it.
+    """Column of strings in 4 or 12 bytes per row: a label from a small table, and optionally a number (>= 0) after it.
 
     The string of a row is `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`.
     """

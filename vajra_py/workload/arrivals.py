@@ -269,7 +269,7 @@ class PiecewiseConstant(_Modulated):
 
 
 class CoxGamma(_Modulated):
-    """Poisson arrivals, similar to Azure's traces, whose rate is drawn for each window from a gamma distribution."""
+    """Poisson arrivals whose rate is drawn for each window from a gamma distribution, as observed in Azure's traces."""
 
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
@@ -302,8 +302,8 @@ def arrival_times(
     Without either limit, return all arrivals of piecewise rates that end.
 
     Raises:
-        WorkloadError: both limits are missing for a process without an end, the rates end before `num_requests`
-            arrivals, or no request arrives.
+        WorkloadError: both limits are missing for a process without an end, `num_requests` is missing for arrivals at
+            once, the rates end before `num_requests` arrivals, too many requests arrive, or none.
     """
     ends = isinstance(process, PiecewiseConstant) and not process.repeat
     if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):

@@ -27,8 +27,9 @@ def build_workload(
         config: settings of the section `workload:`.
         rng_for: returns the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`,
             `system_prompts`, `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`,
-            `priorities`, `tenants`, `slo_classes`. In a merged workload, the part's `name` (or its `type`, numbered as
-            `azure#2`) and a slash precede the name. `source["streams"]` of the result lists the streams used.
+            `priorities`, `tenants`, `slo_classes`. For a part of a merged workload, the part's `name` or else its
+            `type` (numbered if it is repeated, as `azure#2`) and a slash precede the stream's name. `source["streams"]`
+            of the result lists the streams used.
         base_dir: folder for relative paths.
         source: result of `config.source` if it is known, so that files are not read again; None to call it.
 
@@ -113,14 +114,15 @@ def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Worklo
 
 
 def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
-    """Return the workload stretched to `config.rate`.
+    """Return the workload stretched to `config.rate`, or unchanged if its source has applied this rate.
 
     If `expected`, the mean rate over all seeds before stretching, is known, the results of all seeds have `config.rate`
-    on average; otherwise the result has exactly this rate.
+    on average; otherwise the result has exactly this rate. Raises `WorkloadError` if requests follow one another and
+    the workload does not have this rate already.
     """
     assert config.rate is not None  # checked by the caller
     if config.starts_sessions_at_rate and workload.columns.session_id is not None:
-        return workload  # sessions already start at this rate
+        return workload  # the source has applied the rate
     if expected is None or workload.has_followers:
         is_there = math.isclose(workload.rate, config.rate, rel_tol=1e-12)
         return workload if is_there else workload.at_rate(config.rate)

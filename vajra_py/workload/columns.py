@@ -1,7 +1,8 @@
 """Columnar storage of a workload's requests.
 
 Invariants: all columns are as long as `arrived_at`; the row of a request comes after the rows of its parents (the
-requests that it follows); an absent column stands for the default of `RequestSpec` in every row.
+requests that it follows); an absent column stands for the default of `RequestSpec` in every row, except that an absent
+`parent_calls` stands for the parents of each call of a program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _make_request = maker(
 class Columns(Struct, frozen=True):
     """Columns of a workload.
 
-    None is stored as -1 in `max_tokens` and in `follows` (which holds row numbers), and as NaN in columns of floats.
+    None is stored as -1 in `max_tokens` and in `follows` (which holds row numbers); for stated facts, see `FactColumn`.
     """
 
     arrived_at: F64

@@ -55,7 +55,7 @@ class MergeConfig(WorkloadOptions):
         return parts[0].merge(*parts[1:], share_content=self.share_content)
 
     def mean_rate(self) -> float | None:
-        """Return the rate of all parts together; None if the rate of any part is unknown."""
+        """Return the rate of all parts together; None if the rate or the duration of any part is unknown."""
         parts = [_stretch(one) for one in self.workloads]
         known = [one for one in parts if one is not None]
         if len(known) < len(parts):

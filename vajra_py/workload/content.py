@@ -29,7 +29,7 @@ class SegmentSpace(Struct, frozen=True):
 
     By kind, the id of a number is:
         `number`: the number itself, or (label, number) with a label.
-        `output`: ("out", label + number), the output of the request of that id.
+        `output`: ("out", label + number), the output of the request whose id is label + number.
         `explicit`: an entry of a table, as read from a file.
     """
 

@@ -1,4 +1,4 @@
-"""Fingerprints of workloads: equal for equal requests."""
+"""Fingerprints of workloads, which show whether two draws have equal requests."""
 
 from __future__ import annotations
 

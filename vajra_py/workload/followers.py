@@ -14,7 +14,7 @@ class Followers:
 
     def __init__(self) -> None:
         self._children: dict[str, list[RequestSpec]] = {}
-        self._num_parents_left: dict[str, int] = {}  # requests with several parents
+        self._num_parents_left: dict[str, int] = {}  # only for requests with several parents
 
     def add(self, spec: RequestSpec) -> bool:
         """Hold a request until its parents have ended; return False if it has no parents, and so is not held."""

@@ -112,7 +112,7 @@ class WorkloadOptions(WorkloadSection):
     """Options of every kind of workload."""
 
     starts_sessions_at_rate: ClassVar[bool] = False
-    """True if sessions of the source start at `rate` already."""
+    """True if the source itself applies `rate` to the starts of its sessions, so that time is not stretched for it."""
 
     name: str | None = Field(
         None,
@@ -182,9 +182,11 @@ class WorkloadOptions(WorkloadSection):
         """Return the requests before these options are applied; arguments and errors are those of `build_workload`."""
 
     def mean_rate(self) -> float | None:
-        """Return the mean rate of the source over seeds, in requests per second, before these options are applied.
+        """Return the mean rate of the source over all seeds, in requests per second, before these options are applied;
+        None if it is unknown.
 
-        None if the rate does not depend on the seed, or if its mean is unknown.
+        With a mean rate, `rate` stretches the workloads of all seeds by one factor. Without it, each workload is
+        stretched by its own rate, which makes no difference for a file, whose arrivals are the same for every seed.
         """
         return None
 

@@ -116,7 +116,7 @@ def own_rate(name: str) -> float | None:
 
 
 def _arrivals(entry: Mapping[str, Any]) -> Any:
-    """Return the arrival process of a profile, by default at one request per second if the trace has no arrivals."""
+    """Return the arrival process of a profile; a Poisson process of rate 1 if the trace has no arrivals."""
     if entry["arrivals"] is None:
         return Poisson(rate=1.0)
     return TypeAdapter[Any](ArrivalProcess).validate_python(entry["arrivals"])
@@ -167,9 +167,9 @@ def _session_requests(
 ) -> Workload:
     """Return the first `n` requests, session by session.
 
-    The number of sessions is doubled until they have `n` requests. `arrivals` holds an arrival process of sessions and
-    a rate of requests, or None. With a rate, sessions arrive as a Poisson process instead, at this rate divided by the
-    mean number of turns.
+    The number of sessions is doubled until they have `n` requests. `arrivals` holds an arrival process of sessions, and
+    a rate of requests (None: not given). With a rate, sessions arrive as a Poisson process instead, at this rate
+    divided by the mean number of turns.
     """
     process, rate = arrivals
     streams = _Replayed(rng_for)

@@ -110,8 +110,8 @@ class RequestSpec(StatedFacts):
             time, by which the workload is ordered and cut: the request arrives `think_time_s` after its last parent
             ends.
         num_prompt_tokens: Tokens of the prompt, at least 1.
-        num_output_tokens: True output length in tokens, at least 1, unless a limit ends the output earlier. Never shown
-            to a policy.
+        num_output_tokens: True output length in tokens, at least 1; a limit may end the output earlier. Never shown to
+            a policy.
         max_tokens: Largest number of output tokens that the client accepts; None: up to the model's length.
         content: Content of the prompt for prefix caching; None: the prompt shares nothing.
         prompt_token_ids: Token ids of the prompt if they are known, `num_prompt_tokens` in number.

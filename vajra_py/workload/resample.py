@@ -2,11 +2,12 @@
 
 A window is an unchanged interval of the trace. The block bootstrap treats the trace as a circle and concatenates random
 blocks of it (D. N. Politis and J. P. Romano, "A circular block-resampling procedure for stationary data", 1992), so
-that every request is equally likely. Thinning keeps each request, or each whole session, with a fixed probability.
+that every request is equally likely. Thinning keeps each request, or each unit of requests, with a fixed probability.
 
-A *unit* is a set of requests that are kept together: those of one session or linked by `follows`, or a single request.
-If prompts share content, the bootstrap rejects the trace, and so does thinning unless every request belongs to a
-session: the sample would have another rate of prefix hits than the trace.
+A *unit* is a set of requests that are kept together: those of one program or session or linked by `follows`, or a
+single request. If the content of prompts is known, so that they may share prefixes, the bootstrap rejects the trace,
+and so does thinning unless every request belongs to a program or session: the sample would have another rate of prefix
+hits than the trace.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def thin(
 
     Raises:
         WorkloadError: the rate of the trace is not above `rate`, is undefined, or depends on the system because
-            requests follow each other; or its prompts share content and it has no sessions.
+            requests follow each other; or the content of its prompts is known and some request belongs to no program or
+            session.
     """
     columns = workload.columns
     if rate is not None:
@@ -140,8 +142,8 @@ def block_bootstrap(
     request; else it has no effect. Ids are renumbered; ids of sessions and programs include the number of the draw.
 
     Raises:
-        WorkloadError: the trace is no longer than a block, or its prompts share content, so that blocks drawn twice
-            would be prefix hits.
+        WorkloadError: the trace is no longer than a block, or the content or token ids of its prompts are known, so
+            that prompts of blocks drawn twice would be prefix hits.
     """
     _check_content(workload, "bootstrap", is_kept_whole=False)
     columns = workload.columns
@@ -157,9 +159,8 @@ def block_bootstrap(
     order = np.argsort(units, kind="stable")
     sizes = np.bincount(units)
     ends = np.cumsum(sizes)
-    if (
-        first is not None and sizes.max() == 1
-    ):  # only with one request per unit: later turns of a session may arrive after other units begin
+    # Only with one request per unit: later turns of a session may arrive after other units begin.
+    if first is not None and sizes.max() == 1:
         drawn, begins_s = drawn[:first], begins_s[:first]
     copies = np.repeat(np.arange(len(drawn), dtype=np.int64), sizes[drawn])
     place = np.arange(len(copies)) - np.repeat(np.cumsum(sizes[drawn]) - sizes[drawn], sizes[drawn])
@@ -219,7 +220,8 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # these are old ids
+    # `parent_calls` has old ids; without it, the parents follow from `follows` and `joins`.
+    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}
     copied = structs.replace(structs.replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}
     renamed = {

@@ -107,7 +107,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """Return the first node with the same sequence of tokens, and the segment id, of each node."""
+    """Return for each node the first node with the same sequence of tokens; and the segment id of each node."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]

@@ -210,8 +210,8 @@ class Workload(Sequence[RequestSpec]):
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
         """Return this workload and others on one clock, sorted by arrival.
 
-        Ids of requests and sessions are prefixed with the name of their workload (`conv/17`; equal names are numbered,
-        as in `conv#2/17`), so that they stay unique. Prompts of different workloads share prefixes only with
+        Ids of requests, sessions and programs are prefixed with the name of their workload (`conv/17`; equal names are
+        numbered, as in `conv#2/17`), so that they stay unique. Prompts of different workloads share prefixes only with
         `share_content`.
         """
         parts = [self, *others]
@@ -234,20 +234,20 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
-        """Draw a priority, by relative shares, for each session and for each request without a session."""
+        """Draw a priority, by relative shares, for each program or session, and each request without either."""
         codes = self._drawn(list(shares.values()), rng, "priorities")
         values = np.array(list(shares), dtype=np.int64)
         facts = {str(priority): share for priority, share in shares.items()}
         return self._derived(self.columns.stating({"priority": values[codes]}), op="with_priorities", shares=facts)
 
     def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
-        """Draw a tenant, by relative shares, for each session and for each request without a session."""
+        """Draw a tenant, by relative shares, for each program or session, and each request without either."""
         codes = self._drawn(list(shares.values()), rng, "tenants")
         column = StringColumn(tuple(shares), codes.astype(np.int32))
         return self._derived(self.columns.stating({"tenant": column}), op="with_tenants", shares=dict(shares))
 
     def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
-        """Draw an SLO class, by relative shares, for each session and for each request without a session."""
+        """Draw an SLO class, by relative shares, for each program or session, and each request without either."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
         changes: dict[str, FactColumn] = {
             "slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))
@@ -278,8 +278,9 @@ class Workload(Sequence[RequestSpec]):
     ) -> Workload:
         """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
-        `drop` removes longer requests (their children follow the nearest ancestors kept); `clip` shortens prompts
-        first, then outputs, to at least 1 token each. `source["operations"]` records the number of changed requests.
+        `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` shortens prompts to
+        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves.
+        `source["operations"]` records the number of changed requests.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each

@@ -83,7 +83,8 @@ def _texts(texts: Sequence[str | None]) -> Any:
 def numpy_array(column: Any) -> NDArray[Any]:
     """Return an Arrow column as a numpy array, without a copy if its numbers are contiguous.
 
-    Equivalent to the column's `to_numpy`, which imports pandas and is used only for number columns with nulls.
+    Equivalent to the column's `to_numpy`, which imports pandas, and is therefore called only for numbers and flags with
+    nulls, and for types other than numbers, flags and texts.
     """
     import pyarrow as pa
 

@@ -277,7 +277,7 @@ def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
     """
     joined: list[int] = []
     for one in changes.joined:
-        # In a step with the pool, the token of this step already counts as computed.
+        # If the plan includes the pool, a member's count already includes this step: record the count before the step.
         joined += (one.index, one.admitted_index, one.num_computed_tokens - (plan.num_pool_decodes > 0))
     chunks = None if plan.pool is None or not plan.running_in_order else _chunks_in_order(plan, plan.pool)
     return PoolMoves(joined, [one.index for one in changes.left], chunks)

@@ -28,7 +28,7 @@ KINDS = ("running", "admitted", "resumed", "moved")
 MODES = ("recompute", "swap")
 REASONS = tuple(reason.value for reason in EndReason)
 NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}
-"""Number type of list columns; list columns without an entry have 64-bit numbers."""
+"""Number type of list columns; list columns that are not named here have 64-bit numbers."""
 _COLUMN_OF = {name: column for column, name in enumerate(FIELDS)}
 DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
 """List columns whose numbers rarely repeat but are close to their neighbours."""
@@ -82,7 +82,7 @@ class Records(Struct, frozen=True):
 
     @classmethod
     def concat(cls, parts: Sequence[Records]) -> Records:
-        """Concatenate records; replicasets are numbered by name."""
+        """Concatenate records; replicasets are numbered in the order of their names."""
         names = sorted({name for one in parts for name in one.replicasets})
         rows = np.concatenate([one.rows for one in parts])
         ranks = [np.array([names.index(name) for name in one.replicasets], dtype=np.int64) for one in parts]

@@ -27,7 +27,8 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
-_LAST = ("metadata", "tbt_slo_s")  # written last, as in the first logs of this version; readers find fields by name
+# Written last, so that equal runs give the same bytes as the first logs of this version.
+_LAST = ("metadata", "tbt_slo_s")
 _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
 """Defaults of facts that a row has only if the client stated them, such as facts of programs."""
 _FACTS = (
@@ -194,7 +195,9 @@ class CacheReset(Struct, frozen=True):
 
 
 class Stall(Struct, frozen=True):
-    """A stall of a replicaset's policies: they scheduled nothing although requests waited, for longer than the limit."""
+    """A check for a stall of a replicaset's policies: if requests wait and no step runs, the policy to blame has broken
+    the contract (see `Controller.stall`).
+    """
 
     tick: int
     replicaset: str

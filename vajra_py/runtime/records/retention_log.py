@@ -36,11 +36,11 @@ class RetentionLog(Observer):
     def on_pinned(
         self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
     ) -> None:
-        """Write a line."""
+        """Write the line of a pin."""
         self._write(now, replicaset, replica_id, pinned=name, request_id=request.request_id, until=until)
 
     def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
-        """Write a line."""
+        """Write the line of a pin's end."""
         self._write(now, replicaset, replica_id, unpinned=name, why=why.value)
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:

@@ -1,6 +1,6 @@
 """Step log: one record for each completed plan, and one for a run of decode steps that repeat it.
 
-An `Observer` gets every step separately, which would take too much time in long simulations. The data of a step is
+Other observers get every step separately, which would take too much time in long simulations. The data of a step is
 packed once and shared by all logs (`share`).
 """
 
@@ -119,7 +119,7 @@ class StepLog(Observer):
         self._ids: list[str] = []
         self._arrived: list[int] = []
         self._tick = 0
-        """Tick of the latest record."""
+        """Tick of the latest record or arrival."""
 
     def share(self, keeper: Callable[[Batch], None]) -> None:
         """Pass all batches of records to `keeper` too."""

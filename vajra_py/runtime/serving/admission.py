@@ -38,11 +38,11 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 MAX_FRUITLESS = 100_000
-"""Maximum number of deferrals by a policy without any other event in between."""
+"""Maximum number of consecutive deferrals while every request that has not ended is deferred."""
 
 MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
-"""Maximum number of deferrals of one request to a set time within `DEFERRALS_S` seconds: on average one per 10 us,
-which is shorter than any step.
+"""Maximum number of deferrals of one request to a set time (`Defer.until`) within `DEFERRALS_S` seconds; more deferrals
+count as an endless loop, because their mean distance, 10 us, is shorter than any step.
 """
 
 MakeHashes = Callable[[int], BlockHashes | None]
@@ -57,8 +57,8 @@ class Deferral(Struct, eq=False):
         until: tick at which the policy is called again; None: it is called when a request ends or the policy is woken.
         counted_from: tick from which the request's deferrals to a set time are counted.
         num_counted: number of these deferrals.
-        holds_rest: True if requests deferred after this one wait until it is accepted or leaves; without effect if
-            `until` is set.
+        holds_rest: True if the replicaset's deferred requests that come after this one, by priority and then in order
+            of submission, wait as long as this one does (see `Defer`); without effect if `until` is set.
         is_void: True if the policy was called again, or the request has ended.
     """
 
@@ -105,7 +105,7 @@ class AdmissionGate:
         self.on_room: Callable[[], None] | None = None
         """Callback of the driver that calls the policy again in this tick for requests deferred with `until` None."""
         self.num_fruitless = 0
-        """Number of deferrals since any other event."""
+        """Number of consecutive deferrals while every request that had not ended was deferred."""
         self._make_policy = make_policy
         self._models = models
         self._deferred: dict[Request, Deferral] = {}
@@ -145,7 +145,7 @@ class AdmissionGate:
 
     @property
     def waits_for_change(self) -> bool:
-        """True if a deferred request has no time at which the policy is called again."""
+        """True if some deferred request has no time at which the policy is called again."""
         return bool(self._timeless)
 
     def keep(self, deferral: Deferral, decision: Defer, now: int) -> None:
@@ -160,7 +160,9 @@ class AdmissionGate:
             self._timeless.add(request)
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """Remove a request that is accepted or leaves, and return its deferral; None if it is not deferred."""
+        """Remove a request that has ended, or about which the policy has decided again, and store the seconds since its
+        first deferral; return its deferral, None if it is not deferred.
+        """
         deferral = self._deferred.pop(request, None)
         if deferral is None:
             return None
@@ -183,8 +185,8 @@ class AdmissionGate:
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
-        """Return True if a request is deferred with `Defer.until` None, and requests deferred after it wait until it is
-        accepted or leaves.
+        """Return True if a request is deferred with `Defer.until` None, and the requests of its replicaset that follow
+        it in `timeless` wait as long as it does.
         """
         deferral = self._deferred.get(request)
         return deferral is not None and deferral.until is None and deferral.holds_rest

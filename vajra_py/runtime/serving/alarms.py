@@ -42,7 +42,7 @@ class Sleeper(Struct, eq=False):
     index: int = 0
     """Position of the policy in its layer; for a replica scheduler, the replica's id."""
     policy: Any = None
-    """The policy object; None while it is being built."""
+    """The policy object; None while it is being built, or if all wake-ups are `BatchBuilder.idle_until`."""
     wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:
@@ -64,7 +64,7 @@ class Alarm(Struct, eq=False):
 
 
 class AlarmClock(Struct, eq=False):
-    """The wake-ups of a run; `connect` passes them, including those set before, to a driver."""
+    """The wake-ups of a run, at most one for each policy and key."""
 
     _pending: dict[tuple[Sleeper, str | None], Alarm] = field(default_factory=dict)
     _push: Callable[[Alarm], None] | None = None
@@ -76,7 +76,7 @@ class AlarmClock(Struct, eq=False):
             push(alarm)
 
     def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
-        """Set the policy's wake-up with this key to a tick; it replaces an earlier one."""
+        """Set the policy's wake-up with this key to a tick; if there is one with this key, it is replaced."""
         old = self._pending.get((sleeper, key))
         if old is not None:
             if old.tick == tick:

@@ -90,14 +90,14 @@ class Backend(Protocol[S]):
     def launch(self, replica: S, plan: StepPlan) -> int:
         """Begin to execute a plan; return the tick from which the replica can take another one.
 
-        `NEVER`: the replica can take another plan once this one has completed or, with pipeline stages, once
-        `Phase.STAGE_END` of this one was pushed. The backend pushes the step's end as `(replica, anything,
-        replica.epoch)`, with the replica's rank.
+        `NEVER`: the replica can take another plan once this one has completed or, with pipeline stages, once the driver
+        has handled the `Phase.STAGE_END` that the backend pushes for this one. The backend pushes the step's end as
+        `(replica, anything, replica.epoch)`, with the replica's rank.
         """
 
     def cancel(self, replica: S) -> int:
         """Cancel the replica's steps; return the tick from which the replica is free, `NEVER` if the backend will
-        report that later.
+        report that later by `Driver.freed`.
         """
 
     # Handlers of events whose payload the backend defines
@@ -114,7 +114,9 @@ class Backend(Protocol[S]):
     # Notifications about requests
 
     def on_submitted(self, request: Request, payload: Any) -> None:
-        """Note the request created for `payload`, the argument of `Driver.submit`; it may have ended already."""
+        """Note the request created for `payload`, the argument of `Driver.submit`; the request may have ended
+        already.
+        """
 
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """Note that the request waits, and may run on any of these replicas."""
@@ -130,7 +132,8 @@ class Backend(Protocol[S]):
         """Note that this KV is no longer needed: the target's blocks may be reused from now on."""
 
     def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
-        """Begin to load an adapter into its slot, which is used only by steps launched before.
+        """Begin to load an adapter into its slot. Steps that were launched before may still use the slot's previous
+        adapter; no later step uses the slot until the load has ended.
 
         Called unless the driver times loads (`DriverOptions.times_transfers`); the backend pushes the load's end at a
         later tick: `Phase.TIER` with an `AdapterEnd`.

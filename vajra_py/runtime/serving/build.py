@@ -156,8 +156,8 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """Build the admission gate of these replicasets. The policy's context has the largest of all limits, and the
-    predictors of the first replicaset.
+    """Build the admission gate of these replicasets. The policy's context has the largest value of each limit over all
+    replicas, and the latency model and prefill times of the first replicaset.
     """
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
@@ -420,8 +420,8 @@ def build_replicaset(
 def _with_memory_below(
     replicaset: Replicaset, plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
 ) -> Sequence[ReplicaPlan]:
-    """Set the rules of the memory tiers below the replicas' devices, and return the plans with their tiers. Raises
-    `ConfigError`.
+    """Set the replicaset's rules for memory tiers, and for swaps while steps run; return the plans with their tiers.
+    Raises `ConfigError`.
     """
     sizes = [(plan.settings, plan.limits) for plan in plans]
     replicaset.tiers, replicaset.swaps = tier_rules(sizes), swap_rules(sizes)
@@ -498,7 +498,9 @@ def _build_retention(
 
 
 def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
-    """Return the retention policy that the memory must call; None if blocks are evicted in order of release."""
+    """Return the retention policy that the memory must call to choose the blocks to evict; None if there is no policy,
+    or if the policy evicts blocks in the order of their release, as the memory does without it.
+    """
     if retention is None or registry.retention_policy(retention.name).spec.follows_release:
         return None
     return retention
@@ -593,7 +595,9 @@ def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | 
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Return the largest of each limit over all replicas; policies of the whole replicaset are built with them."""
+    """Return the largest value of each limit over all replicas (None, no limit, if a replica has none), for policies
+    that serve all of them.
+    """
 
     def largest(values: Iterable[int | None]) -> int | None:
         found = list(values)

@@ -1,6 +1,7 @@
 """Accept requests and account for each until it ends.
 
-Invariant, at every step: submitted = deferred + waiting + running + ended, and every request ends exactly once.
+Invariant, at every step: submitted = deferred + waiting + running + held (`RequestState.HELD`) + ended, and every
+request ends exactly once.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class Controller:
         """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Function that returns a request's index, for a controller that runs only a part of a run; None: requests are
-        counted.
+        """Function that returns a request's index, for a controller that runs only a part of a run; None: the index is
+        the number of requests submitted before.
         """
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
-        """Callback for requests that have ended, except those rejected during `submit` or `ask_again`; called once for
-        each, before any policy is notified.
+        """Callback for requests that have ended, except those rejected during `submit` or `ask_again`; each request is
+        passed once, before any policy is notified of its end.
         """
         self.programs = Programs() if programs is None else programs
         """Programs that have not ended."""
@@ -254,7 +255,7 @@ class Controller:
                 notify((request,), seconds)
 
     def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
-        """End a deferred request, which was not accepted."""
+        """End a deferred request that is aborted or expires; `how` holds the reason and the detail."""
         seconds, (reason, detail) = to_seconds(now), how
         gate.forget(request, seconds)
         end_request(request, reason, detail, seconds)
@@ -341,7 +342,7 @@ class Controller:
             observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
-        """End the requests that wait for a replica of this replicaset, because none will be up in time."""
+        """End the requests of the replicaset's shared queue, because no replica will be up in time."""
         ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
@@ -375,7 +376,7 @@ class Controller:
         return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
-        """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
+        """Count requests that have ended, and notify `on_ended`, then the policies that listen to ends."""
         if not ended:
             return
         to_notify, gate = [], self.gate
@@ -493,8 +494,9 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy is to blame: if requests are held, a running one, else a held one, because others
-    may wait for its blocks; otherwise the first one.
+    """Return the request by which the policy to blame is found: the first one, if no request is held. Otherwise
+    return a running one, or else a held one, because the other requests may only be waiting for blocks that it
+    occupies.
     """
     states = {one.state for one in standing}
     if RequestState.HELD not in states:

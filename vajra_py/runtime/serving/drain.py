@@ -33,8 +33,8 @@ class Drains(Generic[R]):
         self.draining: dict[int, R] = {}
         """Replicas whose requests move away, by id; if empty, `advance` has nothing to do."""
         self._num_admissions: dict[int, int] = {}
-        """Number of admissions of each draining replica at the last check; requests whose KV is in transit may still
-        arrive.
+        """Number of admissions of each draining replica at the last check: if it has grown, a request has arrived whose
+        KV was in transit.
         """
         self._is_due = False
         """True if a request that could not move at the last check may be able to move now."""

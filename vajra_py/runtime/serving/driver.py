@@ -86,13 +86,13 @@ class DriverOptions(Struct, frozen=True):
 
     Attributes:
         check_every_steps: number of steps between checks of conservation; 0: no checks.
-        expires: True if requests expire, and the admission policy is called again for deferred ones, at their time on
-            the clock; False: only inputs cause this.
+        expires: True if requests expire, idle programs end, and the admission policy is called again for deferred
+            requests, each at its time on the clock; False: only inputs cause this.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
             taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
             each load with an `AdapterEnd`.
-        wakes: True if policies are woken at the times they set, scalers are called, and full targets of untimed
-            transfers are tried again; False: only by inputs.
+        wakes: True if policies are woken, scalers are called, and hand-offs to full targets are tried again (if
+            transfers are untimed), each at its time on the clock; False: only inputs cause this.
         serves: True if requests may arrive that no event announces, so that wake-ups continue when no request is left.
         isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
             ending the run.
@@ -115,13 +115,14 @@ class Driver(Generic[R]):
         now: the present tick.
         until: tick up to which `run_until` runs.
         num_steps: number of steps launched so far.
-        events: future events. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the
-            name of a replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's
-            `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose
-            links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all requests deferred without
-            a time, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those
-            of `ARRIVAL` and `POLICY` are the backend's.
+        events: future events. Payloads by phase: `STEP_END` (replica, anything, epoch), `STAGE_END` (replica, plan,
+            epoch), `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange`
+            or the name of a replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a
+            replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset
+            whose links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all requests deferred
+            without a time, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id,
+            `WAKE` an `Alarm` or a `WakeUp`, `FORM` a replica, or the name of a replicaset whose shared queue is
+            offered; the backend defines those of `ARRIVAL` and `POLICY`.
     """
 
     def __init__(
@@ -526,7 +527,7 @@ class Driver(Generic[R]):
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:
-        """Make the step in flight the last of those launched together; it ends at `tick`, not at the scheduled end."""
+        """Make the step in flight, which ends at `tick`, the last of those launched together."""
         one.epoch += 1
         one.free_at = tick
 
@@ -616,7 +617,7 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
             return
-        if plan is None:  # steps may be in later stages; the first stage is free
+        if plan is None:  # idle: the first pipeline stage is free, even if later stages still execute steps
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
             if self._draining and self._elasticity.goes_down(one):
@@ -713,7 +714,7 @@ class Driver(Generic[R]):
         return not self._options.serves and not self.controller.num_alive and self._is_left_only(_IN_THE_BACKGROUND)
 
     def _is_too_late(self, tick: int, phase: Phase) -> bool:
-        """Return True if an event is dropped because the run is over; a program may still end in its last tick."""
+        """Return True if an event is dropped because the run is over; programs may still end in the last tick."""
         in_last_tick = phase is Phase.PROGRAM and tick == self.now
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
@@ -825,12 +826,12 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
+            self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # else moves may follow first
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
-        """Replace a policy; see `policy_swap.swap_policy`. If it raises, the old policy stays."""
+        """Replace a policy; see `policy_swap.swap_policy`. If this raises, the old policy stays."""
         self.interrupt(change.replicaset)
         movement = self._movements.get(change.replicaset)
         if movement is not None and change.layer is Layer.REPLICASET_SCHEDULER:

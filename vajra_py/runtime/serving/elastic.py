@@ -29,7 +29,7 @@ class Elasticity(Generic[R]):
         self._driver = driver
         self._asks = asks
         self._asked_soon: set[str] = set()
-        """Replicasets whose scaler is called in this tick."""
+        """Replicasets whose scaler is called later in this tick."""
         self.draining: set[int] = set()
         """Ranks of draining replicas, each of which goes down when it has no request left."""
         for name, replicaset in driver.controller.replicasets.items():
@@ -62,8 +62,10 @@ class Elasticity(Generic[R]):
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return False if the failed replica is down or lost already, or if the replica to restart is not lost; else
-        schedule a call of the replicaset's scaler, if there is one, and return True.
+        """Return True if a failure or restart is to be handled; always so without a scaler.
+
+        With a scaler, return False if the failed replica is down or lost already, or if the replica to restart is not
+        lost; else schedule a call of the scaler, and return True.
         """
         replicaset = self._driver.controller.replicasets[what.replicaset]
         if replicaset.scaling is None:

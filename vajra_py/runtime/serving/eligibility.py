@@ -73,15 +73,16 @@ def have_both_roles(replicas: Iterable[Replica]) -> bool:
 
 
 class RequestBounds:
-    """Bounds on requests over all replicas of a replicaset, fixed when it is built.
+    """Bounds on requests over all replicas of a replicaset, whatever the states of these replicas.
 
     Attributes:
         block_size: number of tokens per KV block, equal on all replicas, so that a request's block hashes are computed
             once.
-        max_model_len: the largest of all replicas; an explicit `max_tokens` is reduced if prompt and output would
-            exceed it.
-        max_request_tokens: maximum number of prompt and output tokens together that a request may have on any replica.
-        largest: limits of the replica that holds the longest request.
+        max_model_len: the largest of all replicas that may decode; an explicit `max_tokens` is reduced if prompt and
+            output would exceed it.
+        max_request_tokens: maximum number of prompt and output tokens together that a request may have on any replica
+            that may decode.
+        largest: limits of the replica that has room for so many tokens.
         are_equal: True if all replicas can hold the same requests (`kinds_of`).
     """
 
@@ -95,7 +96,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # no pool that decodes has been added yet
+        ending = ending or [kind[0] for kind in self._kinds]  # no replica decodes
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens

@@ -19,11 +19,11 @@ class Phase(IntEnum):
     STEP_END = 0
     """A step has completed."""
     FAILURE = 1
-    """A replica is lost, is restored, or is no longer waited for."""
+    """A replica is lost, is restored, or is no longer waited for, or the executing side acts on it (`Control`)."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
     TRANSFER = 3
-    """A transfer of KV between replicas may have ended."""
+    """A transfer of KV between replicas may have ended, or a full target is checked again."""
     TIER = 4
     """A transfer of KV between memory tiers, or the load of an adapter, may have ended."""
     ARRIVAL = 5

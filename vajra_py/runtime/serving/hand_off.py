@@ -39,11 +39,11 @@ class Stage(Enum):
     """Stages of a hand-off, which may skip some of them and return to an earlier one."""
 
     HELD_BACK = "held back"
-    """The prompt waits for blocks of the target."""
+    """The prompt is not computed before a target has been found and has reserved blocks."""
     COMPUTING = "computing"
     """The prompt waits or is being computed; blocks of the target are reserved, unless the target was lost."""
     PLACING = "placing"
-    """No target takes the request now."""
+    """The request has no target."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
     STAYING = "staying"
@@ -99,7 +99,7 @@ class HandOffs(Generic[R]):
         self, replicaset: Replicaset, rules: HandOffRules, transfers: Transfers[R], driver: DriverServices[R]
     ) -> None:
         self._replicaset = replicaset
-        # Read once: attributes of a model are slow, and these are needed for every hand-off.
+        # Read once: attributes of a pydantic model are slow, and these are needed for every hand-off.
         settings = rules.settings
         self._at_boundary = settings.takes_effect == "at_step_boundary"
         self._one_at_a_time = settings.reservations == "one_at_a_time"
@@ -120,7 +120,7 @@ class HandOffs(Generic[R]):
         self._unplaced: dict[Request, HandOff[R]] = {}
         """Hand-offs that wait for a target; the one that has waited longest is first."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
-        """Hand-offs that wait for blocks, by target, in order."""
+        """Hand-offs that wait for blocks of a target, by target, in the order in which they will get blocks."""
         self._asked_while_busy: set[int] = set()
         """Ids of targets that were busy when blocks were to be reserved; their waiting hand-offs are continued when
         their step ends.
@@ -207,8 +207,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target: a request whose prompt is computed goes before prompts that are not
-        computed, because these hold no blocks yet.
+        """Queue a request for blocks of its target: a request whose prompt is computed, and holds blocks at its source,
+        goes before prompts that are not computed and hold no blocks.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
@@ -241,7 +241,7 @@ class HandOffs(Generic[R]):
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             self._driver.touch(one.source)
-            # A step in flight adds a token to each decode.
+            # When a step in flight ends, every member of the decode pool gets a token, even one that joined meanwhile.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING

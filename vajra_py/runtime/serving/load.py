@@ -58,7 +58,7 @@ class LiveLoad:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are assigned to the replica and not admitted."""
+        """Number of requests in the replica's own queue."""
         return self.replica.queue.num_requests
 
     @property
@@ -178,8 +178,8 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` with figures of an earlier time, as in a router that polls its replicas. Prefix hits are
-    current.
+    """`ReplicaLoadView` with figures of an earlier time, as in a router that polls its replicas. Prefix hits are not
+    part of the snapshot: they are those of the live load.
     """
 
     live: LiveLoad
@@ -229,11 +229,11 @@ class SnapshotLoad:
         return self
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Return the number of leading tokens of a request in this replica's prefix cache now."""
+        """See `LiveLoad`."""
         return self.live.prefix_hit_tokens(request)
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the number of leading tokens of a request in each memory of this replica now, by name."""
+        """See `LiveLoad`."""
         return self.live.tier_hit_tokens(request)
 
 

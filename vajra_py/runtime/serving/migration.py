@@ -69,7 +69,9 @@ class Migrations(Generic[R]):
         self._num_at: Counter[int] = Counter()
         """Number of migrations from and to each replica."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Called when a migration has ended, so that its replicas may take part in others."""
+        """Callback for when a migration begins its last stage or is cancelled, so that its replicas may take part in
+        others.
+        """
 
     # Moves
 
@@ -224,7 +226,7 @@ class Migrations(Generic[R]):
             self.on_slot_free()
 
     def _call_off(self, one: Migration[R], why: str) -> None:
-        """Release the blocks reserved at the target; the source continues unchanged."""
+        """Cancel a migration and release the blocks reserved at the target; the source continues unchanged."""
         self._forget(one)
         self._transfers.cancel(one, why)
         if one.has_reserved:

@@ -126,7 +126,9 @@ class Movement(Generic[R]):
     # Removed and restored replicas
 
     def drain(self, one: R, *, by_migration: bool) -> None:
-        """Redirect moves to a draining replica; `by_migration`: its running requests move away."""
+        """Find other targets for requests that are moving to a replica that now drains; with `by_migration`, its own
+        running requests move away too.
+        """
         self._migrations.drains(one)
         self.hand_offs.divert(one)
         if by_migration:

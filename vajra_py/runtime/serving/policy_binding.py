@@ -246,8 +246,8 @@ class Policies:
         return listeners_among([*shared, own, *self.beside, *retained])
 
     def pins(self, replica_id: int) -> Callable[[RequestView, float], float] | None:
-        """Return a function of a request that ends on a replica, which returns the seconds for which the replica's
-        retention policy pins the request's content; None if the policy pins nothing.
+        """Return a function of (request that ends on the replica, time) that returns the seconds for which the
+        replica's retention policy pins the request's content; None if the policy pins nothing.
         """
         retained = self.retention[replica_id]
         if retained is None or not isinstance(retained.policy, PinsContent):

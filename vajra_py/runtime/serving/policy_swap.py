@@ -1,4 +1,4 @@
-"""Replace a replicaset's policies while it serves, between steps, all or nothing.
+"""Replace a replicaset's policies while it serves, completely or not at all; steps in flight continue.
 
 - A request prioritizer: waiting requests are queued again under its keys; running ones continue.
 - A replicaset scheduler: waiting requests without computed tokens are placed again, in order of arrival; others stay.

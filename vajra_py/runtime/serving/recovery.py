@@ -1,8 +1,8 @@
 """Requeue or end requests whose replica was lost or whose policy broke the contract.
 
 Requests of a lost replica keep their tokens so far and are recomputed, or they end. Requests of a replicaset whose
-policy broke the contract end, each with the reason, and none of the replicaset's policies is called until that one is
-replaced.
+policy broke the contract end, each with the reason, and none of the replicaset's policies is called until that policy
+is replaced.
 """
 
 from __future__ import annotations
@@ -82,16 +82,13 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
-    for request in [
-        *leaving,
-        *replica.running_set.arrived,
-    ]:  # requests whose KV was in this memory or moving to or from it
+    # KV that was handed off, or was to be: it was in this memory, or moving to or from it.
+    for request in [*leaving, *replica.running_set.arrived]:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
-    for (
-        request
-    ) in replica.running_set.loading:  # loads from a lower tier; transfers from other replicas were cancelled before
+    # Loads from a lower tier or from swap space; transfers from other replicas were cancelled before.
+    for request in replica.running_set.loading:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)

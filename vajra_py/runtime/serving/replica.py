@@ -168,7 +168,9 @@ class Replica:
         self._awaits_reports = False
         """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of steps that have ended without their report, if the next step is formed before the report comes."""
+        """Tokens of ended steps, one entry per step, that are kept until the step's connector report or its number of
+        accepted drafts is known.
+        """
         self._joins_at_once = False
         """True if requests that arrive with their KV join the decode pool with their first step; False: after it."""
         self.forms_steps = True
@@ -201,7 +203,7 @@ class Replica:
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
-        """Replace policy, listeners or queue; a new queue holds the waiting requests of the old one."""
+        """Replace policy, listeners or queue; the caller has moved the requests that still wait to a new queue."""
         if parts.policy is not self.parts.policy:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
@@ -235,8 +237,8 @@ class Replica:
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     def join_at_once(self) -> None:
-        """Let requests that arrive with their KV join the decode pool with their first step. For an executor that uses
-        only the features of plans.
+        """Let requests that arrive with their KV join the decode pool with their first step; allowed only if the
+        executor uses nothing of a plan but its features.
         """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
@@ -317,7 +319,7 @@ class Replica:
         return True
 
     def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """End every request of a lost replica, with the tokens that it has reached."""
+        """End every request of a lost replica; the requests keep their output so far."""
         running_set, reason = self.running_set, _FAILED
         self.num_in_flight = 0
         held = [*running_set.running(), *running_set.in_flight]
@@ -374,7 +376,7 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is _PREFILL:  # the request leaves before it grows; known tokens include output
+        if self.parts.role is _PREFILL:  # it leaves before it decodes; if recomputed, known tokens include output
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -455,7 +457,7 @@ class Replica:
 
     def _release_pin(self, now: int) -> bool:
         """End a pin, because the policy can run no request; return False if the policy is idle on purpose, a step is in
-        flight, or no block would be free without pins.
+        flight, an adapter is being loaded, or no block would be free without pins.
         """
         if self.num_in_flight or self._waits(now):
             return False
@@ -754,8 +756,8 @@ class Replica:
     def _verify_apart(
         self, request: Request, num_drafts: int, num_accepted: int, now: int
     ) -> list[tuple[Request, EndReason]]:
-        """Count the verified drafts of a request that has ended, no longer runs, or reaches its length; return it with
-        the reason if it ends now.
+        """Count the verified drafts of a request that may no longer run or may reach its output limit; return it with
+        the reason if it ends now. No drafts are counted if it has ended already.
         """
         if request.state is _ENDED:
             return []
@@ -814,7 +816,7 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # released when its step ends
+                    is_running = request in lost.running  # if so, the executor releases it when its step ends
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)
@@ -825,7 +827,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Remove ended requests that computed with blocks whose load failed from the prefix cache."""
+        """Remove from the prefix cache the blocks of ended requests that used a block whose load failed."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -926,7 +928,7 @@ class Replica:
         num_accepted = [0] * len(requests)
         if result.accepted:
             num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
-        opened: dict[Request, Unverified] = {}  # requests of which more drafts may be accepted later
+        opened: dict[Request, Unverified] = {}  # requests whose accepted drafts are counted later, by `verify`
         if result.is_ahead:
             made = {count: Unverified(count) for count in set(num_drafts)}
             opened = dict(zip(requests, map(made.__getitem__, num_drafts), strict=True))

@@ -122,8 +122,8 @@ class Replicaset:
         self.may_refuse = False
         """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
-        """True if a request that one replica can run may be too large for another, have another role there, or be
-        refused.
+        """True if not every replica can take every request that some replica can take, because of different limits,
+        roles, adapters, or replica schedulers that may refuse requests.
         """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
@@ -151,7 +151,7 @@ class Replicaset:
         rules.
         """
         self.held_back: dict[Request, None] = {}
-        """Requests bound to a prefill replica that wait for blocks of their decode replica, in order."""
+        """Requests bound to a prefill replica that wait for blocks of a decode replica, in order of binding."""
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
@@ -438,8 +438,9 @@ class Replicaset:
         """Return a replica's load for a policy that may refuse a request; ended steps are applied when a figure is
         read.
 
-        Such a policy is called at every arrival and rarely reads a figure: applying steps before each call would take a
-        tenth longer (the Azure conversation trace under `vllm_v1`). Every other policy declares whether it reads loads.
+        Such a policy is called at every arrival and rarely reads a figure: if ended steps were applied before each
+        call, a simulation would take a tenth longer (the Azure conversation trace under `vllm_v1`). Every other policy
+        declares whether it reads loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
@@ -686,7 +687,7 @@ class Replicaset:
         )
 
     def unbind(self, request: Request) -> None:
-        """Remove a waiting request from the queue that it is in."""
+        """Remove a waiting request from its queue, or from `held_back`."""
         if request in self.shared:
             self.shared.remove(request)
             return
@@ -705,7 +706,9 @@ class Replicaset:
         self._failed_at.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """Abort or expire a request, wherever it is; return False if its step must complete first."""
+        """Abort or expire a request of the shared queue or of a replica; return False if its step must complete
+        first.
+        """
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)

@@ -1,4 +1,4 @@
-"""Operations of a driver that its parts use: moves between replicas, scaling, wake-ups of policies."""
+"""Operations of a driver for its parts, which move requests between replicas, scale replicasets and wake policies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DriverServices(Protocol[R]):
         """Notify the backend of requests that were placed again, and wake the replicas that may run them."""
 
     def arrived(self, request: Request, one: R) -> None:
-        """Notify the backend of a request that waits on a replica with its KV, or for its KV."""
+        """Notify the backend of a request that waits on its hand-off's target, before or after its KV has arrived."""
 
     def transfer(self, transfer: Transfer[R]) -> None:
         """Notify the backend of a transfer of KV from one replica to blocks reserved on another."""
@@ -97,7 +97,7 @@ class DriverServices(Protocol[R]):
     # Records and failures
 
     def record(self, entry: Input) -> None:
-        """Write an input of the run."""
+        """Write an input of the run to the input log, if there is one."""
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
         """Take the replicaset of a policy that broke the contract out of service, or raise the error if policies are

@@ -42,7 +42,7 @@ class SharedQueueAccess:
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Mark keys that may change at any event to be re-read at the next query."""
+        """Cause keys that may change at any event to be re-read at the next query."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:

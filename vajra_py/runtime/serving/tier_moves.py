@@ -106,7 +106,7 @@ class TierMoves(Generic[R]):
         self._loads: dict[Request, tuple[_Load[R], int]] = {}
         """Loads under way, each with the number of its transfer (-1: not begun)."""
         self._computes: set[Request] = set()
-        """Requests that dropped loaded content and recompute it, so that none wait for each other's blocks forever."""
+        """Requests that gave up loaded content and recompute it, so that requests do not block each other forever."""
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:
@@ -188,7 +188,7 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Set the device blocks of copies and return them; copies whose content was evicted meanwhile are cancelled."""
+        """Set the device block of each copy, and return the copies; those whose content was evicted are cancelled."""
         memory = cast(PagedKvMemory, one.replica.memory)  # only paged memory has tiers
         found = []
         for block in computed:
@@ -475,7 +475,7 @@ class _TierConnector(Generic[R]):
         """Do nothing: the load has begun."""
 
     def ended(self, request: Request, num_blocks: int) -> bool:
-        """Return False: copies leave the device through a buffer."""
+        """Return False: the blocks may be freed at once, because content leaves the device through a buffer."""
         return False
 
 

@@ -36,5 +36,5 @@ class ProfileConfig(WorkloadOptions):
         return profile(self.profile, rng_for, self.num_requests, self.rate)
 
     def mean_rate(self) -> float | None:
-        """Return `rate`, or by default the trace's own rate; None if neither exists."""
+        """Return `rate`, or by default the trace's own rate; None if neither is known."""
         return self.rate if self.rate is not None else own_rate(self.profile)

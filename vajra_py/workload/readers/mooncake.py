@@ -47,7 +47,7 @@ def read_mooncake(
 
     Raises:
         WorkloadError: a field is missing or out of range, the number of ids differs from the number of blocks, or times
-            descend; the error gives the line.
+            descend (and `sort` is false); the error gives the line. Or no request is left.
         ValueError: `tick_s` is given without a generator.
     """
     options = options or MooncakeOptions()
