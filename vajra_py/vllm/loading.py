@@ -105,7 +105,8 @@ class VllmWorkers:
     def num_blocks_in(self, memory_fraction: float) -> int:
         """Return the number of KV blocks that fit into this fraction of device memory.
 
-        Raises `ConfigError` if these cannot hold a single sequence of the maximum length.
+        On GPUs, the fraction is that of the options with which vLLM was configured. Raises `ConfigError` if the blocks
+        cannot hold a single sequence of the maximum length.
         """
         if self.is_cpu:
             num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards
@@ -130,7 +131,11 @@ class VllmWorkers:
         return self._available
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV memory, and warm up. Raises `ExecutorError` if it does not fit."""
+        """Allocate the KV memory, and warm up.
+
+        Raises `ConfigError` for a model with other than one block table of full attention, and `ExecutorError` if the
+        blocks cannot be allocated.
+        """
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         config = self._config

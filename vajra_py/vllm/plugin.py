@@ -74,7 +74,7 @@ def _check_requests_early() -> None:
 
 
 def is_own(scheduler_cls: Any) -> bool:
-    """Return whether `--scheduler-cls` names this package's scheduler or a subclass."""
+    """Return whether `--scheduler-cls` is this package's scheduler; a subclass counts only if given as a class."""
     if isinstance(scheduler_cls, str):
         return scheduler_cls.startswith("vajra_py.vllm.")
     return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
@@ -115,7 +115,7 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler before the workers, as vLLM may not wait for their end."""
+    """Make the scheduling process end the scheduler first: vLLM may kill the process while the workers end."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

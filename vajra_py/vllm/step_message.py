@@ -1,7 +1,8 @@
 """Assemble each `SchedulerOutput`: vLLM's message to its workers about a step and the changes since the last one.
 
-It is used for plans (`vajra_py.vllm.messages`) and for the engine's steps (`vajra_py.vllm.runner`). Blocks are given by
-their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, since vLLM's block 0 is unused.
+It is used for plans (`vajra_py.vllm.messages`) and for the engine's steps (`vajra_py.vllm.runner`). Blocks, except
+those of `Tables`, are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, since
+vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
