@@ -99,7 +99,7 @@ class ServerBlocks:
         if size != self._block_size or len(ids) != len(keys) * size:
             if (
                 isinstance(size, int) and len(keys) > 1 and size != self._block_size
-            ):  # a single one may be a partial block
+            ):  # a single block may be partial
                 self.other_block_size = size
             return
         parent = fields.get("parent_block_hash")
