@@ -115,7 +115,7 @@ class HarnessOptions:
     """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
     """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
-    `fast_forward`; otherwise, repeated decode steps are fast-forwarded."""
+    `fast_forward`; with False, its options decide."""
     policy_timeout_s: float | None = 60.0
     """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`;
     None: no limit."""

@@ -35,7 +35,7 @@ class GroupWatch:
         return name
 
     def group_key(self, group: str) -> Key:
-        """Return the group's key, and check that keys of groups fell only where declared."""
+        """Return the group's key, and check that no key of a group has fallen without being declared to fall."""
         for request in [one for one in self.names if one.end_reason is not None]:
             del self.names[request]
         waiting = {name for request, name in self.names.items() if not request.is_resident}

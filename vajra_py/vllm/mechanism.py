@@ -259,7 +259,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Add observers. Call before the first request."""
+        """Notify these observers, and none of an earlier call, of all events. Call before the first request."""
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
