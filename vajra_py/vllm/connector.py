@@ -68,7 +68,7 @@ class Connector:
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
         """Ends of requests if steps are formed ahead of the last step's result; None otherwise."""
         self._void: dict[str, Request] = {}
-        """Requests with void computed tokens that the mechanism must end; kept until no step computes these requests."""
+        """Requests whose computed tokens are void and that the mechanism must end; kept until no step computes them."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
         """For each step in flight, True if policies formed it, False if it is empty."""
@@ -101,7 +101,7 @@ class Connector:
         """Stage (in vLLM's terms) of each request with an asynchronous load; None if statistics are off."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
-        """Statistics of the connector and its workers since `add_stats` was last called."""
+        """Statistics of the connector and its workers as of the last step; None if that step gave none."""
         self._error: Exception | None = None
 
     # Requests
@@ -222,7 +222,7 @@ class Connector:
         if self._relieves and self._mechanism.fault is not None:
             if self._late is not None:
                 self._late.forget(request)
-            return False  # it continues under other policies
+            return False  # the request continues under other policies
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -307,7 +307,7 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
-        """Return the requests whose results of a step are void because loading one of their blocks failed."""
+        """Return the ids of requests whose results of this step are void because one of their blocks was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
         if self._managed is not None:
@@ -350,7 +350,7 @@ class Connector:
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return whether a request with a void result ends only in the mechanism, and must be computed again."""
+        """Return whether a request with a void result must be computed again, so that it has not ended for its client."""
         if not self.recomputes:
             return False
         if self._late is not None:

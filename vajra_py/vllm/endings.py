@@ -52,7 +52,7 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """Record that the end of this request was sent to its client."""
+        """Record that this request has ended, so that the next message tells its client to stop tracking it."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 

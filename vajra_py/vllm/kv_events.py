@@ -142,7 +142,7 @@ class KvEvents:
     function: HashFunction = field(repr=False)
 
     def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
-        """Return the constructor of a request's block hashes; `salt` excludes that of the adapter."""
+        """Return the constructor of a request's block hashes; `salt` is the request's own, without its adapter's."""
         return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:

@@ -32,7 +32,7 @@ def load_vllm(options: RunnerOptions) -> VllmRunner:
     assert isinstance(options, VllmOptions)
     version = installed_version()
     check_version(version)
-    # vLLM's second model runner expects another form of requests.
+    # vLLM's second model runner expects requests in another form than `VllmRunner` sends.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vajra_py.vllm.runner import VllmRunner

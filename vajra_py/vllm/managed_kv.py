@@ -90,7 +90,7 @@ class ManagedSizes:
         max_step_tokens: maximum number of tokens of one request in a step.
         max_in_flight_tokens: maximum number of tokens in steps in flight.
         lag_tokens: number of tokens of a decode that are in flight while its next one is planned.
-        drops_last_hit: True if groups of layers that a drafter reads recompute the last block of their prefix hit.
+        drops_last_hit: True if the last block of a prefix hit is recomputed in groups of layers that a drafter reads.
     """
 
     block_size: int
@@ -171,7 +171,7 @@ class ManagedKv(WithoutKvExtras):
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks, idle cached ones included."""
+        """Number of free blocks, including idle cached ones."""
         return int(self._pool.get_num_free_blocks())
 
     @property
@@ -250,7 +250,7 @@ class ManagedKv(WithoutKvExtras):
         return self.numbers(request, 0, -(-num_tokens // self.block_size))
 
     def num_stored(self, request: KvRequest) -> int:
-        """Estimate how many leading tokens of a resident request are in the prefix cache in every table."""
+        """Estimate the number of leading tokens of a resident request that are in the prefix cache in every table."""
         return int(self.manager.estimate_cached_tokens(self._held[request]))
 
     def blocks_of(self, request: KvRequest) -> KVCacheBlocks:

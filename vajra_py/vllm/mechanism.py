@@ -322,16 +322,16 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, structs.replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """Add a request to the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
+        """Submit a request before the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
         self.open_turn()
         self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, after the end of the step in flight if there is one."""
+        """Abort a request; if it holds blocks while a step is in flight, it ends when that step ends."""
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # Abort in a turn before the step's end: vLLM frees the blocks of aborted requests before those of finished ones.
+            # The abort comes a turn before the step's end, which then frees blocks of aborted requests first, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -353,7 +353,7 @@ class Mechanism(Backend[_VllmReplica]):
             policies.make(layer, choice)
 
     def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Replace the policies of every layer at once; no step may be in flight.
+        """Replace the policies of these layers at once; no step may be in flight.
 
         Raises errors of building them (`VajraError`).
         """
@@ -458,7 +458,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.take_report(report)
 
     def take_report(self, report: KvReport) -> None:
-        """Apply a connector's workers' report that came without a step, or with the step before the one in flight."""
+        """Apply a report of a connector's workers that came without a step, or with the step before the one in flight."""
         self._driver.advance_to(self.open_turn())
         if self._one.plan is not None:
             self._turn = None  # the step in flight must end in a later turn than this one
@@ -498,7 +498,7 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # Requests of the step get output, which outdates their proposals; with a connector, a failed load prevents it.
+            # Output outdates the proposals of the step's requests; with a connector, failed loads may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

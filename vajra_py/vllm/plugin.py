@@ -1,8 +1,8 @@
-"""Check a vLLM's options and requests before it loads its model.
+"""Check a vLLM's options before it loads its model, and requests in its front end.
 
 vLLM creates its scheduler last, so a check in the scheduler would fail only after the model is loaded. But vLLM calls
-the plug-ins of `vllm.general_plugins` before it reads its options: this one makes vLLM check every configuration with
-this package's scheduler as soon as it is complete.
+the plug-ins of `vllm.general_plugins` before it reads its options: this plug-in makes vLLM check every configuration
+with this package's scheduler as soon as the configuration is complete.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class TimeToRecord(int):
 def grant_time_to_record(config: Any) -> None:
     """Let the scheduling process finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, the default, vLLM kills its processes immediately. The option also determines
-    whether running requests are aborted at once; `abort_at_once` preserves this behaviour.
+    With a `shutdown_timeout` of 0, the default, vLLM kills its processes immediately. The value 0 also means that
+    running requests are aborted at once; `abort_at_once` restores this meaning.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
         config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)

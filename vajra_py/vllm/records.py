@@ -62,7 +62,7 @@ class Record:
         self.num_sent = 0
         """Number of leading entries of its block table that were sent to the workers."""
         self.ran_in = -1
-        """Index of the last step that contained it; -1 if there was none."""
+        """Index of the last step that contained it; -1 if there was none. `Messages` updates it later for bulk decodes."""
 
     @property
     def own(self) -> Request | None:

@@ -204,7 +204,7 @@ class VllmRunner:
             self._next.add_new(scheduled, self._known(row, chunk), self._sampling(row, chunk))
 
     def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
-        """Return the next tokens of a row, with its unsent blocks, and count these as computed and sent."""
+        """Return the next tokens of a row, which then count as computed, and its unsent blocks, which count as sent."""
         scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_sent :])
         row.num_sent = len(row.blocks)
         row.num_computed += num_tokens

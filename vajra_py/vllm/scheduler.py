@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
 """End reasons that follow from a request's tokens; they are sent to the client with the last token."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
-"""End reasons that also occur because a policy broke the contract and the policies are out of service."""
+"""End reasons that may mean that a policy broke the contract, after which the policies are out of service."""
 
 
 class Scheduler(WithoutExtras):
@@ -373,8 +373,9 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """True unless a connector loads or sends blocks, or a step writes them, since a fallback may reassign all
-        blocks.
+        """True unless there is a connector and blocks are being loaded, sent, or written by a step.
+
+        A fallback may reassign all blocks.
         """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 

@@ -50,7 +50,7 @@ class VajraOptions:
 
 
 def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> VajraOptions:
-    """Return the options of `--additional-config` or else of the environment. Raises `ConfigError` for wrong ones."""
+    """Return each option from `--additional-config` or else from the environment. Raises `ConfigError`."""
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):

@@ -111,7 +111,7 @@ class SteadyTokens:
         return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:
-        """Build the batch, unless a request is unknown, has ended in the mechanism, or has no token yet."""
+        """Build the batch, unless a request is unknown, is not in the mechanism, or has no token yet."""
         records = [one for one in map(self._records.get, self._names) if one is not None and one.output]
         requests = [own for record in records if (own := record.own) is not None]
         if not requests or len(requests) < len(self._names):
