@@ -40,7 +40,10 @@ class PromptTokenizer(Protocol):
     """Tokenizer of prompts."""
 
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
-        """Return a text's token ids; special tokens are added unless the text has, or needs, none (`is_rendered`)."""
+        """Return a text's token ids.
+
+        `is_rendered`: no special tokens are added, since a chat template has added them or the client wants none.
+        """
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
         """Return the text of a conversation.

@@ -114,7 +114,7 @@ class ServerAnswer:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the part of the body received since the last call; waits for one if there is none.
+        """Return the part of the body received since the last call; wait for data if there is none.
 
         Returns `b""` at the end of the body. Raises `ServerFault`.
         """

@@ -1,9 +1,9 @@
 """A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
 
 A request counts as running from when it is sent until its answer ends. Meanwhile it occupies blocks in a simulated
-memory of the server's size; requests that do not fit into this memory wait in the router. Its prefix cache approximates
-the server's cache. The load that a server reports includes requests from other sources, and corrects the estimate until
-the next report. While the server's KV events are followed, prefix hits come from these events.
+memory of the server's size; requests that do not fit into this memory wait in the router. The memory's prefix cache
+approximates the server's cache. The load that a server reports includes requests from other sources, and corrects the
+estimate until the next report. While the server's KV events are followed, prefix hits come from these events.
 """
 
 from __future__ import annotations

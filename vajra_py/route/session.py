@@ -158,7 +158,7 @@ class RouteSession:
         await self._ended_event.wait()
 
     def end_if_out_of_service(self) -> None:
-        """Do nothing: the remaining replicasets keep serving, and /ready lists those out of service."""
+        """Do nothing: the router keeps running, and /ready lists the replicasets that are out of service."""
 
     def drain(self) -> None:
         """Refuse new requests from now on."""

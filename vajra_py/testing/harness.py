@@ -407,7 +407,7 @@ class Harness:
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Submit a request of a workload that arrives now; `spec.arrived_at` is ignored."""
+        """Submit a workload's request as one that arrives now; `spec.arrived_at` is ignored."""
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
@@ -449,7 +449,7 @@ class Harness:
     # Driven by the simulator
 
     def simulator(self, options: SimulationOptions) -> Simulator:
-        """Return a simulator of these replicas with its own options, at time 0; for a single run."""
+        """Return a simulator of these replicas with the given options, which starts at time 0; for a single run."""
         return Simulator(self.controller, self._executor, self._timer_of, options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:

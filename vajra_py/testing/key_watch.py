@@ -18,7 +18,7 @@ from vajra_py.testing.strict import interpose
 class GroupWatch:
     """Wrapper that compares the groups of requests and the groups' keys with the rules of `GroupsRequests`.
 
-    Each time one group's key is read, the keys of all groups with unfinished requests are read.
+    Each time one group's key is read, the keys of all groups with waiting requests are read.
     """
 
     policy: Any

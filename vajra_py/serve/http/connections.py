@@ -111,7 +111,7 @@ class Connections:
 def most_connections(wanted: int) -> int:
     """Return the number of connections, up to `wanted`, for which the process has file descriptors.
 
-    Raise the process's limit first, if that is permitted.
+    The process's limit is raised first, if that is permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
@@ -327,7 +327,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; no time limit applies to the client until the next request."""
+        """Handle a complete request; until the next one, only uvicorn's idle timeout applies to the client."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
