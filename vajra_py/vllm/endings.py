@@ -52,7 +52,7 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """Record that this request has ended, so that the next message tells its client to stop tracking it."""
+        """Record that this request has ended; the next message to its client lists it, so that tracking can stop."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 

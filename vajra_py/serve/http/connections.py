@@ -327,7 +327,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; until the next one, only uvicorn's idle timeout applies to the client."""
+        """Handle a complete request; the client then need not send anything until uvicorn's idle timeout."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
