@@ -31,7 +31,7 @@ _GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
 class RouteService:
-    """A router's session with its options."""
+    """State of the router's application: the session, the options, and counts of requests and answers."""
 
     def __init__(self, session: RouteSession, options: ServeOptions) -> None:
         """Create the service; raises `ConfigError` if the tokenizer cannot be read."""

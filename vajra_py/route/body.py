@@ -30,7 +30,7 @@ RouteBody: Any = create_model(
     continue_final_message=(Any, None),
     **body_fields(),
 )
-"""Pydantic model of the fields of a request body that policies use."""
+"""Pydantic model of the fields of a request body that routing depends on."""
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as one token if there is no tokenizer."""
@@ -40,7 +40,10 @@ class PromptTokenizer(Protocol):
     """Tokenizer of prompts."""
 
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
-        """Return a text's token ids; special tokens are added unless a chat template added them (`is_rendered`)."""
+        """Return a text's token ids.
+
+        `is_rendered`: no special tokens are added, since a chat template has added them or the client wants none.
+        """
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
         """Return the text of a conversation.

@@ -122,7 +122,7 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return a server's load from /metrics; None if it is missing. Raises `ServerFault` without an answer."""
+        """Return a server's load from /metrics; None if it is not reported. Raises `ServerFault` without an answer."""
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 

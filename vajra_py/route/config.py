@@ -110,7 +110,7 @@ class RouteConfig(Section):
     )
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return the settings that conflict with the replicasets of the system."""
+        """Return a problem for each setting that conflicts with the replicasets of the system."""
         problems = self._unknown(replicasets)
         for name, one in {} if problems else replicasets.items():
             if one.scheduling.scaling is not None:

@@ -24,7 +24,9 @@ _MOST_UNREAD_BYTES = 2**18
 _KEPT_S = 15.0
 """Seconds for which an idle connection is kept for another request."""
 _LAST_BYTES_S = 1.0
-"""Seconds to wait for the end of an unneeded answer, so that its connection can be kept."""
+"""Seconds to wait for the end of an unneeded answer, so that its connection can be kept; also for connections to close
+when the pool is closed.
+"""
 _JOINED_BYTES = 2**16
 """Maximum size in bytes of a body that is sent in one piece with the head."""
 
@@ -112,7 +114,7 @@ class ServerAnswer:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the part of the body received since the last call; waits for one if there is none.
+        """Return the part of the body received since the last call; wait for data if there is none.
 
         Returns `b""` at the end of the body. Raises `ServerFault`.
         """
@@ -129,7 +131,7 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Wait at most `limit_s` seconds for each further piece; `silence` is the message of the fault otherwise."""
+        """Wait at most `limit_s` seconds for each further piece; then fail the answer with the message `silence`."""
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)

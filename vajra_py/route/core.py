@@ -74,8 +74,8 @@ class RouteCore(Backend[BackendReplica]):
             controller: replicasets with policies.
             max_tries: maximum number of attempts to send a request.
             note: called with each input, for recording.
-            is_replay: all events come from recorded inputs, none from the clock.
-            tenant_salt: tenants do not share cached prefixes.
+            is_replay: True if all events come from recorded inputs, none from the clock.
+            tenant_salt: True if tenants do not share cached prefixes.
         """
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
@@ -100,7 +100,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.form_through(_send_waiting)
         self._is_replay = is_replay
         self._on_their_way: list[TransferEnd] = []
-        """Hand-offs that complete in the next turn."""
+        """Hand-offs that complete when the next event is applied."""
 
     def _send_to(self, replicaset: str) -> Callable[[Request, int], None]:
         def send(request: Request, replica_id: int) -> None:
@@ -132,7 +132,7 @@ class RouteCore(Backend[BackendReplica]):
         return now
 
     def _begin(self, clock: int) -> int:
-        """Begin a turn at a tick after all earlier ones; return the tick."""
+        """Advance to `clock`, or to the first tick after the last event if that is later; return the tick."""
         now = max(clock, self._driver.now + _NANOSECOND)
         self._driver.advance_to(now)
         on_their_way, self._on_their_way = self._on_their_way, []
@@ -188,7 +188,8 @@ class RouteCore(Backend[BackendReplica]):
     ) -> None:
         """Take a server out of service, and place its requests without output again. Does nothing if it is down.
 
-        `sent` lists the ids of the requests that had been sent; for them, this counts as an attempt. None: all had.
+        `sent` lists the ids of the requests that had been sent, for which the failure counts as an attempt. None: all
+        of the server's requests had been sent.
         """
         if self.controller.replicasets[replicaset].is_up(replica_id):
             failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
@@ -200,7 +201,7 @@ class RouteCore(Backend[BackendReplica]):
             self._happen(clock, Restart(0, replicaset, replica_id))
 
     def abandon(self, clock: int, replicaset: str, detail: str) -> None:
-        """End the waiting requests of a replicaset, because none of its servers is up."""
+        """End the waiting requests of a replicaset, because too few of its servers are up to serve them."""
         self._happen(clock, Abandonment(0, replicaset, detail))
 
     def _happen(self, clock: int, what: Failure | Restart | Abandonment) -> None:

@@ -26,7 +26,7 @@ _FAILED = EndReason.FAILED.value
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 _DONE = b"data: [DONE]"
 _KEPT = 64
-"""Bytes kept from the end of a piece of a stream, since a mark may extend into the next piece."""
+"""Bytes kept from the end of a piece of a stream, since a finish reason or end mark may extend into the next piece."""
 _BUSY = (429, 503)
 
 
@@ -58,7 +58,7 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of a complete stream: its number of events without the end mark, at least 1."""
+        """Number of tokens received so far, estimated as the number of events without the end mark; at least 1."""
         return max(1, self.num_events - self.saw_end)
 
     @property
@@ -286,7 +286,7 @@ def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
 
 
 def _usage(body: bytes) -> tuple[int, str]:
-    """Return the number of output tokens of an answer, and the reason of its end."""
+    """Return the number of output tokens of an answer, and the reason of its end; (1, stop) if they are not stated."""
     try:
         answer: Any = from_json(body)
         reason = answer["choices"][0]["finish_reason"]

@@ -97,9 +97,7 @@ class ServerBlocks:
         except (TypeError, OverflowError):
             raise ValueError("a BlockStored without token_ids") from None
         if size != self._block_size or len(ids) != len(keys) * size:
-            if (
-                isinstance(size, int) and len(keys) > 1 and size != self._block_size
-            ):  # a single one may be a partial block
+            if isinstance(size, int) and len(keys) > 1 and size != self._block_size:  # a single block may be partial
                 self.other_block_size = size
             return
         parent = fields.get("parent_block_hash")

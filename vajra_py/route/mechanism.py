@@ -1,9 +1,9 @@
 """A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
 
 A request counts as running from when it is sent until its answer ends. Meanwhile it occupies blocks in a simulated
-memory of the server's size. The prefix cache of this memory approximates the server's cache, and requests that do not
-fit into it wait in the router. The load that a server reports corrects the estimate until its next report, as it
-includes requests from other sources. While the server's KV events are followed, prefix hits come from these events.
+memory of the server's size; requests that do not fit into this memory wait in the router. The memory's prefix cache
+approximates the server's cache. The load that a server reports includes requests from other sources, and corrects the
+estimate until the next report. While the server's KV events are followed, prefix hits come from these events.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class RemoteLoad(LiveLoad):
 
     @property
     def _num_queued_there(self) -> int:
-        """Number of requests that wait in the server: those in its report; if there were any, also those sent since
-        then.
+        """Number of requests that wait in the server: those of its last report, plus the requests sent since then, minus
+        those that ended; 0 if none waited at the report.
         """
         reported = self._reported
         if reported is None or not reported.num_waiting:

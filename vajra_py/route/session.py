@@ -70,7 +70,7 @@ class Routed:
     is_sent: bool = False
     """True if the current server accepted a connection for the request, so that it counts as an attempt."""
     has_begun: bool = False
-    """True if a part of the answer was sent to the client."""
+    """True once a server's answer is being sent to the client; the request then cannot be sent again."""
     server: _Server | None = None
     """Server that has the request now; None if there is none."""
 
@@ -158,7 +158,7 @@ class RouteSession:
         await self._ended_event.wait()
 
     def end_if_out_of_service(self) -> None:
-        """Do nothing: the remaining replicasets keep serving, and /ready lists those out of service."""
+        """Do nothing: the router keeps running, and /ready lists the replicasets that are out of service."""
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -213,7 +213,7 @@ class RouteSession:
 
     @property
     def is_ready(self) -> bool:
-        """True if new requests are accepted."""
+        """True if new requests are accepted, and some replicaset can serve them now."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.controller.replicasets)
 
     # Requests

@@ -172,7 +172,7 @@ class Service:
 
     @property
     def num_errors(self) -> int:
-        """Number of answers refused for load (429) or failed (5xx), and of streams that ended with an error."""
+        """Number of requests refused for load (429) or failed (5xx), and of streams that ended with an error."""
         refused = sum(count for status, count in self.statuses.items() if status == 429 or status >= 500)
         return refused + self.num_broken_streams
 

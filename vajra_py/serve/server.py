@@ -65,7 +65,7 @@ class ServedSession(Protocol):
         """Wait until the session can serve no more requests."""
 
     def end_if_out_of_service(self) -> None:
-        """End with an error if policies took every replicaset out of service."""
+        """End an engine's session with an error if policies took every replicaset out of service; a router's continues."""
 
     def drain(self) -> None:
         """Stop accepting requests."""
@@ -192,7 +192,10 @@ class Guard(threading.Thread):
     """Ends the process from a separate thread that never waits for anything that may hang."""
 
     def __init__(self, is_writing: Callable[[], bool]) -> None:
-        """`is_writing` returns True while a recording is being completed; the deadline is then `RECORD_S` later."""
+        """Create the thread.
+
+        `is_writing` returns True while a recording is being completed; the deadline is then `RECORD_S` later.
+        """
         super().__init__(name="vajra-guard", daemon=True)
         self._is_writing = is_writing
         self._deadline = float("inf")
@@ -309,7 +312,7 @@ def _unlink(path: Path, made: os.stat_result | None) -> None:
 
 
 def serve(service: Served, on_listening: Callable[[str], None]) -> None:
-    """Listen and answer until a signal arrives. Raises the error that ended the engine, if there is one.
+    """Listen and answer until a signal arrives or the engine fails. Raises the error that ended the engine, if any.
 
     Does not return if something hangs that cannot be stopped: the process is ended instead.
     """

@@ -168,7 +168,7 @@ def _forgets_ended_requests(subject: _Subject) -> None:
         outcome = subject.run(scenario, kept)
         num_kept, num_ended = len(kept_requests(built, outcome.requests.values())), len(outcome.ends)
         text = f"after a run it still holds references to {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
-        require(num_kept <= 1, text)  # the last request seen
+        require(num_kept <= 1, text)  # a policy may keep the last request that it was called for
 
 
 _CHECKS: Mapping[str, Callable[[_Subject], None]] = {

@@ -136,7 +136,7 @@ def _is_entered(value: Any) -> bool:
 
 
 def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the number of preemptions, and of futile ones: no other request was admitted before the victim was again.
+    """Return the number of preemptions, and of futile ones: no new request was admitted before the victim's resumption.
 
     Only meaningful for runs with memory to spare, in which no other request needs a victim's blocks.
     """

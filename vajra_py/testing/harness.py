@@ -115,7 +115,7 @@ class HarnessOptions:
     """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
     """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
-    `fast_forward`; otherwise, repeated decode steps are fast-forwarded."""
+    `fast_forward`; with False, its options decide."""
     policy_timeout_s: float | None = 60.0
     """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`;
     None: no limit."""
@@ -407,7 +407,7 @@ class Harness:
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Submit a request of a workload that arrives now; `spec.arrived_at` is ignored."""
+        """Submit a workload's request as one that arrives now; `spec.arrived_at` is ignored."""
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
@@ -449,7 +449,7 @@ class Harness:
     # Driven by the simulator
 
     def simulator(self, options: SimulationOptions) -> Simulator:
-        """Return a simulator of these replicas with its own options, at time 0; for a single run."""
+        """Return a simulator of these replicas with the given options, which starts at time 0; for a single run."""
         return Simulator(self.controller, self._executor, self._timer_of, options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:

@@ -18,7 +18,7 @@ from vajra_py.testing.strict import interpose
 class GroupWatch:
     """Wrapper that compares the groups of requests and the groups' keys with the rules of `GroupsRequests`.
 
-    Each time one group's key is read, the keys of all groups with unfinished requests are read.
+    Each time one group's key is read, the keys of all groups with waiting requests are read.
     """
 
     policy: Any
@@ -35,7 +35,7 @@ class GroupWatch:
         return name
 
     def group_key(self, group: str) -> Key:
-        """Return the group's key, and check that keys of groups fell only where declared."""
+        """Return the group's key, and check that no key of a group has fallen without being declared to fall."""
         for request in [one for one in self.names if one.end_reason is not None]:
             del self.names[request]
         waiting = {name for request, name in self.names.items() if not request.is_resident}

@@ -47,7 +47,7 @@ def check_retention(
 
     Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every
     request ends whatever the policy pins, that it does not change its views, reads no clock and no global random
-    numbers, evicts the same blocks in equal runs, and does so in order of release if it declares that. Raises
+    numbers, evicts the same blocks in equal runs, and evicts blocks in order of release if it declares that. Raises
     `AssertionError` with the name of the policy and the finding.
     """
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"

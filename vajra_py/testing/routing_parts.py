@@ -103,7 +103,7 @@ class PartProbe:
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the replica with the highest score, one kept by the filter, or the picked one; None if none is up.
 
-        A decider that disaggregates gets the last replica. In all other cases, return the next replica in turn.
+        If a decider disaggregates the request, return the last replica; in all other cases, the next one in turn.
         """
         up = [one for one in replicas if one.is_up]
         if not up:

@@ -34,7 +34,7 @@ SMALL = HarnessOptions(num_blocks=64, max_batch_size=8, latency=STEP_TIME, seed=
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The three policies of a run."""
+    """The policies of a run."""
 
     prioritizer: PolicySource
     replicaset_scheduler: PolicySource
@@ -45,7 +45,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One situation. Sizes are per replica: with n replicas, n times as many requests arrive at n times the rate."""
+    """One situation. Sizes are per replica: with n replicas, n times as many requests arrive in the same time."""
 
     name: str
     options: HarnessOptions
@@ -297,7 +297,7 @@ def _fork_and_join(width: int) -> list[tuple[int, ...]]:
 def _with_adapters(
     make: Callable[[np.random.Generator, int], list[RequestSpec]],
 ) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
-    """Return the requests of `make`, three out of four with an adapter."""
+    """Return a function that draws requests with `make`, and states an adapter for three out of four."""
     names = ("", *(one.name for one in _ADAPTERS))
     return lambda stream, num_replicas: [
         replace(spec, adapter=names[index % len(names)]) for index, spec in enumerate(make(stream, num_replicas))

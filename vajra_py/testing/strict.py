@@ -60,7 +60,10 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a policy like `policy`, but with the methods in `replacements` instead of its own."""
+    """Return a policy with those members of `policy` that are in `_DECLARATIONS` and `_METHODS`.
+
+    Its methods that are in `replacements` are replaced.
+    """
     members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
     for name in _METHODS:
         method = getattr(policy, name, None)
@@ -113,7 +116,7 @@ class StrictViews:
         return AttributeError(message)
 
     def policy(self, policy: Any) -> Any:
-        """Return the policy with strict views in every method that gets requests or replicas."""
+        """Return the policy with strict views in every method that gets requests or replicas, except `falls_at`."""
         loadless = not traits_of(policy).reads_load
 
         def assign(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:

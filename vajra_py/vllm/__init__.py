@@ -1,6 +1,7 @@
 """Schedule a vLLM with this project's policies: a scheduler class for vLLM, and vLLM as a backend of experiments.
 
-`vllm serve MODEL --scheduler-cls vajra_py.vllm.Scheduler`. Importing this package imports neither vLLM nor torch.
+vLLM uses the scheduler if started with `vllm serve MODEL --scheduler-cls vajra_py.vllm.Scheduler`. Importing this
+package imports neither vLLM nor torch.
 """
 
 from __future__ import annotations

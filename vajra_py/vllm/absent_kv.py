@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import BlockHashes, ContentEvents, KvRequest
 
 
 class WithoutKvExtras:
-    """Base of a KV memory without KV-parallel groups, swap, tiers, pins, retention policies and reserved blocks."""
+    """Base of a KV memory without KV-parallel groups, swap, tiers, pins, retention policies or reserved blocks."""
 
     num_groups = 1
     free_host_blocks = 0
@@ -22,14 +22,14 @@ class WithoutKvExtras:
     pending_prefill_work: Sequence[int] = (0,)
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """Refuse: each request allocates its own blocks."""
+        """Raise `ValueError`: each request allocates its own blocks."""
         raise ValueError(f"ManagedKv.reserve_blocks: {num_blocks} blocks. `can_reserve` says that none are reserved.")
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no blocks are reserved."""
 
     def shrink(self, request: KvRequest, num_blocks: int) -> None:
-        """Refuse: requests keep blocks beyond rejected drafts."""
+        """Raise `ValueError`: a request keeps blocks that hold only rejected drafts."""
         raise ValueError("ManagedKv.shrink: blocks behind rejected drafts are kept here.")
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
@@ -37,15 +37,15 @@ class WithoutKvExtras:
         return None
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Refuse: nothing is ever swapped out."""
+        """Raise `ValueError`: nothing is ever swapped out."""
         raise ValueError("ManagedKv.swap_in: there is no host memory.")
 
     def drop_swapped(self, request: KvRequest) -> None:
-        """Refuse: nothing is ever swapped out."""
+        """Raise `ValueError`: nothing is ever swapped out."""
         raise ValueError("ManagedKv.drop_swapped: there is no host memory.")
 
     def take_copies(self) -> Sequence[Any]:
-        """Return an empty list of copies."""
+        """Return no copies: nothing is swapped."""
         return ()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
@@ -59,11 +59,11 @@ class WithoutKvExtras:
         """Do nothing: content does not expire."""
 
     def settle_due(self) -> Sequence[Hashable]:
-        """Return an empty list: there are no pins."""
+        """Return no names: there are no pins."""
         return ()
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Refuse: vLLM's manager evicts only by last use."""
+        """Return False: vLLM's manager cannot pin blocks, and evicts them by last use."""
         return False
 
     def unpin(self, name: Hashable) -> bool:
@@ -87,7 +87,7 @@ class WithoutKvExtras:
         return {}
 
     def follow_hits(self, *, wanted: bool) -> None:
-        """Return None: vLLM's manager reports no changes of prefix hits, so keys that depend on them are re-read."""
+        """Return None: vLLM's manager reports no changes of prefix hits, so queues re-read all keys that use hits."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""
@@ -102,8 +102,8 @@ class WithoutKvExtras:
         return (num_done_tokens,)
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the number of remaining tokens: chunks have no limit."""
+        """Return the number of remaining tokens: no group limits a chunk."""
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Do nothing: chunks are not counted."""
+        """Do nothing: pending prefill work is not tracked."""

@@ -36,7 +36,7 @@ SAID_ELSEWHERE: Mapping[str, str] = {
     "seed": "Use weights_seed",
     "tensor_parallel_size": "Use tensor_parallel",
 }
-"""Arguments of vLLM's engine that follow from other settings, each with advice on the setting to use."""
+"""Arguments that `engine_args` may not contain because this backend sets them, each with advice for the error."""
 
 CPU_BLOCK_TOKENS = 32
 
@@ -140,7 +140,7 @@ class VllmBackendConfig(ModelBackendConfig):
 
 
 def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return a problem for each setting of a replica that no version of vLLM supports."""
+    """Return a problem for each setting of a replica that cannot be used with any version of vLLM."""
     found = check_replica(where, replica)
     if replica.memory.tiers is not None:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)

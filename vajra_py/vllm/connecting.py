@@ -1,7 +1,7 @@
 """Check that a configuration's KV connector can be scheduled, and create it.
 
-A connector that accesses vLLM's own block pool, which does not exist under this scheduler, is refused before the model
-is loaded.
+A connector that uses the block pool of vLLM's own scheduler is refused before the model is loaded: this scheduler does
+not pass one to connectors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 NOT_LOADED = "its KV could not be loaded"
 """Reason reported to the client if a load failed."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
-"""Methods of connectors that access vLLM's own block pool."""
+"""Methods that a connector overrides only if it uses the block pool of vLLM's own scheduler."""
 
 
 def check_connector(vllm_config: Any) -> None:
-    """Raise `ConfigError` for a connector, or a combination of options with it, that cannot be scheduled."""
+    """Raise `ConfigError` if the configured connector, or one of its parts, uses the block pool of vLLM's scheduler."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return

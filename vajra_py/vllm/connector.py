@@ -44,10 +44,10 @@ OnLookup = Callable[[Record, Request, int, int], None]
 
 
 class Connector:
-    """A connector and the requests that it serves.
+    """vLLM's connector and the requests that it serves.
 
-    An error that it raises when the mechanism calls it is stored, because the mechanism would attribute it to a policy;
-    `raise_error` raises it later.
+    If vLLM's connector raises an error while the mechanism calls this object, the error is stored, because the
+    mechanism would attribute it to a policy; `raise_error` raises it later.
     """
 
     def __init__(  # noqa: PLR0913  # what vLLM's scheduler has at hand
@@ -68,10 +68,10 @@ class Connector:
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
         """Ends of requests if steps are formed ahead of the last step's result; None otherwise."""
         self._void: dict[str, Request] = {}
-        """Requests with void computed tokens that the mechanism must end; kept until no step computes them."""
+        """Requests whose computed tokens are void and that the mechanism must end; kept until no step computes them."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
-        """True for each step in flight that was formed by the policies."""
+        """For each step in flight, True if policies formed it, False if it is empty."""
         self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
         self._memory = memory = mechanism.replica.memory
@@ -101,7 +101,7 @@ class Connector:
         """Stage (in vLLM's terms) of each request with an asynchronous load; None if statistics are off."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
-        """Statistics of the connector and its workers since `add_stats` was last called."""
+        """Statistics of the connector and its workers as of the last step; None if that step gave none."""
         self._error: Exception | None = None
 
     # Requests
@@ -116,7 +116,10 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """Remove a request that is not in the mechanism; does nothing if the connector was notified of its end."""
+        """Notify the connector of the end of a request that is not, or no longer, in the mechanism.
+
+        Does nothing if the connector was notified already.
+        """
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -126,7 +129,7 @@ class Connector:
                 self._finish(record, ([],) * self._num_tables)
 
     def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
-        """Store the last output of a request that ends with the step in flight, for parameters from the connector."""
+        """Store the last output of a request that ends with the step in flight: the connector may add parameters."""
         self._last[output.request_id] = output
         self.taken_back(record)
 
@@ -219,7 +222,7 @@ class Connector:
         if self._relieves and self._mechanism.fault is not None:
             if self._late is not None:
                 self._late.forget(request)
-            return False  # it continues under other policies
+            return False  # the request continues under other policies
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -304,7 +307,7 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
-        """Return the requests whose results of a step are void because loading one of their blocks failed."""
+        """Return the ids of requests whose results of this step are void because one of their blocks was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
         if self._managed is not None:
@@ -318,7 +321,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight, and pass the workers' report to the connector, whose errors are passed on."""
+        """End the step in flight, and give the workers' report to the connector, whose errors are passed on."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
@@ -329,7 +332,8 @@ class Connector:
     def land_late(self, output: Any) -> list[Request]:
         """Process the workers' report on a step that the mechanism had ended when it formed the next one.
 
-        Returns the requests that ended with it although a load had failed. Errors of the connector are passed on.
+        Returns the requests that ended with that step although one of their loads had failed. Errors of the connector
+        are passed on.
         """
         assert self._late is not None
         ended = [one for one in self._newly_void.values() if one.state is RequestState.ENDED]
@@ -346,7 +350,7 @@ class Connector:
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return whether a request with a void result ends only in the mechanism, and must be computed again."""
+        """Return whether a request with a void result must be computed again, so that it has not ended for its client."""
         if not self.recomputes:
             return False
         if self._late is not None:
@@ -368,7 +372,9 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report with `sent` replaced by the ended requests that need their blocks no longer."""
+        """Return the report with the number of returned steps, and with the requests that no longer need their blocks
+        in `sent`.
+        """
         for request in report.sent:
             late.sent(request)
         return structs.replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
@@ -391,7 +397,7 @@ class Connector:
             record = self._known.get(name)
             own = None if record is None else record.own
             if own is None:
-                own = self._connected.find(name)  # has ended for the connector, or will end for the mechanism
+                own = self._connected.find(name)  # the connector was notified of its end, but it still holds blocks
             if own is None:
                 _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
             else:

@@ -1,6 +1,7 @@
 """Speculative decoding of a vLLM (`--speculative-config`): supported drafters, sizes of drafts, and acceptance counts.
 
-vLLM's workers propose and verify draft tokens. The mechanism plans as many as were proposed and fit into a step.
+vLLM's workers propose and verify draft tokens. The mechanism plans the proposed ones that fit into a step; if steps are
+formed before the proposals are known (asynchronous scheduling), it plans the largest number that fits.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class DraftSizes:
 
     Attributes:
         num_tokens: maximum number of drafts per decode and step; 0 without drafts.
-        unseen: True if drafts never leave the workers because steps are formed ahead; a decode then always has the
-            planned number of drafts.
-        lookahead_tokens: number of tokens after a request's chunk for which blocks are allocated, too.
+        unseen: True if steps are formed before their drafts are known (asynchronous scheduling); the largest number of
+            drafts is then planned for each decode.
+        lookahead_tokens: number of tokens after a request's drafts for which blocks are allocated in advance.
         publishes_late: True if accepted tokens enter the prefix cache only with their request's next step.
         drops_last_hit: True if the last block of a prefix hit is recomputed.
     """
@@ -62,7 +63,7 @@ def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
 
 
 def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each unsupported option of drafts with the reason."""
+    """Yield each unsupported option of speculative decoding, with the reason."""
     speculative = config.speculative_config
     if speculative is None:
         return
@@ -100,7 +101,7 @@ def num_tokens_of(request_id: str, step: Any) -> int:
 
 
 def without_drafts(step: Any) -> Mapping[str, int]:
-    """Return the number of each request's tokens in a step, without drafts, which count only once accepted."""
+    """Return the number of each request's tokens in a step, without drafts, since these count only if accepted."""
     counts: Mapping[str, int] = step.num_scheduled_tokens
     drafts = step.scheduled_spec_decode_tokens
     return {name: count - len(drafts.get(name, ())) for name, count in counts.items()} if drafts else counts

@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """Ids of finished requests by client, which clients stop tracking; None if vLLM does not need them."""
+        """Ids of ended requests by client index, for clients to stop tracking; None if vLLM does not list them."""
 
     @property
     def is_pending(self) -> bool:
@@ -38,7 +38,7 @@ class Endings:
         return bool(self._failed or self._finished)
 
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        """Add the end of a request with this reason; `why` is the explanation for its client."""
+        """Add the end of a request for `reason`; `why` is the explanation for its client."""
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
@@ -52,16 +52,16 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """Record that the end of this request was sent to its client."""
+        """Record that this request has ended; the next message to its client lists it, so that tracking can stop."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
     def with_ends(
         self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
     ) -> dict[int, EngineCoreOutputs]:
-        """Return the message for every client by its index, with these outputs and the pending ends.
+        """Return the message for each client, by client index, with these outputs and the pending ends.
 
-        Failed requests are removed from `requests`.
+        Requests whose end was pending are removed from `requests`.
         """
         for failed in self._failed:
             request = failed.request
@@ -79,13 +79,15 @@ class Endings:
 
 
 class RefusedStreams:
-    """Requests with streamed input, which is unsupported: the first chunk is refused, later ones are ignored."""
+    """Requests with streamed input, which is unsupported: one chunk is refused, and further ones are ignored until the
+    refusal is reported; the next one is refused again.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
-        """Return True if a new request must be ignored, because its id belongs to a refused stream or is in use."""
+        """Return True if a new request must be ignored, because it ends a refused stream or its id is in use."""
         name = request.request_id
         is_known = name in self._names
         if is_known and not request.resumable:  # the end of the stream

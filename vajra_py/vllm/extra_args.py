@@ -89,7 +89,7 @@ _READERS: Mapping[FactKind, Callable[[str, Any], Any]] = {
 _LEAST = {fact.name: fact.least for fact in FACTS if fact.least is not None}
 _KINDS = {
     fact.name: fact.kind
-    for kind in FactKind  # strings first, as in error messages
+    for kind in FactKind  # texts first: error messages list the names in this order
     for fact in FACTS
     if fact.kind is kind and fact.has_extra_arg
 }

@@ -69,7 +69,7 @@ class Grammars:
         return found
 
     def bitmask(self, output: SchedulerOutput, requests: Mapping[str, VllmRequest]) -> GrammarOutput | None:
-        """Return the bit mask of tokens that grammars allow for a step's requests; None if there are none."""
+        """Return the bit mask of tokens that grammars allow in a step; None if no request samples under a grammar."""
         if not output.has_structured_output_requests:
             return None
         names = self.sampling(output)

@@ -1,7 +1,7 @@
 """Publish vLLM's KV cache events for routers: blocks stored in and removed from the prefix cache, by vLLM's hashes.
 
-If events are published, the prefix cache itself is keyed by vLLM's hashes, so that no translation is needed. Two of
-these hashes are equal if and only if this project's hashes are, so decisions do not change.
+If events are published, the prefix cache itself is keyed by vLLM's hashes, so that no translation is needed. Two blocks
+have equal hashes of vLLM if and only if they have equal hashes of this project, so decisions do not change.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class VllmBlockHashes(TokenBlockHashes):
 
 
 class KvFeed(ContentEvents):
-    """Collects the events of the prefix cache; as in vLLM, each block has its own events, duplicates included."""
+    """Collects the events of the prefix cache; as in vLLM, blocks whose content another block holds have events too."""
 
     def __init__(self, kind: str) -> None:
         """Create an empty feed; `kind` is vLLM's name for the kind of KV blocks."""
@@ -142,13 +142,13 @@ class KvEvents:
     function: HashFunction = field(repr=False)
 
     def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
-        """Return the constructor of a request's block hashes; `salt` excludes that of the adapter."""
+        """Return the constructor of a request's block hashes; `salt` is the request's own, without its adapter's."""
         return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:
         """Collect the events of this memory.
 
-        Raises `ConfigError` if a policy listens to them, or ranks cached content.
+        Raises `ConfigError` if a policy observes the prefix cache or orders its eviction.
         """
         if memory.is_watched:
             message = "KV events are not published with a policy that observes the prefix cache or orders its eviction"
@@ -165,7 +165,7 @@ class KvEvents:
 
 
 def kv_events_of(vllm_config: Any, kv_cache_config: Any, block_size: int) -> KvEvents | None:
-    """Return the publisher of the events enabled by `--kv-events-config`; None if they are not enabled."""
+    """Return the events enabled by `--kv-events-config`; None if they, or the prefix cache, are disabled."""
     config, cache = vllm_config.kv_events_config, vllm_config.cache_config
     if config is None or not config.enable_kv_cache_events or not cache.enable_prefix_caching:
         return None

@@ -1,9 +1,9 @@
 """Report ends of requests to a connector under asynchronous scheduling.
 
-The mechanism ends a request that reaches its length when the next step is formed, while the step before may still write
-its blocks. A connector is notified of an end when the last token is known, as by vLLM's own scheduler. The request
-keeps its blocks until the connector has been notified and no step in flight writes them, and, if the connector requires
-it, until they have been sent.
+The mechanism ends a request that reaches its maximum length when the next step is formed, while the step before may
+still write the request's blocks. A connector is notified of an end when the last token is known, as by vLLM's own
+scheduler. The request keeps its blocks until the connector has been notified and no step in flight writes them, and, if
+the connector requires it, until they have been sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from vajra_py.vllm.mechanism import Request
 
 
 class LateEnds:
-    """Requests that have ended for only one of mechanism and connector, or whose blocks a step may still write."""
+    """Requests that have ended for the mechanism or the connector, but not for both, and those that keep their blocks
+    after their end.
+    """
 
     def __init__(self, is_written: Callable[[str], bool]) -> None:
         """Create an empty set; `is_written` returns whether a step in flight computes tokens of a request."""
@@ -60,16 +62,16 @@ class LateEnds:
         return self._unreported.values()
 
     def void(self, request: Request) -> None:
-        """Expect no notification for a request whose last step is void, because it has not ended for its client."""
+        """Expect no notification of the end of a request whose last step is void: the client still awaits tokens."""
         self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:
-        """Remove a request whose blocks the mechanism has lost."""
+        """Drop the connector's answer for a request whose blocks are freed because a policy broke the contract."""
         self._answers.pop(request.request_id, None)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that keep blocks although the connector does not need them."""
+        """Number of ended requests that keep blocks which the connector is not known to need."""
         return len(self._kept) - sum(self._kept.values())
 
     def take_released(self) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Requests of vLLM that are updated when a connector reads them, so that a steady step modifies no request.
+"""Requests of vLLM that are updated when a connector reads them, so that a step of unchanged decodes modifies none.
 
 Output, block hashes and computed tokens of a request change with every step, and a connector reads few of them. A lazy
 request takes them from its record and from the mechanism on access, also through views of its tokens and hashes that
@@ -59,20 +59,20 @@ class LazyRequest(VllmRequest):  # type: ignore[misc]
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of computed tokens: the value set last, or the mechanism's."""
+        """Number of computed tokens: the value that was set last or, if that is None, the mechanism's number."""
         was_set: int | None = self.__dict__["num_computed_tokens"]
         return self._find_computed(self._record) if was_set is None else was_set
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, num_tokens: int | None) -> None:
-        """Set the number of computed tokens; None returns to the mechanism's."""
+        """Set the number of computed tokens; None selects the mechanism's number."""
         self.__dict__["num_computed_tokens"] = num_tokens
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:
         """Do nothing: the record has these tokens already."""
 
     def update_block_hashes(self) -> None:
-        """Do nothing: hashes follow the tokens when they are read."""
+        """Do nothing: hashes are updated when they are read."""
 
 
 def make_lazy(record: Record, find_computed: Callable[[Record], int]) -> None:

@@ -32,7 +32,7 @@ def load_vllm(options: RunnerOptions) -> VllmRunner:
     assert isinstance(options, VllmOptions)
     version = installed_version()
     check_version(version)
-    # vLLM's second model runner expects another form of requests.
+    # vLLM's second model runner expects requests in another form than `VllmRunner` sends.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vajra_py.vllm.runner import VllmRunner
@@ -105,7 +105,8 @@ class VllmWorkers:
     def num_blocks_in(self, memory_fraction: float) -> int:
         """Return the number of KV blocks that fit into this fraction of device memory.
 
-        Raises `ConfigError` if these cannot hold a single sequence of the maximum length.
+        On GPUs, the fraction is that of the options with which vLLM was configured. Raises `ConfigError` if the blocks
+        cannot hold a single sequence of the maximum length.
         """
         if self.is_cpu:
             num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards
@@ -130,7 +131,11 @@ class VllmWorkers:
         return self._available
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV memory, and warm up. Raises `ExecutorError` if it does not fit."""
+        """Allocate the KV memory, and warm up.
+
+        Raises `ConfigError` for a model with other than one block table of full attention, and `ExecutorError` if the
+        blocks cannot be allocated.
+        """
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         config = self._config

@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import adapter_salt
 
 
 class AdapterNames:
-    """Assigns each adapter a name for policies: vLLM's name, unless an earlier adapter has the same one."""
+    """Assigns each adapter a name for policies: vLLM's name, with the number appended if another adapter has it."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

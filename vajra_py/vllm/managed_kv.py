@@ -86,11 +86,11 @@ class ManagedSizes:
     Attributes:
         block_size: number of tokens in a block of attention.
         scheduler_block_size: common multiple of the block sizes of all groups.
-        hash_block_size: tokens of content that one hash covers.
+        hash_block_size: number of tokens that one hash covers.
         max_step_tokens: maximum number of tokens of one request in a step.
         max_in_flight_tokens: maximum number of tokens in steps in flight.
         lag_tokens: number of tokens of a decode that are in flight while its next one is planned.
-        drops_last_hit: True if groups of layers that a drafter reads recompute the last block of their prefix hit.
+        drops_last_hit: True if the last block of a prefix hit is recomputed in groups of layers that a drafter reads.
     """
 
     block_size: int
@@ -147,7 +147,7 @@ class ManagedKv(WithoutKvExtras):
         self._table: dict[str, list[Any]] = widest.req_to_blocks
         """Block tables of resident requests in the group with the widest window; attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
-        """Number of blocks of that table in the prefix cache; a lower bound for the other tables."""
+        """Number of blocks in the prefix cache for each of these tables; a lower bound for a request's other tables."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Incremented whenever results of prefix lookups or block counts may change."""
@@ -171,16 +171,16 @@ class ManagedKv(WithoutKvExtras):
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks, idle cached ones included."""
+        """Number of free blocks, including idle cached ones."""
         return int(self._pool.get_num_free_blocks())
 
     @property
     def growth_headroom(self) -> int:
-        """Number of arbitrary requests for which `grow_each` would succeed now."""
+        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
         return self.free_blocks // self._num_growing
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the largest number of blocks, over all tables, that `num_tokens` tokens can occupy."""
+        """Return the largest number of blocks, in all tables together, that `num_tokens` tokens can occupy."""
         total = 0
         for one in self._coordinator.single_type_managers:
             count = -(-num_tokens // one.block_size)
@@ -242,13 +242,15 @@ class ManagedKv(WithoutKvExtras):
         return tuple([block.block_id for block in part] for part in parts)
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Free blocks before the windows of a request ending with `num_tokens` computed tokens; return the others."""
+        """Free an ending request's blocks before the windows; return vLLM's numbers of the blocks of its first
+        `num_tokens` tokens, 0 for freed ones.
+        """
         self._leave_behind(self._held[request])
         self._version += 1
         return self.numbers(request, 0, -(-num_tokens // self.block_size))
 
     def num_stored(self, request: KvRequest) -> int:
-        """Estimate how many leading tokens of a resident request are in the prefix cache in every table."""
+        """Estimate the number of leading tokens of a resident request that are in the prefix cache in every table."""
         return int(self.manager.estimate_cached_tokens(self._held[request]))
 
     def blocks_of(self, request: KvRequest) -> KVCacheBlocks:
@@ -343,7 +345,10 @@ class ManagedKv(WithoutKvExtras):
     # Allocating and freeing
 
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
-        """Return vLLM's count of the free blocks needed to hold the first `num_tokens` tokens."""
+        """Return vLLM's count of the free blocks needed to hold the first `num_tokens` tokens.
+
+        `capped`: the tokens take several steps, so that windows bound the number of blocks held at a time.
+        """
         request = held.request
         if self._table.get(held.request_id):
             blocks, local, done = self._none, request.num_computed_tokens, request.num_computed_tokens
@@ -389,7 +394,10 @@ class ManagedKv(WithoutKvExtras):
         self._held[request].num_loaded = num_tokens - is_all
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Return whether `allocate` (for a resident request `grow`) would succeed now."""
+        """Return whether `allocate` (for a resident request `grow`) would succeed now.
+
+        A resident request's blocks before its windows are freed first, as `grow` does.
+        """
         held = self._held[request]
         if any(self.tables(request)):
             self._leave_behind(held)

@@ -21,7 +21,7 @@ def managed_memory(
     options: VajraOptions,
     num_in_flight: Callable[[str], int],
 ) -> MakeMemory | None:
-    """Return the builder of a memory on vLLM's KV manager; None if the model does not need it.
+    """Return the builder of a memory on vLLM's KV manager; None if the model does not need this manager.
 
     `block_sizes` are vLLM's block size and the size of hashed blocks, in tokens. Raises `ConfigError` for options that
     exclude this memory.

@@ -135,9 +135,9 @@ class _Executor:
     """Executor for steps that vLLM executes: no output is known in advance; it only stores proposed draft tokens.
 
     Attributes:
-        is_unseen: True if proposed tokens never leave the workers; any number of them is then available.
+        is_unseen: True if steps are formed before their drafts are known; any number of drafts is then planned.
         newest: tokens proposed for requests whose output has not changed since.
-        proposals: tokens proposed for other requests, and the number of output tokens that they follow.
+        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its tokens.
     """
 
     is_unseen: bool = False
@@ -145,13 +145,13 @@ class _Executor:
     proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
 
     def age(self, known: AbstractSet[Request] = frozenset()) -> None:
-        """Move the newest proposals to `proposals`, except those for requests in `known`, which get output now."""
+        """Move the newest proposals to `proposals`, but drop those for requests in `known`, which get output now."""
         newest, self.newest = self.newest, {}
         for request in newest.keys() - known if known else newest:
             self.proposals[request] = request.num_output_tokens, newest[request]
 
     def proposed(self, request: Request) -> list[int]:
-        """Return the tokens proposed last for a request that has any."""
+        """Return the tokens proposed last for a request; it must have a proposal."""
         tokens = self.newest.get(request)
         return self.proposals[request][1] if tokens is None else tokens
 
@@ -239,7 +239,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
         self._ahead: StepPlan | None = None
-        """The last step if it has ended before its accepted drafts are known; None otherwise."""
+        """The last step, if it has ended and its accepted drafts are not known yet; None otherwise."""
         self._leaving: set[Request] = set()
         """Requests that hold KV blocks until they end, with the open turn or with the step in flight."""
         self._connected: ConnectedKv | None = None
@@ -259,7 +259,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Add observers. Call before the first request."""
+        """Notify these observers, and none of an earlier call, of all events. Call before the first request."""
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
@@ -322,16 +322,16 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, structs.replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """Add a request to the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
+        """Submit a request before the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
         self.open_turn()
         self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, after the end of the step in flight if there is one."""
+        """Abort a request; if it holds blocks while a step is in flight, it ends when that step ends."""
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # A tick before the step's end, so that blocks of aborted requests are freed before those of finished ones (vLLM).
+            # The abort comes a turn before the step's end, which then frees blocks of aborted requests first, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -353,7 +353,7 @@ class Mechanism(Backend[_VllmReplica]):
             policies.make(layer, choice)
 
     def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Replace the policies of every layer at once; no step may be in flight.
+        """Replace the policies of these layers at once; no step may be in flight.
 
         Raises errors of building them (`VajraError`).
         """
@@ -371,7 +371,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.fault = None
 
     def forget_cache(self) -> None:
-        """Drop all KV with the next step; requests that held blocks are recomputed."""
+        """Drop all KV before the next step is formed; requests that held blocks are recomputed."""
         tick, replica = self.open_turn(), self.replica
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 
@@ -383,7 +383,7 @@ class Mechanism(Backend[_VllmReplica]):
     def stop(self, request: Request) -> None:
         """End the request, whose last token is known, with the step in flight.
 
-        A request that is not part of that step (formed before the token was known) is aborted instead.
+        A request that the step in flight does not compute is aborted instead.
         """
         if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
@@ -404,7 +404,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._ahead = None
             self._driver.advance_to(self.open_turn())
             if one.plan is not None:
-                self._turn = None  # a turn of its own, before that step ends
+                self._turn = None  # the step in flight must end in a later turn than this one
             if self.note is not None:
                 counts = sorted((request.index, count) for request, count in num_drafts.items())
                 place = self.replica.replicaset, self.replica.replica_id
@@ -412,7 +412,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the tokens proposed after the newest ones of those requests that decode; no step may be in flight."""
+        """Store the draft tokens proposed for each request, unless it does not decode; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
@@ -447,7 +447,7 @@ class Mechanism(Backend[_VllmReplica]):
     def land(self, report: KvReport | None = None) -> None:
         """End the step in flight, whose tokens are all known, at the tick of this turn; `step` forms the next one.
 
-        `report` is the report of a connector's workers with the step, or without one.
+        `report` is the report of a connector's workers, which may arrive although no step is in flight.
         """
         if self._one.plan is not None:
             self._driver.advance_to(self.open_turn())
@@ -458,10 +458,10 @@ class Mechanism(Backend[_VllmReplica]):
             self.take_report(report)
 
     def take_report(self, report: KvReport) -> None:
-        """Apply a report of a connector's workers without a step, or on the step before the one in flight."""
+        """Apply a report of a connector's workers that came without a step, or with the step before the one in flight."""
         self._driver.advance_to(self.open_turn())
         if self._one.plan is not None:
-            self._turn = None  # it happens before that step ends
+            self._turn = None  # the step in flight must end in a later turn than this one
         self._note(news_of(report, self.replica, self.now, None))
         self._driver.take_report(self._one, report)
 
@@ -498,7 +498,7 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # Requests in the step get output, unless a load has failed.
+            # Output outdates the proposals of the step's requests; with a connector, failed loads may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)
@@ -587,8 +587,8 @@ def make_mechanism(
 ) -> Mechanism:
     """Build the mechanism from settings that contain every size.
 
-    `make_memory` builds the KV memory; None for this project's own. Raises `ConfigError` for more than one replica, and
-    errors of building policies.
+    `make_memory` builds the KV memory; None for this project's own. Raises `ConfigError` for more than one replica, a
+    scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
     """
     replicasets = config.effective_replicasets
     problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)

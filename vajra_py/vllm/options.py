@@ -19,7 +19,7 @@ class VllmOptions(RunnerOptions):
     Attributes:
         max_batch_size: maximum number of requests in a step.
         memory_fraction: fraction of a device's memory for weights and KV blocks.
-        shards: number of devices for tensor parallelism, each driven by a process of vLLM.
+        shards: number of devices for tensor parallelism; several are driven by one process of vLLM each.
         engine_args: further arguments of vLLM's engine.
     """
 

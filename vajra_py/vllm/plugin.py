@@ -1,8 +1,8 @@
-"""Check a vLLM's options and requests before it loads its model.
+"""Check a vLLM's options before it loads its model, and requests in its front end.
 
 vLLM creates its scheduler last, so a check in the scheduler would fail only after the model is loaded. But vLLM calls
-the plug-ins of `vllm.general_plugins` before it reads its options: this one makes vLLM check every configuration with
-this package's scheduler as soon as it is complete.
+the plug-ins of `vllm.general_plugins` before it reads its options: this plug-in makes vLLM check every configuration
+with this package's scheduler as soon as the configuration is complete.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _check_requests_early() -> None:
 
 
 def is_own(scheduler_cls: Any) -> bool:
-    """Return whether `--scheduler-cls` names this package's scheduler or a subclass."""
+    """Return whether `--scheduler-cls` is this package's scheduler; a subclass counts only if given as a class."""
     if isinstance(scheduler_cls, str):
         return scheduler_cls.startswith("vajra_py.vllm.")
     return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
@@ -101,8 +101,8 @@ class TimeToRecord(int):
 def grant_time_to_record(config: Any) -> None:
     """Let the scheduling process finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, the default, vLLM kills its processes immediately. The option also determines
-    whether running requests are aborted at once; `abort_at_once` preserves this behaviour.
+    With a `shutdown_timeout` of 0, the default, vLLM kills its processes immediately. The value 0 also means that
+    running requests are aborted at once; `abort_at_once` restores this meaning.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
         config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)
@@ -115,7 +115,7 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler before the workers, as vLLM may not wait for their end."""
+    """Make the scheduling process end the scheduler first: vLLM may kill the process while the workers end."""
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

@@ -1,4 +1,5 @@
-"""Record a session of a vLLM as a run's folder, as `vajra serve --save-run` does: to compare, plot and replay it.
+"""Record a session of a vLLM in a run's folder, like `vajra serve --save-run`, so that it can be compared, plotted and
+replayed.
 
 The tokens of a request are written when they are known, which may be after the mechanism has ended it. With
 asynchronous scheduling, tokens may be computed after a request has stopped; they are written as 0, since no client
@@ -26,14 +27,14 @@ class SessionRecording:
         self._run = run
         self._mechanism = mechanism
         self._ended: list[tuple[Request, EndReason, Submission]] = []
-        """Ended requests whose last tokens become known with those of the next step."""
+        """Ended requests that are recorded when their last tokens are known."""
         self._run.begin({mechanism.replica.replicaset: description}, mechanism.controller)
         mechanism.note = self._run.note
         mechanism.on_ended = lambda *end: self._ended.append(end)
         mechanism.watch(self._run.observers)
 
     def take_tokens(self) -> None:
-        """Record the tokens of all ended steps; they must be known by now."""
+        """Record the requests that ended since the last call, with their tokens, which must be known by now."""
         ended, self._ended = self._ended, []
         for request, reason, submission in ended:
             self._run.ended(request, reason, _tokens(request, submission))

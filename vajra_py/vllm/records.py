@@ -53,16 +53,16 @@ class Record:
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
         """True if stopping depends only on the last token and the length."""
         self.plain_until = self.limit if self.is_plain else 0
-        """Output length up to which a token ends the request only if it is in `stops`."""
+        """Output length below which a token ends the request only if it is in `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """True once the end was sent to its client."""
+        """True once it has ended for its client."""
         self.is_known = False
         """True if its prompt and parameters were sent to the workers."""
         self.num_sent = 0
         """Number of leading entries of its block table that were sent to the workers."""
         self.ran_in = -1
-        """Index of the last step that contained it; -1 if there was none."""
+        """Index of the last step that contained it; -1 if there was none. `Messages` updates it later for bulk decodes."""
 
     @property
     def own(self) -> Request | None:
@@ -75,7 +75,10 @@ class Record:
         return self.submission.num_kept
 
     def hand_in_again(self) -> Submission:
-        """Return a new submission that continues after the present output; all tokens are recomputed."""
+        """Replace the submission by one that continues after the present output, and return it.
+
+        All tokens are recomputed.
+        """
         kept, before = len(self.output), self.submission
         facts = replace(
             before.facts,
@@ -123,7 +126,7 @@ class Record:
 
 
 class Arrivals:
-    """Arrival times of requests: those stated by front ends, made to increase in the order at the engine.
+    """Arrival times of requests: those stated by front ends, adjusted to increase in the order of arrival at the engine.
 
     Stated times can be out of order (several front ends, slow tokenization of a prompt, a clock that is set back), but
     first come, first served follows the order at the engine, as in vLLM. With `as_stated`, the stated times are used

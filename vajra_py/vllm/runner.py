@@ -3,9 +3,9 @@
 A step describes the changes since the last one; this module translates them into vLLM's form (`SchedulerOutput`).
 
 A chunk of a prompt, or of recomputed tokens, is sent as a new request whose earlier tokens count as computed; decodes
-continue with it. So workers never receive more of a prompt than they compute, and preempted requests need no special
-treatment. Requests whose sampling depends on earlier tokens (penalties), or whose prompt is scored, keep their identity
-instead, and are sent with their whole prompt.
+after the last chunk belong to the request that was sent for this chunk. So workers never receive more of a prompt than
+they compute, and preempted requests need no special treatment. Requests whose sampling depends on earlier tokens
+(penalties), or whose prompt is scored, stay one request for the workers instead, and are sent with their whole prompt.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Row:
 
     Attributes:
         keeps: True if it is the same request at the workers from its first chunk to its end.
-        tokens: its token ids as far as they are known here; with `keeps`, all of them up to its first chunk.
+        tokens: its token ids as far as they are known here; with `keeps`, its prompt and its output when it got the slot.
         blocks: its block table.
         name: its name at the workers; empty if they do not have it.
         num_sent: number of leading entries of its block table that were sent.
@@ -204,7 +204,7 @@ class VllmRunner:
             self._next.add_new(scheduled, self._known(row, chunk), self._sampling(row, chunk))
 
     def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
-        """Return the next tokens of a row, with its unsent blocks, and count these as computed and sent."""
+        """Return the next tokens of a row, which then count as computed, and its unsent blocks, which count as sent."""
         scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_sent :])
         row.num_sent = len(row.blocks)
         row.num_computed += num_tokens
@@ -229,7 +229,8 @@ class VllmRunner:
     def _sampling(self, row: _Row, chunk: Chunk) -> VllmSampling:
         if not chunk.samples and not row.keeps:
             return _DISCARDED
-        # On a CPU vLLM draws a random number even for a chunk that samples nothing, and cannot undo that.
+        # On a CPU, vLLM draws a number from a request's own generator even for a chunk that samples nothing, and cannot
+        # undo that. So a request that stays the same through all its chunks gets no seed.
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
@@ -262,8 +263,8 @@ class VllmRunner:
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
     """Return the sampling parameters of vLLM for a request with `num_outputs` tokens of output.
 
-    A seed is derived from the request's own seed and `num_outputs`, so that a resubmitted request draws the same
-    numbers.
+    vLLM's seed depends on `num_outputs`, so that a request sent again after a preemption does not repeat the random
+    numbers of its first tokens.
     """
     params: SamplingParams = new.sampling
     ending = [] if params.ignore_eos else list(eos)

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
 """End reasons that follow from a request's tokens; they are sent to the client with the last token."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
-"""End reasons that also occur because a policy broke the contract and the policies are out of service."""
+"""End reasons that may mean that a policy broke the contract, after which the policies are out of service."""
 
 
 class Scheduler(WithoutExtras):
@@ -120,7 +120,7 @@ class Scheduler(WithoutExtras):
         records = self._records = dict[str, Record]()
         self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
-        self._stopping: list[Request] = []  # a token of the step at hand ends them
+        self._stopping: list[Request] = []  # a token of the step being processed ends them
         resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
         self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
@@ -245,7 +245,10 @@ class Scheduler(WithoutExtras):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[VllmRequest]:
-        """Remove requests that the front end aborted, or stopped because it found a stop string."""
+        """Remove and return requests that the front end aborted, or stopped because it found a stop string.
+
+        `request_ids`: None selects all requests.
+        """
         names = (
             [request_ids]
             if isinstance(request_ids, str)
@@ -274,7 +277,7 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """Remove a request whose client has received the end, or does not need it."""
+        """Remove a request that ends with an output of this step, or that the front end has ended."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
@@ -328,7 +331,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.forget_cache()
 
     def _settle(self) -> None:
-        """Apply pending inputs at once if no step can be formed, so that they take effect at their times."""
+        """Apply pending inputs at once if no step can be formed, since vLLM may not request a step for a long time."""
         if self._in_flight:
             return
         if self._pause is PauseState.UNPAUSED:
@@ -370,8 +373,9 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """True unless a connector loads or sends blocks, or a step writes them, since a fallback may reassign all
-        blocks.
+        """True unless there is a connector and blocks are being loaded, sent, or written by a step.
+
+        A fallback may reassign all blocks.
         """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
@@ -482,10 +486,10 @@ class Scheduler(WithoutExtras):
         return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
-        """Resubmit requests that ended in the mechanism with a void token, or end them by the connector's rules."""
+        """Resubmit requests that ended in the mechanism with a void token; end those that may not be resubmitted."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have dropped it, and it can be sent to them as a new request only if it has no output yet.
+            # The workers have dropped the request, and accept it as a new one only if it has no output yet.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
@@ -522,7 +526,7 @@ class Scheduler(WithoutExtras):
         return TakenTokens(outputs, accepted)
 
     def _stop(self) -> None:
-        """End requests whose last token is known, after the tokens before it were counted."""
+        """End requests whose last token is known; call this after `Mechanism.accept` has counted their drafts."""
         stopping, self._stopping = self._stopping, []
         for request in stopping:
             self.mechanism.stop(request)
@@ -557,7 +561,7 @@ class Scheduler(WithoutExtras):
         return made
 
     def _num_stored(self, record: Record) -> int:
-        """Return the number of tokens of a prompt that are in the prefix cache when it is computed."""
+        """Return the number of tokens of a computed prompt that are in the prefix cache."""
         replica, own = self.mechanism.replica, record.own
         memory, size = replica.memory, replica.limits.block_size
         if isinstance(memory, ManagedKv) and own is not None and memory.is_registered(own):
@@ -598,7 +602,7 @@ class Scheduler(WithoutExtras):
     # Counts
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of unfinished requests; while new ones are paused, only that of running ones."""
+        """Return the number of unfinished requests; while requests are paused, only of those that continue."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         if self._pause is PauseState.PAUSED_NEW:
@@ -674,7 +678,10 @@ class Scheduler(WithoutExtras):
         self._settle()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached blocks. Returns False and changes nothing if requests hold blocks that they may not lose."""
+        """Drop all cached blocks; return False and keep them if requests hold blocks that they may not lose.
+
+        `reset_connector`: in either case, the connector drops its content too; return False if it cannot.
+        """
         is_refused = self._num_running and not reset_running_requests
         if self._connected is not None:  # blocks that are being loaded or sent must be kept
             is_refused = is_refused or self._connected.num_holding > 0 or self._connected.keeps

@@ -50,7 +50,7 @@ class VajraOptions:
 
 
 def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> VajraOptions:
-    """Return the options of `--additional-config` and of the environment. Raises `ConfigError`."""
+    """Return each option from `--additional-config` or else from the environment. Raises `ConfigError`."""
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
@@ -71,7 +71,7 @@ class Sizes:
 
     Attributes:
         num_blocks: number of KV blocks, without vLLM's unused null block.
-        max_input_tokens: capacity of the workers' buffers in tokens, if it differs from `max_step_tokens`.
+        max_input_tokens: capacity of the workers' buffers in tokens; None if it is `max_step_tokens`.
         max_loras: maximum number of LoRA adapters in a step; 0 if adapters are disabled.
         drafts: sizes of drafts (speculative decoding).
     """
@@ -187,9 +187,9 @@ def _experiment_of_file(
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_system(path, overrides, registry)
     replica = only_replicaset(config).replica
-    if sizes.max_loras:  # the adapters are vLLM's
+    if sizes.max_loras:  # vLLM loads and computes the adapters, so they are no problem
         replica = replica.model_copy(update={"adapters": None})
-    if sizes.drafts.num_tokens:  # the drafts are vLLM's
+    if sizes.drafts.num_tokens:  # vLLM proposes and verifies the drafts, so they are no problem
         replica = replica.model_copy(update={"draft": DraftConfig()})
     problems = problems_of(f"{path} replica", replica)
     if problems:

@@ -75,7 +75,7 @@ class SteadyTokens:
     def take(self, names: list[str], sampled: Sequence[list[int]]) -> TakenTokens | None:
         """Append a step's tokens to the outputs; messages contain token ids only.
 
-        Returns None and changes nothing if a request must be checked individually.
+        Returns None and appends nothing if a request must be checked individually.
         """
         if names != self._names:
             self._names, self._batch, self._is_new = list(names), None, True
@@ -111,7 +111,7 @@ class SteadyTokens:
         return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:
-        """Build the batch, unless a request is unknown, has ended in the mechanism, or has no token yet."""
+        """Build the batch, unless a request is unknown, is not in the mechanism, or has no token yet."""
         records = [one for one in map(self._records.get, self._names) if one is not None and one.output]
         requests = [own for record in records if (own := record.own) is not None]
         if not requests or len(requests) < len(self._names):

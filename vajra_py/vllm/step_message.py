@@ -1,7 +1,8 @@
 """Assemble each `SchedulerOutput`: vLLM's message to its workers about a step and the changes since the last one.
 
-It is used for plans (`vajra_py.vllm.messages`) and for the engine's steps (`vajra_py.vllm.runner`). Blocks are given by
-their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, since vLLM's block 0 is unused.
+It is used for plans (`vajra_py.vllm.messages`) and for the engine's steps (`vajra_py.vllm.runner`). Blocks, except
+those of `Tables`, are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, since
+vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Scheduled(NamedTuple):
 
 
 class StepMessage:
-    """Message of the next step under construction; changes are added from the end of the step before.
+    """Message of the next step, to which changes since the end of the step before are added.
 
     Attributes:
         finished: names of ended requests, which the workers drop.
@@ -163,7 +164,7 @@ class StepMessage:
         self._num_tokens += sum(num_tokens.values())
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Set the drafts to verify, the last scheduled tokens of each request; -1 is a place without a draft."""
+        """Set the drafts to verify, which are the last scheduled tokens of each request; -1: a place without a draft."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:

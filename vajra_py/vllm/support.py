@@ -103,7 +103,8 @@ def holds_states(spec: Any) -> bool:
 def block_size_of(kv_cache_config: Any, block_size: int) -> int:
     """Return the number of tokens in a KV block of attention.
 
-    A state stands for `max_model_len` tokens, and vLLM passes the common multiple of both to its scheduler.
+    A state counts as a block of `max_model_len` tokens, so the block size that vLLM passes to its scheduler is a common
+    multiple of both sizes.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     sizes = [one.block_size for one in specs if not holds_states(one)]

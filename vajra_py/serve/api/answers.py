@@ -37,7 +37,7 @@ def event(value: Any) -> bytes:
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
-    """Return the error for the client that the end of an output means; None if the output is complete."""
+    """Return the error to send to the client for the end of an output; None if the output is complete."""
     if end.reason in _FINISHED:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):

@@ -270,7 +270,7 @@ def _check_choices(num_choices: int, most: int) -> None:
 
 
 def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
-    """Return the maximum number of output tokens: the client's, if it is within the limits, else as many as fit.
+    """Return the maximum number of output tokens: the client's or, if it states none, as many as fit.
 
     Raises `ApiError` if prompt or output are too long.
     """

@@ -1,7 +1,7 @@
 """Read a generation request: its JSON body, within bounds, and its scheduling headers.
 
-FastAPI does not read the bodies, since it would take longer for that than for all other work on a request; so they are
-added to its OpenAPI document explicitly.
+FastAPI does not read the bodies, since this would take longer than all other work on a request; so the bodies are added
+to its OpenAPI document explicitly.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class GenerationBody(_StatingBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Same as `num_logprobs`, for the prompt's tokens."""
+        """Number of most likely tokens to report with each token of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
@@ -268,7 +268,7 @@ Prompt: TypeAlias = Annotated[
     | Annotated[list[_PromptTokens], Field(fail_fast=True, min_length=1), Tag("<token_lists>")],
     Discriminator(_form_of),
 ]
-"""A text, its tokens, or several of either."""
+"""A text, the token ids of a text, or a list of either."""
 
 
 class CompletionBody(GenerationBody):

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of served requests.
 
-Each HTTP generation request has one span. It contains three spans for each output: waiting, prefill and decoding. With
-a `traceparent` header, all of these spans are part of the client's trace. Names follow the GenAI semantic conventions;
-names that the conventions lack begin with `vajra.`. Spans contain no text written by users.
+Each HTTP generation request has one span. It contains a span for each phase that an output entered: queue, prefill,
+decode. With a `traceparent` header, all of these spans are part of the client's trace. Names follow the GenAI semantic
+conventions; names that the conventions lack begin with `vajra.`. Spans contain no text written by users.
 
 Invariants:
     - This module is imported only if tracing is on: it needs the extra `otel`.

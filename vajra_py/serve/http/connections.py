@@ -111,7 +111,7 @@ class Connections:
 def most_connections(wanted: int) -> int:
     """Return the number of connections, up to `wanted`, for which the process has file descriptors.
 
-    Raise the process's limit first, if that is permitted.
+    The process's limit is raised first, if that is permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
@@ -327,7 +327,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; no time limit applies to the client until the next request."""
+        """Handle a complete request; the client then need not send anything until uvicorn's idle timeout."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
@@ -348,7 +348,7 @@ class Connection(HttpToolsProtocol):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body", False):
-                cycle.keep_alive = True  # `on_response_complete` closes the connection
+                cycle.keep_alive = True  # keeps uvicorn from closing the connection; `on_response_complete` closes it
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:

@@ -36,7 +36,10 @@ class Listener:
         make: Callable[[str, str | None], Connection],
         context: ssl.SSLContext | None,
     ) -> None:
-        """`make` returns the protocol of a socket, given the client's address and the reason to refuse it, or None."""
+        """Start to accept connections.
+
+        `make` returns the protocol of a socket, given the client's address and the reason to refuse the client, or None.
+        """
         self.sockets = (bound,)
         self._bound = bound
         self._connections = connections

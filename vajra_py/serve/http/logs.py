@@ -115,7 +115,7 @@ def _time(record: logging.LogRecord) -> str:
 def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
     """Log to standard error within the context.
 
-    It writes this program's lines from `level` on, and those of libraries from warnings on.
+    Lines of this program are written from `level` on, those of libraries from warnings on.
     """
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

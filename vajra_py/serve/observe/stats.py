@@ -187,7 +187,7 @@ class ServerStats(Observer):
                 stats.admission_reasons[admission.outcome, reason] += 1
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """Count the event that a policy error takes the replicaset out of service."""
+        """Count a policy error that took the replicaset out of service."""
         self.sets[replicaset].num_out_of_service += 1
         self._note("failure", f"{replicaset} is out of service: {detail}")
 

@@ -1,4 +1,4 @@
-"""Build a server's system from a file, or from flags with vLLM's names."""
+"""Build a server's system from flags with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_MAX_QUEUED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
-    """Flags of `vajra serve --model DIR`, with vLLM's names; None: the preset's value."""
+    """Flags of `vajra serve --model DIR`, with vLLM's names; None: the default of the preset or of the server."""
 
     model: str
     preset: str | None = None

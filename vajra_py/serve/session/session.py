@@ -175,7 +175,7 @@ class EngineSession:
 
     @property
     def is_ready(self) -> bool:
-        """True if a request submitted now would be accepted and run."""
+        """True if requests are accepted and some replicaset can run them."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
 
     @property
@@ -278,8 +278,8 @@ class EngineSession:
 
         Return when the engine's thread has ended or was left behind (`is_left_behind`).
 
-        If the thread does not stop within `stop_s`, its workers are killed. If it does not stop then either, clients
-        are answered and the recording is completed without the thread. Workers that are not released in time are left
+        If the thread does not stop within `stop_s`, the engine's workers are killed. If the thread still does not stop,
+        clients are answered and the recording is completed without it. Workers that are not released in time are left
         behind too.
         """
         self.drain()
