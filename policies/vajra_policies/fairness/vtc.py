@@ -32,9 +32,9 @@ class Vtc:
     max(w_p * longest prompt, w_q * M) and M the largest number of tokens in a running batch. Waiting tenants share
     evenly; a tenant that demands less than its share gets all it demands.
 
-    A counter is updated only when it is read. A counter is forgotten when no
-    request of its tenant waits or runs and every later lift would raise it at least as high: no lift falls below the
-    least counter among the tenants that wait or run and the one that waited last.
+    A counter is updated only when it is read. A counter is forgotten when no request of its tenant waits or runs and
+    every later lift would raise it at least as high: no lift falls below the least counter among the tenants that wait
+    or run and the one that waited last.
 
     Left out: charging predicted lengths in advance, and cost functions other than weighted tokens. Cached prompt tokens
     are charged in full.

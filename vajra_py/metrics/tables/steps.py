@@ -95,8 +95,8 @@ class StepsBuilder:
         """Cached table of records, and the number of records when it was built."""
         self._ends = array("q")
         self._growth = array("i")
-        """For all records in turn: the number of requests that allocate a block in each repeated step. A record's list
-        is repeated cyclically if it has more steps.
+        """For all records in turn: the number of requests that allocate a block in each repeated step. A record with
+        more repeated steps than numbers repeats its numbers cyclically.
         """
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ def hits_column(tier: str) -> str:
 
 
 def is_of_tiers(column: str) -> bool:
-    """Return whether only runs with memory tiers have this column of the requests table."""
+    """Return True for a column of the requests table that only runs with memory tiers have."""
     return column == LOAD_TIME or column.startswith(_HITS)
 
 
