@@ -117,7 +117,9 @@ def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
 
 
 def _range(curves: Sequence[CapacityCurve]) -> tuple[float, float]:
-    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant."""
+    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant; without
+    capacities, to the highest rate.
+    """
     knees = [one.knee for one in curves if one.knee is not None]
     rates = [x for one in curves for x, _ in one.points]
     return 0.0, 1.5 * max(knees) if knees else max(rates, default=1.0)

@@ -41,7 +41,9 @@ def distinct(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
-    """Return names made of the varied values; None if two would be equal or the longest would be no shorter."""
+    """Return names made of the varied values; None if two would be equal, or if the given names are distinct and the
+    longest would not become shorter.
+    """
     varied = axes(runs)
     found = ["/".join(axis.values[i] for axis in varied) for i in range(len(runs))]
     clash = len(set(names)) < len(names)
