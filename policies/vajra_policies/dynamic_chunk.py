@@ -32,7 +32,7 @@ class DynamicChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """`fill` adds nothing but the decodes if no prompt waits, or if they fill the batch; if nothing runs, a waiting
+    """`fill` adds nothing but the decodes if no prompt waits or the decodes fill the batch; if nothing runs, a waiting
     request gets a chunk.
     """
 

@@ -1,6 +1,7 @@
 """Chunk sizes with which a step still meets its target time.
 
-Chunks are multiples of 32 tokens, so that kernels run full tiles, except where a prompt (or its KV-parallel group) ends.
+Chunks are multiples of 32 tokens, so that kernels run full tiles, except at the end of a prompt, and where the prompt's
+present KV-parallel group becomes full.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Outcomes(Struct, frozen=True):
     """Longest gap between two consecutive tokens; None if gaps were not recorded."""
 
     def observed_until(self) -> float:
-        """Return the latest time in any request's record; unfinished requests have waited at least until then."""
+        """Return the latest time in any request's record; unfinished requests had not ended by then."""
         moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 

@@ -13,7 +13,7 @@ from vajra_py.contract import PolicyConfig, RequestView
 _EXACT = 2.0**53
 """Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
-"""Default number of quanta in the KV memory; as in the artifact of VTC."""
+"""Tokens of the KV memory divided by the default quantum, as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):

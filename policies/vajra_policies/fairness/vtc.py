@@ -24,8 +24,9 @@ class Vtc:
     """Key of tenant u = c_u, its counter: weighted tokens served to it so far, divided by its share f_u.
 
     - A request's admission adds w_p * prompt / f_u to c_u; each token that it generates adds w_q / f_u.
-    - Lift: when u begins to wait, c_u rises to the least counter of the waiting tenants, or if none waits, to the
-      counter of the tenant that waited last. Time without requests therefore earns no credit.
+    - Lift: when a request of u arrives and no other one of u waits, c_u rises to the least counter of the waiting
+      tenants, or if none waits, to the counter of the tenant that waited last. Time without requests therefore earns no
+      credit.
     - Requests of one tenant are served in order of arrival.
 
     Without preemptions, the services of two tenants that wait throughout an interval differ by at most 2 U, with U =
@@ -49,6 +50,7 @@ class Vtc:
         self._accounts = Accounts(config, self._charge)
         self._counters: dict[str, float] = {}
         self._last_waiting = ""
+        """Tenant of the latest admission; while no tenant waits, the one that waited last."""
         self._least_waiting = _LeastCounter(self.group_key, lambda tenant: tenant in self._accounts.num_waiting)
         self._least_live = _LeastCounter(self.group_key, self._accounts.is_live)
         self._left: list[tuple[float, str]] = []

@@ -123,7 +123,7 @@ class PackedRows:
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return a copy of these rows as a structured array."""
-        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)  # bytes are copied faster
+        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)  # copied faster as bytes
         found = rows[chosen].copy() if isinstance(chosen, slice) else rows.take(chosen, axis=0)
         return found.view(self._dtype)[:, 0]
 

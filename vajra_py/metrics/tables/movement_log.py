@@ -221,8 +221,8 @@ class MovementRows(Observer):
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Write the row of a request that was preempted after its KV had arrived. A migrating request at its source
-        gets its row from a later event.
+        """Write the row of a request whose KV was given up at the target before the request was admitted. A migrating
+        request that is preempted at its source gets its row from a later event.
         """
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:

@@ -98,7 +98,7 @@ def no_programs() -> ArrowTable:
 
 
 def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return the columns that are sums over a program's calls."""
+    """Return the columns that are sums over a program's calls, and `num_declared`."""
     admitted_at, ended_at = floats_of(calls, "admitted_at"), floats_of(calls, "ended_at")
     was_admitted = ~np.isnan(admitted_at)
     run_s = np.nan_to_num(ended_at - admitted_at)

@@ -320,7 +320,7 @@ _ADMISSION_FIELDS = (
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission` is accepted, degraded, refused,
-deferred (until it, or the run, ended) or empty (it was rejected before the policy was called).
+deferred (until the request or the run ended) or empty (the request was rejected before the policy was called).
 """
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Text columns among the columns of admission."""

@@ -1,8 +1,8 @@
 """The steps table: stored as one record per sequence of repeated decode steps, and read as one row per step.
 
-Repeated steps decode the same requests, so only context lengths grow. A record therefore consists of the first step,
-the number of steps, their ends (`latency.packed_times`) and the steps that allocate KV blocks. A file of records has a
-column `num_steps`; a file without it has one row per step.
+Repeated steps decode the same requests, so they differ only in times, context lengths and allocated KV blocks. A record
+therefore consists of the first step, the number of steps, their ends (`latency.models.packed_times`) and the numbers of
+blocks that they allocate. A file of records has a column `num_steps`; a file without it has one row per step.
 """
 
 from __future__ import annotations

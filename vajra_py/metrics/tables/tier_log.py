@@ -89,7 +89,7 @@ class TierLog(Observer):
             self._hits[request.index] = num_tokens, load_s
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Drop the hits of a request that was preempted before its first admission."""
+        """Drop the hits of a waiting request whose loaded KV was given up before its first admission."""
         if request.admitted_index == 0:
             self._hits.pop(request.index, None)
 
