@@ -36,7 +36,7 @@ class ClassShares:
         """Return the seconds that the request's class may still add to the step; called before the request is added."""
         before_s = batch.predicted_time()
         if self._last is not None:
-            last, last_before_s = self._last  # since that call, only its request was added
+            last, last_before_s = self._last  # only the previous request may have been added since
             self._added_s[last] = self._added_s.get(last, 0.0) + before_s - last_before_s
         name = self._class_of(request)
         self._last = (name, before_s)

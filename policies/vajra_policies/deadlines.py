@@ -7,7 +7,9 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
 
 SHORTEST_DEADLINE_S = 0.001
-"""Shortest relative deadline, seconds; replaces a deadline that has passed at arrival, so that division is possible."""
+"""Lower bound for relative deadlines that come from requests' own targets, seconds: a deadline may have passed at
+arrival, and policies divide by it.
+"""
 
 
 class DeadlineConfig(PolicyConfig):

@@ -48,18 +48,19 @@ class Preemptive(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
-    """Waiting requests may overtake running ones; if none waits, all running requests fit and continue."""
+    """Steps repeat only while no request waits, since a waiting request may overtake a running one."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Add the most urgent requests, as many as slots, tokens and blocks allow."""
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return
-        running = sorted(replica.running(), key=replica.urgency)  # requests that are not in the batch yet
+        running = sorted(replica.running(), key=replica.urgency)  # `_run` removes each request that it adds or preempts
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            if len(running) == replica.num_running:  # otherwise, requests in flight may free enough
+            # Otherwise, the other running requests are in flight, and may free enough blocks when their step ends.
+            if len(running) == replica.num_running:
                 self._free_the_earliest(running, batch)
 
     def _run(
@@ -133,7 +134,7 @@ class Preemptive(FixedChunk):
         """Preempt the least urgent request of `behind` that `needing` may preempt (None: a waiting request needs
         blocks).
 
-        Return False if there is none.
+        Return False if no request could be preempted.
         """
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]
@@ -144,7 +145,7 @@ class Preemptive(FixedChunk):
         return False
 
     def _free_the_earliest(self, running: list[RequestView], batch: BatchBuilder) -> None:
-        """Preempt the latest admitted requests one by one until the earliest admitted request can run."""
+        """Preempt the latest admitted requests one by one until the earliest admitted one has enough blocks to run."""
         running.sort(key=_admission)
         first = running.pop(0)
         while running:

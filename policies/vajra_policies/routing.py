@@ -32,7 +32,7 @@ def those_up(replicas: Sequence[ReplicaLoadView]) -> list[ReplicaLoadView]:
 
 
 def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    """Return the replicas of each pool, in their order."""
+    """Return one list of replicas per pool; pools and replicas keep the given order."""
     pools: dict[str, list[ReplicaLoadView]] = {}
     for one in replicas:
         pools.setdefault(one.pool, []).append(one)
@@ -43,16 +43,16 @@ def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 
     """Return the ids of all requests of the shared queue, lazily, if the replica is up and has a free slot and a free
     KV block; otherwise nothing.
 
-    `num_batches`: the most steps that a replica has in flight (its pipeline stages), each with its own slots. Without
-    this condition, a full replica would search the queue in vain at every step. Policies that bind on arrival use this
-    for requests that arrived while no replica was up.
+    A full replica is offered nothing, since it would search the queue in vain at every step. `num_batches`: the most
+    steps that a replica has in flight (its pipeline stages), each with its own slots. Policies that bind on arrival
+    call this function for requests that arrived while no replica was up.
     """
     return (request.request_id for request in queued) if has_room(replica, num_batches) else ()
 
 
 class BindsOnArrival:
-    """Router that places requests on arrival; requests that arrive while no replica is up wait in the shared queue for
-    the first one.
+    """Base class of routers that place requests on arrival; requests that arrive while no replica is up wait in the
+    shared queue, from which the first replica that comes up takes them.
     """
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:

@@ -73,8 +73,8 @@ class SpaceSharing:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
-    runs.
+    """`fill` adds nothing but the decodes if no prompt waits or the decodes fill the batch; if nothing runs, a waiting
+    request gets a chunk.
     """
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:

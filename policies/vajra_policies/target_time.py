@@ -1,6 +1,7 @@
 """Chunk sizes with which a step still meets its target time.
 
-Chunks are multiples of 32 tokens, so that kernels run full tiles, except where a prompt (or its KV-parallel group) ends.
+Chunks are multiples of 32 tokens, so that kernels run full tiles, except at the end of a prompt, and where the prompt's
+present KV-parallel group becomes full.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class TargetTime:
         return chunk
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
-        """Return the chunk, at least 1 token, for a prompt that is alone on the replica, by the same rule."""
+        """Return the chunk, at least 1 token, for a prompt that is alone on the replica, by the rule of `chunk`."""
         limits = self._context.limits
         cap = self._config.max_chunk
         if limits.max_batch_tokens is not None:
@@ -118,8 +119,8 @@ class TargetTime:
 
 
 class ChunkSizes:
-    """Possible sizes of a chunk, ascending: multiples of 32 from `min_chunk` to `cap`, and `num_remaining` as the last
-    one if it is at most `cap`.
+    """Possible sizes of a chunk, ascending: multiples of 32 from `min_chunk` that are at most `cap` and below
+    `num_remaining`, then `num_remaining` itself if it is at most `cap`.
     """
 
     __slots__ = ("_first", "_largest", "count")
@@ -136,13 +137,15 @@ class ChunkSizes:
         return min(self._first + GRAIN_TOKENS * position, self._largest)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return the position of the largest size of at most `num_tokens`, clamped to positions from 1 to the last."""
+        """Return the position of the largest multiple of 32 that is at most `num_tokens`, clamped to positions from 1
+        to the last; 0 if there is only one size.
+        """
         return min(max(1, (num_tokens - self._first) // GRAIN_TOKENS), self.count - 1)
 
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
     """Return the largest size that fits, or the smallest if none does, by doubling from `guess` and then bisecting."""
-    low, high = 0, sizes.count  # the size at low fits, the size at high does not
+    low, high = 0, sizes.count  # the size at `low` fits or is the smallest; the one at `high` does not fit or exist
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):
         low, position = position, min(2 * position, sizes.count - 1)

@@ -1,7 +1,7 @@
 """Definitions of TTFT, TBT, TPOT, E2E, SLO attainment, quantiles and fairness.
 
-Every reported metric is computed by a function of this module or named after one. The functions take whole columns
-(numpy arrays, one entry per request) and do not modify their arguments. NaN means "did not happen" and is excluded from
+Tables and summaries define these metrics by the functions of this module. The functions take whole columns (numpy
+arrays, one entry per request) and do not modify their arguments. NaN means "did not happen" and is excluded from
 distributions.
 """
 
@@ -74,7 +74,9 @@ class Slo(Struct, frozen=True):
 
 
 class SloDefaults(Struct, frozen=True):
-    """Default SLOs by class and for all other requests; each applies only to requests without an SLO of that kind."""
+    """Default SLOs of each class, and of everyone where the class has none; a default applies only to requests without
+    their own SLO of that kind (TTFT, TPOT, TBT or E2E).
+    """
 
     everyone: Slo = field(default_factory=Slo)
     by_class: Mapping[str, Slo] = field(default_factory=dict)
@@ -101,9 +103,9 @@ class SloStatus(IntEnum):
     """Compliance of a request with its SLO."""
 
     NONE = 0
-    """No SLO."""
+    """No SLO, or, for TBT, no recorded gaps."""
     UNDECIDED = 1
-    """Aborted by the client, or unfinished at the end of the run, before any SLO was violated."""
+    """Aborted by the client, or unfinished at the end of the run, before the SLO was met or violated."""
     MISSED = 2
     MET = 3
 
@@ -120,10 +122,10 @@ class Outcomes(Struct, frozen=True):
     dropped: Bools
     """True if `reason` is rejected, expired or failed."""
     tbt_max_s: Floats | None = None
-    """Longest gap between two tokens so far; None if gaps were not recorded."""
+    """Longest gap between two consecutive tokens; None if gaps were not recorded."""
 
     def observed_until(self) -> float:
-        """Return the latest time in any request's record; unfinished requests have waited at least until then."""
+        """Return the latest time in any request's record; unfinished requests had not ended by then."""
         moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
@@ -178,7 +180,7 @@ def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | 
 
     The TTFT SLO is met if the first token came in time. The other SLOs require that the request completed: the TPOT SLO
     is met if the mean gap is at most the SLO or there is only one token, the TBT SLO if every gap is at most the SLO,
-    the deadline if the request completed before it. The overall SLO is met if the request completed and violated none
+    the deadline if the request completed by then. The overall SLO is met if the request completed and violated none
     of its SLOs. A dropped request violates all of its SLOs, except a TTFT SLO that it met. An aborted or unfinished
     request is judged by the events until its end or the run's end, and is undecided if these do not decide.
     `observed_until` is the end of the run in seconds; by default the latest time in these requests' records.
@@ -214,7 +216,9 @@ def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | 
 
 
 def _tbt_status(outcomes: Outcomes, targets: SloTargets, open_ended: Bools) -> NDArray[np.int8]:
-    """Return the TBT status: a gap that is too long violates the SLO at once, however the request ends."""
+    """Return the TBT status; `NONE` without SLOs or recorded gaps. A gap that is too long violates the SLO at once,
+    however the request ends.
+    """
     longest_s = outcomes.tbt_max_s
     if targets.tbt_s is None or longest_s is None:
         return np.full(len(open_ended), SloStatus.NONE, dtype=np.int8)
@@ -245,8 +249,8 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
 
 
 def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
-    """Return `quantiles` of a list with `weights[i]` copies of `values[i]`, without building it. Weights are integers,
-    at least 0.
+    """Return `quantiles` of a list with `weights[i]` copies of `values[i]`, without building that list. Weights are
+    integers, at least 0.
     """
     total = int(weights.sum())
     if total <= 0:

@@ -13,7 +13,7 @@ from vajra_py.contract import PolicyConfig, RequestView
 _EXACT = 2.0**53
 """Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
-"""Default number of quanta in the KV memory; as in the artifact of VTC."""
+"""Tokens of the KV memory divided by the default quantum, as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -53,10 +53,11 @@ class _Charged:
 class Accounts:
     """Charges tenants for tokens: w_p per prompt token at the first admission, w_q per generated token, divided by f_u.
 
-    A prompt is charged in full, or without its cached prefix, and once: recomputation after a preemption is free.
-    `charge` is called with (tenant, cost, times): for a prompt at its admission; for generated tokens when they are
-    collected, at the latest before another prompt of the tenant is charged, or one of its requests is preempted or
-    leaves. The policy forwards its callbacks to this object.
+    A prompt is charged once, since recomputation after a preemption is free; with `charges_cached` False, its cached
+    prefix is not charged. `charge` is called with (tenant, cost, times), and adds `cost` to the tenant's charges
+    `times` times: for a prompt at its admission; for generated tokens when they are collected, at the latest before
+    another prompt of the tenant is charged, or when their own request is preempted or leaves. The policy forwards its
+    callbacks to this object.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Accounts:
         return tenant in self.num_waiting or tenant in self._admitted
 
     def arrive(self, request: RequestView) -> bool:
-        """Count a request that waits for the first time.
+        """Count a request that is new to this object: as running if it holds KV blocks, else as waiting.
 
-        Returns True if its tenant begins to wait. A request that runs already, or ran before this policy was in force,
-        is not charged for its prompt.
+        Returns True if its tenant begins to wait. The prompt of a request that was admitted before, under another
+        policy, is not charged.
         """
         charged = _Charged(request.admitted_index > 0, request.num_output_tokens)
         if not request.is_resident:
@@ -97,7 +98,7 @@ class Accounts:
         charged = self._waiting.pop(request, None)
         stops = charged is not None and self._leave(tenant)
         admitted = self._admitted.setdefault(tenant, {})
-        if charged is None:  # the request arrived with its KV
+        if charged is None:  # it held KV blocks already when it arrived
             charged = admitted[request]
         admitted[request] = charged
         if not charged.was_admitted:

@@ -43,7 +43,7 @@ class D2lpm(BindsOnArrival):
         self._placed: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the active replica with the longest match among those with deficit left."""
+        """Return the replica with the longest match among those that are up and where the tenant has deficit left."""
         up = those_up(replicas)
         if not up:
             return None

@@ -12,7 +12,7 @@ def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quan
     """Add the quantum to every deficit of at most 0, repeatedly, until the deficit of a candidate is above 0.
 
     A missing deficit is 0. Nothing changes if the deficit of a candidate is above 0 already, or if there is no
-    candidate. Returns the names whose deficit rose above 0.
+    candidate. Returns the holders whose deficits rose above 0.
     """
     if not candidates or any(deficits.get(one, 0.0) > 0 for one in candidates):
         return []

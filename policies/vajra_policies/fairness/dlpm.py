@@ -57,7 +57,7 @@ class Dlpm:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the number of the request's cached tokens."""
+        """Return minus the request's prefix hit now, in tokens; 0 for a running request."""
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:

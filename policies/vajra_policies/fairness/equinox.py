@@ -95,7 +95,9 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct charges, and forget tenants without live requests whose counters are not above those of others."""
+        """Correct charges, and forget tenants that no longer wait or run, if their counters are at most the least one
+        of the tenants that do.
+        """
         for request in requests:
             tenant = request.tenant
             discount, charged = self._charged.pop(request, (0.0, 0.0))

@@ -41,7 +41,9 @@ class LongestPrefixMatch:
         self._num_changes = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the cached tokens; of a running request, minus the cached tokens at its admission."""
+        """Return minus the cached tokens: now, or for a running request at its first admission; 0 in order of
+        arrival.
+        """
         if self._goes_by_arrival():
             return 0.0
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
@@ -57,7 +59,7 @@ class LongestPrefixMatch:
         return self._limit is not None and len(self._waiting) > self._limit
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count these requests."""
+        """Count those of these requests that wait."""
         self._waiting.update((request, None) for request in requests if not request.is_resident)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

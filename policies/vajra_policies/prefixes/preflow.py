@@ -18,17 +18,18 @@ class PreflowConfig(PolicyConfig):
 
 
 def attention_work(num_tokens: int) -> int:
-    """W(n) = n (n + 1) / 2: query-key pairs of a prompt's causal attention."""
+    """Return W(n) = n (n + 1) / 2, the number of query-key pairs in the causal attention of a prompt of n tokens."""
     return num_tokens * (num_tokens + 1) // 2
 
 
 class Preflow:
-    """Key = (0 for decodes, else 1; ln P + ln R + arrival * ln 2 / D).
+    """Key = (1, ln P + ln R + arrival * ln 2 / D) for prompts; (0, arrival * ln 2 / D) for decodes, which go first.
 
     - W(n) = n (n + 1) / 2 is the attention work of n tokens. P = W(prompt) - W(h) is the total work, with h the cached
-      prefix at admission (while it waits: now). R = W(prompt) - W(done) is the remaining work.
-    - The priority is 2^(A / D) / (P * R), with A the age; the key is minus its logarithm. All requests age at the same
-      rate, so the order does not depend on the time: doubling both P and R weighs as much as a wait of 2 D.
+      prefix at the first admission (before it: now). R = W(prompt) - W(done) is the remaining work.
+    - The priority is 2^(A / D) / (P * R), with A the age; the key of a prompt is minus its logarithm, without the term
+      for the present time: all requests age at the same rate, so their order does not depend on it. Doubling both P
+      and R weighs as much as a wait of 2 D.
 
     Short prompts go before long ones, a prompt near its end before one that begins, and no request waits forever.
     Waiting prompts and those in progress are ordered together, so use it with a chunked scheduler such as
@@ -45,7 +46,7 @@ class Preflow:
         self._ageing = log(2.0) / config.doubling_s
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return (0 for decodes, else 1; minus the logarithm of the priority)."""
+        """Return the key by the rule of the class."""
         prompt = request.num_prompt_tokens
         if not request.num_remaining_prompt_tokens:
             return (0.0, request.arrived_at * self._ageing)

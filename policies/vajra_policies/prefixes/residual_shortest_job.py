@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 
 _EARLY_S = 1e-6
-"""Seconds by which the end of a wait is announced early; larger than any rounding error."""
+"""Seconds by which the time that `falls_at` returns precedes the fall of a key; larger than any rounding error."""
 
 
 class ResidualShortestJobConfig(PolicyConfig):
@@ -48,8 +48,8 @@ class ResidualShortestJob:
         return (2.0, float(request.num_prompt_tokens // size - request.prefix_hit_tokens() // size))
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the time at which the request's wait reaches the limit; None if it has already, or if there is no
-        limit.
+        """Return a time just before the request's wait reaches the limit, when its key falls; None if the wait has
+        reached it already, if there is no limit, or if the request was preempted and has the lowest key anyway.
         """
         limit = self._max_wait_s
         if limit is None or request.num_preemptions or now - request.arrived_at >= limit:

@@ -43,7 +43,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     loads: tuple[str, ...]
     """Workload settings of each setting that differ between settings, as text; empty texts if none differ."""
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
-    """Values by seed, in the structure of `values`; only for settings with several replications."""
+    """Values by seed, in the structure of `values`; empty if no setting has several replications."""
     replications: tuple[int, ...] = ()
     """Number of runs of each setting."""
     copied: tuple[int, ...] = ()

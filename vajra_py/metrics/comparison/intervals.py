@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 
 class Interval(Struct, frozen=True):
-    """Confidence interval of the mean over all seeds, at level `CONFIDENCE`, in the unit of the value."""
+    """Confidence interval of the mean over all possible seeds, at level `CONFIDENCE`, in the unit of the value."""
 
     low: float
     high: float
@@ -102,7 +102,7 @@ def mser5(values: Floats) -> int:
     MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69,
     1997): the series is divided into batches of five values, and the number of leading batches is chosen whose omission
     minimises the standard error of the remaining batch means. A cut in the second half means that no steady state was
-    found; the result is then 0.
+    found; the result is then 0, as for fewer than 50 values.
     """
     count = len(values) // 5
     if count < 10:

@@ -152,7 +152,7 @@ METRICS: tuple[Metric, ...] = (
     *_latency("held", "Held at the source", ".movement.held_s", "ms", (), ("p50", "p99")),
     *_latency("transfer", "In transfer", ".movement.transfer_s", "ms", (), ("p50", "p99")),
     *_latency("target_wait", "Waiting at the target", ".movement.target_wait_s", "ms", (), ("p50", "p99")),
-    # Metrics of pools; their scopes have only these.
+    # Metrics of pools: the only ones in the scope of a pool.
     Metric("pool_replicas", "Replicas, mean", "replicas.mean", level=0),
     Metric("pool_max_replicas", "Replicas, most", "replicas.max", level=2),
     Metric("pool_replica_seconds", "Replica-seconds", "replicas.active_s", "s", level=0),
@@ -196,7 +196,7 @@ def titled(metric: Metric) -> str:
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """Return a raw value as text in the displayed unit, with three or four significant digits; a dash for None."""
+    """Return a raw value as text in the displayed unit, rounded for reading; a dash for None."""
     if value is None:
         return "–"
     shown = value * metric.scale
@@ -216,8 +216,8 @@ def _percent(shown: float) -> str:
 
 
 def error_text(metric: Metric, value: float) -> str:
-    """Return a difference or an interval's half width as text in the displayed unit, with two significant digits and no
-    exponent.
+    """Return the magnitude of a difference or of an interval's half width as text in the displayed unit, with two
+    significant digits (from 100, a whole number) and without an exponent.
     """
     shown = abs(value * metric.scale)
     if shown == 0 or shown >= 100:
@@ -226,7 +226,7 @@ def error_text(metric: Metric, value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Return a number with at most four significant digits, without an exponent for common magnitudes."""
+    """Return a number as text: a whole number from 100, with one to three decimals below, an exponent below 0.001."""
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"

@@ -31,7 +31,7 @@ class Cell(Struct, frozen=True):
 
     @property
     def is_bold(self) -> bool:
-        """True if the mark shows the lowest or highest value."""
+        """True if the mark is that of the best, lowest or highest value."""
         return self.mark in (BEST, LOWEST, HIGHEST)
 
     @property
@@ -92,8 +92,8 @@ def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """Return the cells whose widths determine a column's minimum width: the words of its heading and its cells, or the
-    words of its cells if the column is a text column and `wraps` is set.
+    """Return the cells whose widths determine a column's minimum width: a cell for each word of its heading, and its
+    cells, which are divided into their words if the column is a text column and `wraps` is set.
     """
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:

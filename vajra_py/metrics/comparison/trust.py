@@ -78,7 +78,7 @@ def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> lis
 
 
 def _is_of_one_seed(setting: Setting) -> bool:
-    """Return whether more seeds would be needed to show the random variation."""
+    """Return whether the setting was run with one seed, so that its random variation is unknown."""
     return len(setting.runs) == 1 and not setting.is_copied
 
 

@@ -1,7 +1,8 @@
-"""Figures of runs. Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
+"""Figures of runs, for a notebook, a paper or the report. Functions that draw return a matplotlib `Figure`; functions
+named `has_…` return whether the runs have data for a figure.
 
-Every figure takes one to about forty runs and shows a message if there is nothing to plot. Matplotlib is imported when
-the first figure is drawn.
+Every figure takes one to about forty runs (`workload_figure`: a workload) and shows a message if there is nothing to
+plot. Matplotlib is imported when the first figure is drawn.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class CapacityCurve:
     points: Sequence[tuple[float, Mapping[str, tuple[float | None, ...]]]]
     """(Rate or cost, values of the seeds by metric), in ascending order."""
     knee: float | None
+    """Capacity, in the unit of the x values; None if none was found."""
     interval: Interval | None = None
+    """Confidence interval of the capacity."""
     lines: Mapping[str, Sequence[tuple[float, float]]] | None = None
     """Fitted curve by condition, as points (rate, value): it describes a typical seed and crosses the limit at the
     condition's own capacity. None to draw a line through the means.
@@ -50,8 +52,9 @@ def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_
     setting's capacity with its interval, and a dashed line the limit.
 
     With rates on the x axis, every run is a point, and a ring on the limit shows the condition's own capacity with its
-    interval; the vertical line passes through the ring of the deciding condition. With numbers of replicas, points are
-    means over seeds with 95 % intervals. The rate axis is linear, latency axes are logarithmic.
+    interval; the vertical line passes through the ring of the deciding condition. With costs on the x axis (such as
+    numbers of replicas), points are means over seeds with 95 % intervals, and a ring on their line shows the capacity.
+    The x axis is linear, latency axes are logarithmic.
     """
     figure, axes = new_figure(1, len(limits), 3.0)
     looks = [Look(k % 8, k // 8) for k in range(len(curves))]
@@ -117,7 +120,9 @@ def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
 
 
 def _range(curves: Sequence[CapacityCurve]) -> tuple[float, float]:
-    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant."""
+    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant; without
+    capacities, to the highest rate.
+    """
     knees = [one.knee for one in curves if one.knee is not None]
     rates = [x for one in curves for x, _ in one.points]
     return 0.0, 1.5 * max(knees) if knees else max(rates, default=1.0)

@@ -58,7 +58,9 @@ def gap_cdf(run: RunData) -> Cdf:
 
 
 def time_edges(run: RunData, num_bins: int = TIME_BINS) -> Floats:
-    """Return the edges of equal time bins, in seconds on the run's clock, over the window and the time after it."""
+    """Return the edges of equal time bins, in seconds on the run's clock, from the window's start to its end or to the
+    last end of a request, whichever is later.
+    """
     window = run.window
     ended_at = run.requests("ended_at").column("ended_at").to_numpy()
     last = float(np.nanmax(ended_at)) if np.isfinite(ended_at).any() else window.end_at
@@ -74,8 +76,8 @@ def waiting_over_time(run: RunData, edges: Floats) -> Floats:
 
 
 def kv_use_over_time(run: RunData, edges: Floats, pool: PoolReplicas | None = None) -> Floats:
-    """Return the fraction of KV blocks in use in each bin, as a mean over time and replicas (of a pool if given); an
-    idle replica uses none.
+    """Return the fraction of KV blocks in use in each bin, as a mean over time and over the replicas that ran steps, or
+    over all replicas of `pool`; a replica without running requests uses none.
     """
     table = run.steps(
         "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"

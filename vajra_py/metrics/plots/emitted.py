@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_PANELS = 8
 """Maximum number of panels; emitted values are taken in order of policy and name."""
 _MAX_POINTS = 2000
-"""Maximum number of points of a line; points are sampled evenly."""
+"""Number of points to which longer lines are thinned, in even steps; a line has fewer than twice as many."""
 
 
 def has_emitted(runs: Sequence[RunData]) -> bool:
@@ -26,7 +26,7 @@ def has_emitted(runs: Sequence[RunData]) -> bool:
 
 @styled
 def emitted_over_time(runs: Sequence[RunData]) -> Figure:
-    """Draw emitted values over time, with a panel for each name and a line for each run."""
+    """Draw emitted values over time, with a panel for each policy and name, and a line for each run."""
     arrangement = arrange_runs(runs)
     tables = [run.emitted().to_pandas() for run in runs]
     pairs = {pair for table in tables for pair in zip(table["policy"], table["name"], strict=True)}

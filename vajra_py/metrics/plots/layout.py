@@ -77,8 +77,8 @@ def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement
 def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
     """Return at most `limit` runs, in the given order, for a figure with a panel per run.
 
-    If there are more, the runs under the highest load with the lowest P99 TTFT are selected; runs under other loads are
-    included only if fewer than three runs would remain.
+    If there are more, the runs under the highest load are selected, those with the lowest P99 TTFT first; runs under
+    other loads follow only if fewer than three runs are under the highest load.
     """
     if len(runs) <= limit:
         return list(runs)
@@ -126,8 +126,8 @@ def _called(axis: Axis, level: str) -> str:
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Return the axes drawn as (dashes, colours, panels); system axes with fewer levels are assigned first. None if
-    there are too many levels.
+    """Return the axes drawn as (dashes, colours, panels); system axes with fewer levels are assigned first. None if no
+    axis varies the system, or an axis has too many levels.
     """
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))

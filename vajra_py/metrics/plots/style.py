@@ -1,8 +1,8 @@
 """Common style of all figures: colours, lines, fonts, axes and units.
 
 A run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any
-colour vision) without yellow and black, and dashes and markers also distinguish the runs. `INK` and `GRID` are used
-only for text, frames and grids, so that a report can replace them by the page's colours.
+colour vision) without yellow and black, and dashes and markers also distinguish the runs. `INK` and `GRID` are the
+colours of text, frames, grids, reference lines and the baseline; a report replaces them by the page's colours.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Look:
     """Style of a series: positions in `COLOURS` and `DASHES`; a muted one is grey in the background."""
 
     colour: int | None
-    """None in a legend of dashes, which apply to all colours."""
+    """None: `INK`, as for a baseline, and in a legend of dashes, which apply to all colours."""
     dash: int = 0
     is_muted: bool = False
 

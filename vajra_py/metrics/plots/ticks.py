@@ -1,4 +1,4 @@
-"""Tick positions of logarithmic axes, from a tenth of a decade to eight decades.
+"""Tick positions of logarithmic axes that span a tenth of a decade to eight decades.
 
 This module imports matplotlib, so only drawing functions import it.
 """

@@ -30,7 +30,7 @@ MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
 """Columns of a figure's data. `category` names the row of a bar; `y_high` is the upper end of an interval or area whose
-lower end is `y`, or, for a bar of the step timeline, the end in time of a step that starts at `x`.
+lower end is `y`, or, for a horizontal interval or a step of the step timeline, the right end, with the left one in `x`.
 """
 _PNG_DPI = 300
 
@@ -154,14 +154,14 @@ def _lines(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def _intervals(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Yield error bars, and the boxes of a timeline."""
+    """Yield the intervals of values, and the steps of a step timeline."""
     for collection in axes.collections:
         label = str(collection.get_label())
         if label.startswith("_"):
             continue
         for path in collection.get_paths():
             (x, low), (right, high) = path.get_extents().get_points().tolist()
-            if right > x:  # a box: from x to y_high on the axis of time
+            if right > x:  # a step, or a horizontal interval: `y_high` is its right end
                 yield {"series": label, "x": x, "y": low, "y_high": right}
             else:
                 yield {"series": label, "x": x, "y": low, "y_high": high}

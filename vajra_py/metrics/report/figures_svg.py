@@ -44,7 +44,7 @@ def inline_svg(figure: Figure, key: str, alt: str) -> str:
 
 
 def _squeezed(svg: str) -> str:
-    """Return the SVG without indentation and empty lines, with coordinates rounded to a tenth of a point."""
+    """Return the SVG without indentation and empty lines, with coordinates of paths cut to hundredths of a point."""
     lines = (line.strip() for line in svg.splitlines())
     text = "\n".join(line for line in lines if line)
     return _PATH.sub(lambda path: _LONG_NUMBER.sub(r"\1", path.group()), text)

@@ -1,6 +1,6 @@
 """Detect runs that repeat another run. Runs that differ only in a seed without effect are copies, not replications.
 
-Seeds that were not run because they would repeat another run are listed in the summary of the run that represents them
+Seeds that were not run because they would repeat another run are counted in the summaries of their setting's runs
 (`SECTION`); existing repeated runs, such as those of an earlier version, are recognised by their results.
 """
 
@@ -76,7 +76,10 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Return the number of seeds represented by these runs of a setting, none of which repeats another."""
+    """Return the number of seeds represented by these runs of a setting, none of which repeats another run.
+
+    A summary's number of seeds counts only if all runs that represent these seeds are given.
+    """
     asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
     needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]
     return max([len(runs), *(one for one, least in zip(asked, needed, strict=True) if least <= len(runs))])

@@ -10,8 +10,8 @@ from typing import Any
 from vajra_py.metrics.runs.run_data import RunData
 
 _MUCH = 0.9
-"""Fraction of the total length of the windows; windows that together cover a shorter part of the trace count as
-overlapping.
+"""Windows count as overlapping if the part of the trace that they cover together is shorter than this fraction of the
+sum of their lengths.
 """
 
 

@@ -19,9 +19,9 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
     """Return the same runs under distinct names that are short enough for a table.
 
-    Names that clash or are long are replaced by the configuration values in which the runs differ
-    (`lrs/pull/dynamic_chunk`). If these do not distinguish all runs, clashing names are prefixed with their parent
-    folder, and then numbered.
+    If names clash or one is long, all are replaced by the configuration values in which the runs differ
+    (`lrs/pull/dynamic_chunk`). If these do not distinguish all runs, clashing names are prefixed with the runs' parent
+    folders, and then numbered.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):
@@ -41,7 +41,9 @@ def distinct(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
-    """Return names made of the varied values; None if two would be equal or the longest would be no shorter."""
+    """Return names made of the varied values; None if two would be equal, or if the given names are distinct and the
+    longest would not become shorter.
+    """
     varied = axes(runs)
     found = ["/".join(axis.values[i] for axis in varied) for i in range(len(runs))]
     clash = len(set(names)) < len(names)

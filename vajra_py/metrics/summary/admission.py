@@ -27,10 +27,11 @@ _OUTCOMES = ("accepted", "degraded", "refused", "deferred")
 def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[str, Any]:
     """Return the section for these rows of a requests table; empty if the run had no admission policy.
 
-    `accepted` counts requests admitted unchanged, `degraded` those admitted with reduced demands, and `deferred` those
-    that ended while deferred. `rejected` counts all rejected requests by kind, including those rejected before the
-    policy was called. `deferred_s` is the distribution of deferral times of requests whose deferral has ended;
-    `deferred_by_reason` counts requests by the policy's last reason.
+    `accepted` counts requests that the policy accepted unchanged, `degraded` those accepted with reduced demands,
+    `refused` those that it refused, and `deferred` those still deferred when they, or the run, ended. `rejected` counts
+    all rejected requests by kind, including those rejected before the policy was called. `deferred_s` is the
+    distribution of deferral times of requests whose deferral has ended; `deferred_by_reason` counts deferred requests
+    by the policy's last reason for it.
     """
     if "admission" not in requests.column_names:
         return {}

@@ -1,4 +1,4 @@
-"""Cost and energy of a run, from the devices' prices over the measurement window and their power by tokens per step."""
+"""Cost and energy of a run, from its devices' prices and from their power as a function of the tokens of a step."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ReplicasetDevices(Struct, frozen=True):
 def cost_sections(
     by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
 ) -> dict[str, Any]:
-    """Return the sections `cost` (US dollars) and `energy` of a summary; a figure is None if a replicaset's devices
-    lack its price or power.
+    """Return the sections `cost` (US dollars) and `energy` of a summary; a value is None if it needs a price or power
+    that is unknown for the devices of some replicaset.
 
     The run's cost and energy cover the whole window, including the drain after the last arrival: devices cost money,
     and draw at least idle power, all the time. With a scaler, a replica's devices count while it is starting, up or

@@ -23,7 +23,7 @@ def drafts_section(requests: ArrowTable, inside: Bools) -> dict[str, Any]:
 
     `acceptance_rate` is the fraction of draft tokens that were accepted; `mean_acceptance_length` is the mean number of
     output tokens per request and verifying step, as vLLM reports it; `acceptance_length` is the distribution of the
-    requests' means. Values are None if nothing was drafted.
+    requests' means. Rate and mean are None if nothing was drafted.
     """
     rows = requests.filter(arrow_array(inside))
     counts = {name: int(ints_of(rows, name).sum()) for name in DRAFT_COUNTS}

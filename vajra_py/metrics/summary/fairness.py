@@ -141,7 +141,9 @@ class BackloggedService(Struct, frozen=True):
 def backlogged_service(
     service: Service, num_tenants: int, shares: Floats, weights: ServiceWeights, end_at: float, start_at: float
 ) -> BackloggedService:
-    """Return the service, on a grid between two times in seconds, of tenants that were backlogged together."""
+    """Return the service of the tenants that were backlogged together between `start_at` and `end_at` (seconds), on a
+    grid from the first to the last time at which two tenants were.
+    """
     begins = np.maximum(service.arrived_at, start_at)
     ends = np.minimum(service.waits_until(end_at), end_at)
     waited = np.isfinite(begins) & (ends > begins)
@@ -231,9 +233,8 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
         return owner, begins, ends
     order = np.lexsort((begins, owner))
     owner, begins, ends = owner[order], begins[order], ends[order]
-    ranked, rank = np.unique(
-        ends, return_inverse=True
-    )  # ranks instead of times: adding an owner offset to times would round them
+    ranked, rank = np.unique(ends, return_inverse=True)
+    # Ranks instead of times: adding an offset per owner to times would round them.
     reach = np.maximum.accumulate(owner * len(ranked) + rank)
     reached = ranked[reach % len(ranked)]
     first = np.ones(len(owner), dtype=np.bool_)
@@ -267,8 +268,8 @@ def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num
 
 
 def _runs_of(backlogged: Bools) -> Ints:
-    """Return, for each cell, the end edge of the run of consecutive true cells that starts there; the cell's own start
-    edge if it is false.
+    """Return, for each cell, the end edge of the sequence of consecutive true cells that begins with it; the cell's own
+    start edge if it is false.
     """
     num_cells = backlogged.shape[1]
     until = np.empty(backlogged.shape, dtype=np.int64)

@@ -48,8 +48,8 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
 
     Times are sums over each request's hand-offs and migrations; requests that were never held, in transfer or waiting
     at a target are left out. `by_reason` counts moves with a reason from the replicaset scheduler, and moves after
-    which the request was not admitted at its target. `routes` has the number of moves and the KV that arrived between
-    each pair of pools.
+    which the request was not admitted at its target. `routes` has the number and the size of the completed KV transfers
+    between each pair of pools, by kind.
     """
     rows = requests.filter(arrow_array(inside))
     own = transfers.filter(arrow_array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
@@ -70,7 +70,7 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
 
 
 def _routes(transfers: ArrowTable) -> list[dict[str, Any]]:
-    """Return totals of the arrived moves by kind, replicaset, and source and target pool."""
+    """Return totals of the completed KV transfers by replicaset, source and target pool, and kind."""
     import pyarrow.compute as pc
 
     whole = transfers.filter(pc.invert(pc.is_nan(transfers.column("end_at"))))

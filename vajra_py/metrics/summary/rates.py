@@ -10,7 +10,8 @@ all completed requests, divided by the time in which the system delivered them:
 * the *spread of the completions*, if it is longer, in a run that is not stable: the time from the 10th to the 90th
   percentile of the completions, scaled to all of them. It does not depend on the start, when the system fills, or on
   the last tenth, when it drains; under overload it gives the system's capacity. If the first tenth took more than half
-  of that time (one or a few waves of requests), the spread starts at the first admission.
+  as long as the time between these percentiles (one or a few waves of requests), the spread starts at the first
+  admission.
 
 Both are scaled, since n requests have n - 1 intervals between them, and requests that arrive together at the first
 moment (the clients of a closed loop) start the first interval. The throughput of a stable run in which all requests are
@@ -88,8 +89,8 @@ def rate_time(
 
 
 def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
-    """Return the part of the window in which requests arrived, for metrics measured over time (utilisation, power); the
-    whole window if all arrived at one moment.
+    """Return the part of the window in which requests arrived, up to the last arrival, for metrics measured over time
+    (utilisation, power); the whole window if no request arrived after its start.
     """
     last_at = rates["last_arrival_at"]
     if last_at is None or not window.start_at < last_at < window.end_at:

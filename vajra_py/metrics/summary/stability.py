@@ -24,11 +24,11 @@ it has the same meaning for every policy and engine:
   larger were served.
 
 **Overloaded**: growth of 5 % or more that is visible and goes on, in any stock, or 5 % or more shed. **Backlogged**
-(not overloaded): visible growth of requests waiting or in the system, or 1 % or more shed, or more than five requests
-waiting for their first admission for each one in service (by Little's law: requests wait more than five times as long
-as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more
-of what arrived in it. **Stable**: all other runs. In a run too short for visible growth, only shedding and waiting
-decide.
+(not overloaded): visible growth of requests waiting or in the system, or 1 % or more shed, or on average more than five
+requests waiting for their first admission for each one in service (by Little's law: requests wait more than five times
+as long as they are served), or, in the worst quarter, a visible queue of more than five requests for each one in
+service, or of 5 % or more of the requests that arrived in that quarter. **Stable**: all other runs. In a run too short
+for visible growth, only shedding and waiting decide.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def _columns(
 def _slo_targets(
     requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]
 ) -> SloTargets:
-    """Return the SLOs of each request: its own, or the defaults of its class if it has none."""
+    """Return the SLOs of each request: for each kind its own, or the default of its class if it has none."""
     codes, names = classes
     defaults = [slo.of(name) for name in names]
 
@@ -324,11 +324,13 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""Mask over `REASONS`: end reasons other than completed and rejected, with which a request has no complete answer."""
+"""Mask over `REASONS`: True for requests that waited or ran without receiving a complete answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:
-    """Return, for each latency missing in some of these requests, their number and lower bounds over all requests."""
+    """Return, for each latency, the number of these requests whose value is censored, and (except for TBT) lower bounds
+    of the statistics over all of these requests; empty if no request was cut off.
+    """
     cut = _CUT[columns.reason[arrived]]
     if not cut.any():
         return {}

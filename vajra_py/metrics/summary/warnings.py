@@ -57,7 +57,7 @@ _MAX_REASONS = 3
 
 
 def _shed(data: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on the reasons of rejections if an admission policy caused any of them."""
+    """Return a sentence on the causes of rejections, for a run that has an admission policy and rejected requests."""
     section = data.get("admission")
     if section is None or not any(section["rejected"].values()):
         return []
@@ -75,8 +75,8 @@ _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 
 def _cut_off(overall: Mapping[str, Any], arrived: int) -> list[str]:
-    """Return a sentence for each latency that some requests lack, with their number and a lower bound over all
-    requests.
+    """Return a sentence for each latency that some requests lack, with lower bounds over all requests, and a sentence
+    on TPOT and TBT, for which no bounds are given.
     """
     found = []
     censored = overall["censored"]
@@ -96,7 +96,7 @@ _BOUNDED = ("mean", "p50", "p90", "p99")
 
 
 def _without_rates(data: Mapping[str, Any]) -> list[str]:
-    """Return warnings if rates are undefined, or are not computed over the span of the arrivals."""
+    """Return a warning if rates are undefined, or if those of a stable run are not over the span of its arrivals."""
     rates, counts = data["rates"], data["overall"]["counts"]
     if rates["duration_s"] is None:
         return [

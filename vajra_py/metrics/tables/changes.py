@@ -1,4 +1,5 @@
-"""Record of changes during a run: swapped policies, lost and restored replicas, cache resets.
+"""Record of changes during a run: swapped policies, lost and restored replicas, replicasets that went out of service,
+and cache resets.
 
 Each change is a plain mapping for the manifest, in order of time; the timeline shows changes as marks.
 """

@@ -123,7 +123,7 @@ class PackedRows:
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return a copy of these rows as a structured array."""
-        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)  # copied faster than fields
+        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)  # copied faster as bytes
         found = rows[chosen].copy() if isinstance(chosen, slice) else rows.take(chosen, axis=0)
         return found.view(self._dtype)[:, 0]
 
@@ -144,7 +144,7 @@ class GapList:
         """Gaps from logs shared by several requests, keyed by the log's `id`."""
         self._merge_at = _MERGE_ROWS
         self._num_merged = 0
-        """Number of gaps at the last merge; a greater number now means unmerged gaps."""
+        """Length of `_gaps` after the last merge; if `_gaps` is longer now, the rest of it is not merged."""
 
     def add(self, gap_s: float, weight: int) -> None:
         """Add a gap of `gap_s` seconds seen by `weight` requests."""
@@ -191,7 +191,7 @@ class GapList:
         return gaps, weights
 
     def _merge(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        single = np.sort(np.array(self._single, dtype=np.float64))  # many times faster than argsort
+        single = np.sort(np.array(self._single, dtype=np.float64))  # argsort is many times slower
         firsts = _firsts(single)
         shared = [log.weighted() for log in self._logs.values()]
         gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts], *(one[0] for one in shared)))
@@ -207,7 +207,9 @@ class GapList:
 
 
 class _LogGaps:
-    """Ranges of one log of ticks that requests received; the weights of its gaps are computed on demand."""
+    """Log of ticks at which tokens were received, and the range of its positions that each request received; the
+    weights of the log's gaps are computed on demand.
+    """
 
     __slots__ = ("_log", "firsts", "lasts")
 

@@ -72,8 +72,8 @@ def emitted_section(table: ArrowTable) -> dict[str, Any]:
 
 
 def last_by_request(table: ArrowTable) -> Any:
-    """Return a data frame of each request's last values, indexed by request index, with one column
-    `emitted.POLICY.NAME` per figure.
+    """Return a data frame of each request's last emitted values, indexed by request index, with a column
+    `emitted.POLICY.NAME` per policy and name.
     """
     frame = table.to_pandas()
     frame = frame[frame["index"].notna()]

@@ -47,7 +47,7 @@ class Paths(Struct, frozen=True):
     has_shared_link: bool
 
     def link(self, source: int, target: int) -> str:
-        """Return the names of the bandwidth-limited links used by a transfer."""
+        """Return the names of the bandwidth-limited links that a transfer uses, separated by commas."""
         own = [f"out {source}", f"in {target}"] if self.has_own_links else []
         return ", ".join([*own, *(["shared"] if self.has_shared_link else [])])
 
@@ -132,7 +132,7 @@ class MovementRows(Observer):
     # Departure and transfer
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Begin a hand-off, or mark that a migrating request has stopped running."""
+        """Begin a hand-off, or record that a request whose move has begun has stopped running at its source."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
@@ -147,13 +147,14 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Record the start of a KV transfer. A request whose prompt is still being computed has no journey yet; one is
-        begun for it.
+        """Record the start of a KV transfer, and begin a journey if the request's prompt is still being computed
+        (`hand_off.overlap`).
         """
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
-        if journey.is_sent and journey.end_at != journey.end_at:  # fewer tokens than first announced
+        # Announced again, since the request leaves with fewer tokens than its open transfer was to send.
+        if journey.is_sent and journey.end_at != journey.end_at:
             journey.num_tokens = num_tokens
             return
         journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
@@ -162,7 +163,9 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer; write a row for a copy of a migration and for a cancelled transfer."""
+        """Record the end of a transfer; write a row for a copy of a running request's KV, and for a cancelled transfer
+        (unless the request has ended: `on_ended` then writes it).
+        """
         journey = self._journeys.get(request.index)
         if journey is None:
             return
@@ -171,7 +174,7 @@ class MovementRows(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
-            if journey.kind == HAND_OFF:  # if it is sent or held again, a new journey begins
+            if journey.kind == HAND_OFF:  # its next transfer, or hold, begins a new journey
                 del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
@@ -212,14 +215,14 @@ class MovementRows(Observer):
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """Write the row of a migration that was cancelled between two copies."""
+        """End an aborted migration, and write its row unless its cancelled copy has one (`was_cut`)."""
         journey = self._journeys.pop(request.index, None)
         if journey is not None and not journey.was_cut:
             self._row(journey, CALLED_OFF, reason, now)
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Write the row of a request that was preempted after its KV had arrived. A migrating request at its source
-        gets its row from a later event.
+        """Write the row of a request whose KV was given up at the target before the request was admitted. A migrating
+        request that is preempted at its source gets its row from a later event.
         """
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
@@ -242,7 +245,7 @@ class MovementRows(Observer):
     def on_cache_reset(
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
-        """Write the rows of the requests whose KV was on the replica."""
+        """Write the rows of the requests whose KV was on the replica or in transfer to it."""
         self.on_replica_lost(replicaset, replica_id, "", now)
         for journey in self._at(replicaset):
             is_there = replica_id == (journey.target if journey.has_arrived else journey.source)

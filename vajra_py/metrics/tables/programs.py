@@ -8,9 +8,10 @@ are seconds on the run's clock; NaN = undefined.
   calls, each call run by itself, with the prefix cached that its prompt shares with its parents' prompts and outputs.
   NaN in runs without a latency model.
 - `slowdown`: `makespan_s / ideal_s`.
-- `reason`: `completed`; `failed` if a call ended without a result; `unfinished` if a call had not ended, or if fewer
-  calls arrived than the client declared.
-- `run_s`, `wait_s`: time from admission to the end, and from arrival to admission, each summed over the calls.
+- `reason`: `failed` if a call ended without a result; else `unfinished` if a call had not ended, or if fewer calls
+  arrived than the client declared; else `completed`.
+- `run_s`: time from admission to the end, summed over the calls.
+- `wait_s`: time from arrival to admission (to the end for a call that was never admitted), summed over the calls.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def no_programs() -> ArrowTable:
 
 
 def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return the columns that are sums over a program's calls."""
+    """Return the columns that are sums over a program's calls, and `num_declared`."""
     admitted_at, ended_at = floats_of(calls, "admitted_at"), floats_of(calls, "ended_at")
     was_admitted = ~np.isnan(admitted_at)
     run_s = np.nan_to_num(ended_at - admitted_at)
@@ -135,7 +136,7 @@ def _firsts(calls: ArrowTable, codes: Ints, size: int) -> Ints:
 
 
 def _reasons(calls: ArrowTable, codes: Ints, columns: Mapping[str, Any], completed: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return the end reason of each program; a failed call that was retried successfully does not count as failed."""
+    """Return the end reason of each program; a failed call does not count if a call with the same id completed."""
     reasons = np.array(calls.column("reason").to_pylist(), dtype=object)
     is_open = reasons == UNFINISHED
     lost = np.flatnonzero(~completed & ~is_open)

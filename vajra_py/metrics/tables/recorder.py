@@ -127,7 +127,9 @@ class Recorder(StepLog):
 
 
 def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
-    """Return the admission policy's decision on each request."""
+    """Return `ADMISSION_COLUMNS` for these requests. `deferred_s` is NaN for a request that was still deferred when the
+    run ended.
+    """
     rows = [(one.admission or _NOT_ASKED, one.ended_at is None) for one in requests]
     return {
         "admission": [row.outcome for row, _ in rows],

@@ -21,7 +21,7 @@ class RequestRow(StatedFacts):
     """Submission order over the whole run."""
     replicaset: str
     replica_id: int
-    """Replica on which it ran last; -1 if it never reached one."""
+    """Replica that ran or queued it last; -1 if it reached none."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int

@@ -81,7 +81,7 @@ STATED_COLUMNS = (
 PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_only_where_stated)
 """Columns that exist only if requests belong to programs or have adapters."""
 TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
-"""Text columns of a run's tables; the others hold numbers."""
+"""Text columns of the requests table, without those of admission, movement, and lists of texts."""
 
 
 class TableBuilder(Protocol):
@@ -267,7 +267,9 @@ class RequestsBuilder:
         return max((float(np.nanmax(column)) for column in moments if not np.isnan(column).all()), default=0.0)
 
     def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
-        """Return every column except text columns, including derived ones."""
+        """Return the columns of these rows, including derived ones, but without `_DISTINCT` and the columns of movement
+        and memory tiers.
+        """
         columns: Columns = {name: np.ascontiguousarray(rows[name]) for name, _ in self._fields}
         columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
         columns |= {name: columns[name].astype(np.bool_) for name in _FLAGS}
@@ -310,7 +312,7 @@ _ALWAYS = (
     *(*_stated(FactKind.NUMBER, FactKind.DURATION), "slo_met"),
 )
 REQUEST_COLUMNS = tuple(name for name in _ALWAYS if name not in PROGRAM_COLUMNS)
-"""Columns of the requests table, in order."""
+"""Columns of every requests table, in order; optional columns follow these."""
 
 _ADMISSION_FIELDS = (
     *(("admission", "i"), ("degraded", "i"), ("shed_reason", "i")),
@@ -318,7 +320,7 @@ _ADMISSION_FIELDS = (
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission` is accepted, degraded, refused,
-deferred (it ended while deferred) or empty (it was rejected before the policy was called).
+deferred (until the request or the run ended) or empty (the request was rejected before the policy was called).
 """
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Text columns among the columns of admission."""

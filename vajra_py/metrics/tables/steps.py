@@ -1,8 +1,8 @@
 """The steps table: stored as one record per sequence of repeated decode steps, and read as one row per step.
 
-Repeated steps decode the same requests, so only context lengths grow. A record therefore consists of the first step,
-the number of steps, their ends (`latency.packed_times`) and the steps that allocate KV blocks. A file of records has a
-column `num_steps`; a file without it has one row per step.
+Repeated steps decode the same requests, so they differ only in times, context lengths and allocated KV blocks. A record
+therefore consists of the first step, the number of steps, their ends (`latency.models.packed_times`) and the numbers of
+blocks that they allocate. A file of records has a column `num_steps`; a file without it has one row per step.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class StepsBuilder:
         """Cached table of records, and the number of records when it was built."""
         self._ends = array("q")
         self._growth = array("i")
-        """For all records in turn: the number of requests that allocate a block in each repeated step. A record's list
-        is repeated cyclically if it has more steps.
+        """For all records in turn: the number of requests that allocate a block in each repeated step. A record with
+        more repeated steps than numbers repeats its numbers cyclically.
         """
 
     def __len__(self) -> int:

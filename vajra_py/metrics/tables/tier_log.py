@@ -30,7 +30,7 @@ def hits_column(tier: str) -> str:
 
 
 def is_of_tiers(column: str) -> bool:
-    """Return whether only runs with memory tiers have this column of the requests table."""
+    """Return True for a column of the requests table that only runs with memory tiers have."""
     return column == LOAD_TIME or column.startswith(_HITS)
 
 
@@ -89,7 +89,7 @@ class TierLog(Observer):
             self._hits[request.index] = num_tokens, load_s
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
-        """Drop the hits of a request that was preempted before its first admission."""
+        """Drop the hits of a waiting request whose loaded KV was given up before its first admission."""
         if request.admitted_index == 0:
             self._hits.pop(request.index, None)
 

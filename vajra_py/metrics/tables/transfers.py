@@ -9,7 +9,8 @@ clock, NaN = never:
 * `start_at`, `end_at`: start and end of the KV transfer; KV that is sent while the prompt is still being computed
   (`hand_off.overlap`) has a `start_at` before `held_at`;
 * `arrived_at`: time at which the target accepted the request: `end_at`, or the end of a later step;
-* `over_at`: time at which the request was admitted at the target, was held again, or ended.
+* `over_at`: time of the `outcome`: the request was admitted at the target, was held again, or ended, or a copy was
+  complete.
 
 A request is held from `held_at` to `start_at`, in transfer until `arrived_at` (counted from `held_at` if the transfer
 began earlier), and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
@@ -44,8 +45,14 @@ HAND_OFF, MIGRATION, MOVE = "hand_off", "migration", "move"
 DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
     *("done", "stayed", "called_off", "ended", "recomputed", "unfinished"),
 )
-"""Outcomes, in this order: admitted at the target (or copied), stayed at the source, transfer did not take place,
-request ended meanwhile, KV lost or given up, run ended first.
+"""Outcomes of rows.
+
+- `DONE`: the request was admitted at the target; for a copy of a running request (`is_live`), the copy is complete.
+- `STAYED`: the request continues at its source.
+- `CALLED_OFF`: the transfer was cancelled or failed; another row may follow.
+- `ENDED`: the request ended before it was admitted at the target.
+- `RECOMPUTED`: its KV was lost or given up, so its tokens are computed again.
+- `UNFINISHED`: the run ended first.
 """
 
 _FIELDS = (
