@@ -31,7 +31,7 @@ class AttentionCall:
 
     @property
     def head_pad(self) -> int:
-        """Larger head dimension, rounded up to the power of two that the tiles use."""
+        """Larger of the head dimensions of K and V, rounded up to a power of two and to at least 16."""
         return max(16, next_power_of_2(max(self.q.shape[2], self.v_cache.shape[3])))
 
     def arguments(self) -> dict[str, Any]:

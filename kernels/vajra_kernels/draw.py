@@ -6,7 +6,7 @@ Nothing is sorted. Top-k and top-p keep all tokens up to some distance from the 
 to an eighth, so eleven passes determine it exactly.
 
 Invariants:
-    - A row depends only on its logits, its parameters and its history.
+    - A row's token depends only on the row's logits, parameters and history.
     - Logits are read, never written: each pass applies the penalties again, which costs less than writing them out.
     - A row with a NaN logit, or with an infinite largest logit, gives -1.
     - Tokens of equal logits are kept or dropped together.
@@ -61,9 +61,8 @@ def kept_weights(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (distance from the largest logit as ordered bits, weight) of adjusted logits.
 
-    The weight is 0 beyond ``limit``.
-
-    A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS.
+    A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS; it is 0 at
+    distances beyond ``limit``.
     """
     distance = largest - logits
     bits = distance.to(tl.int32, bitcast=True)
@@ -90,7 +89,7 @@ def farthest_kept(
     """Return the largest distance from the largest logit, as bits, such that the tokens at smaller distances have a
     total weight below ``target``; tokens beyond ``limit`` have weight 0.
 
-    With COUNTS, ``target`` is a number of tokens, else a fraction of their total weight.
+    With COUNTS, ``target`` is a number of tokens, else a fraction of the total weight of all tokens.
     """
     lane = tl.arange(0, _PIVOTS)
     farthest = limit * 0
