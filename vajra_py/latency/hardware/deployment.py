@@ -22,7 +22,7 @@ class Parallelism(Struct, frozen=True):
     kv: int = 1
     """KV-parallel groups, each with all tensor-parallel and pipeline ranks."""
     data: int = 1
-    """Data-parallel ranks that divide the routed experts among them; affects memory only."""
+    """Data-parallel ranks, each with its share of the routed experts; affects memory only."""
 
 
 class Deployment(Struct, frozen=True):
@@ -99,7 +99,7 @@ class Deployment(Struct, frozen=True):
 
     @property
     def activation_bytes(self) -> float:
-        """Return the bytes reserved on each device for hidden states of a large step and for logits."""
+        """Bytes reserved on each device for hidden states of a large step and for logits."""
         model, split = self.model, self.parallelism.tensor
         width = model.intermediate_size
         if model.experts is not None:

@@ -1,7 +1,8 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
-The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. The sum
-of all times and the largest time per resource bound what any schedule of the operators can reach. Sources: Zhu et al.,
+The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. No
+schedule of the operators takes longer than the sum of all times (`none`), or less than the largest sum of one resource
+(`step`). Sources: Zhu et al.,
 "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
 kinds of attention.
 """
@@ -147,7 +148,7 @@ class OverlappedRooflineModel:
         return replace(plain, source=f"{plain.source}, {_DESCRIBED[self.overlap]}", kv_blocks=self.kv_blocks)
 
     def _time_s(self, operators: list[Work]) -> float:
-        """Return the seconds of these operators; the two kinds of attention come first."""
+        """Return the seconds of these operators, in the order of `_operators`."""
         if self.overlap == "none":
             return sum(_sum(operators))
         if self.overlap == "step":

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
-"""Columns of a file of step records with the ticks at which steps were formed and ended; `duration_s` is NaN if it
-follows from them."""
+"""Columns of a file of step records, besides `replica_id`. The ticks at which steps were formed and ended follow from
+all but `duration_s`, which is NaN if it is the difference of these ticks."""
 
 _EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""
@@ -30,8 +30,8 @@ class PackedTimes(Struct, frozen=True):
     """
 
     gap: Ints
-    """Time from the end of the previous run in this list (of any replica) until its first step is formed; for the first
-    run, from 0."""
+    """Time from the end of the previous run in this list (of any replica) until this run's first step is formed; for
+    the first run, from 0."""
     num_steps: Ints
     """Number of steps of each run, at least 1."""
     duration: Ints

@@ -132,8 +132,8 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 class RecordedModel:
     """Latency model that returns recorded durations to a simulator and makes no predictions.
 
-    Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, this
-    must be the model that the recorded run's policies used.
+    Policies that need predictions require the setting `backend.simulator.predictions`. To replay a run decision for
+    decision, it must name the latency model that the recorded run's policies used.
     """
 
     num_stages = 1

@@ -201,8 +201,8 @@ class RooflineModel:
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
-        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies and
-        element-wise work.
+        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies,
+        element-wise work and all-reduces.
         """
         num_tokens = features.num_tokens
         if not num_tokens:
@@ -262,8 +262,8 @@ class RooflineModel:
         flops, memory = features.prefill_attention_pairs * pair_s, keys * key_s
         time = sqrt(memory * memory + flops * flops)
         if window:
-            # Only the sum of the contexts is known, so the window caps the sums: exact if all contexts are longer, or
-            # all shorter.
+            # Only the sum of the contexts is known, so the window caps the sums. That is exact if all contexts are
+            # longer than the window, or all are shorter.
             flops = min(features.prefill_attention_pairs, features.prefill_tokens * window) * window_pair_s
             memory = min(keys, features.num_prefills * window + features.prefill_tokens) * window_key_s
             time += sqrt(memory * memory + flops * flops)
@@ -367,7 +367,7 @@ def decode_key_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def elementwise_token_s(deployment: Deployment) -> float:
-    """Return the seconds per token of kernels that only move values.
+    """Return the seconds per token of element-wise kernels, which take the time of their memory traffic.
 
     These are norms with residuals, rotary embedding, activation and cache write.
     """
@@ -384,8 +384,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the
-    bytes).
+    """Return the seconds per step and per token of the two all-reduces in each layer (a ring of t ranks sends 2 (t - 1)
+    / t of the bytes).
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:

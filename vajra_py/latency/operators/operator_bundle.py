@@ -256,7 +256,10 @@ def _mla(
 
 
 def _experts(tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision) -> Array:
-    """Return rows of (tokens of all ranks, 1, microseconds) for one layer's routed experts on one GPU."""
+    """Return rows of (tokens of all ranks, 1, microseconds) for one layer's routed experts on one GPU.
+
+    The 1 takes the place of the number of activated experts, which the tables do not have.
+    """
     experts = model.experts
     assert experts is not None
     tensor, ranks = split.experts

@@ -86,7 +86,7 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
 
     @property
     def device_name(self) -> str:
-        """Name of the system's described device."""
+        """Name of the system's device among described ones; there may be no such device."""
         return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:
