@@ -68,7 +68,7 @@ class Crossing:
 
     @property
     def capacity(self) -> SeedCapacity:
-        """Return the rate as the seed's capacity or as a bound of it."""
+        """The rate, as the seed's capacity or as a bound of it."""
         return SeedCapacity(self.rate, "below" if self.low is None else "above" if self.high is None else "exact")
 
 

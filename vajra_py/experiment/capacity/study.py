@@ -2,7 +2,8 @@
 
 Each setting has its own search (`vajra_py.experiment.capacity.search`), and all share one pool of workers. The next
 runs of a search depend only on its own results, so answers do not depend on the number of workers. Every run has its
-own folder, such as `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; existing runs are read, not repeated.
+own folder, such as `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; finished runs are read, not repeated, unless they
+are to be overwritten.
 """
 
 from __future__ import annotations

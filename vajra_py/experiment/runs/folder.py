@@ -26,7 +26,9 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 
 
 def config_digest(config: SystemConfig) -> str:
-    """Return a digest of an experiment's settings, except output locations and `capacity:`."""
+    """Return a digest of an experiment's settings, except those that do not change a run's results: `output:`, the
+    names, and what makes several runs of one experiment (`sweep:`, `replications`, `capacity:`).
+    """
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )

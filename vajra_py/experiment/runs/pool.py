@@ -156,9 +156,9 @@ class Processes:
             raise RunInterrupted(INTERRUPTED) from None
 
     def close(self) -> None:
-        """End the processes; unfinished tasks are dropped.
+        """End the processes; unfinished tasks are dropped and their workers terminated.
 
-        Workers that are still starting are waited for, because they would fail without their queues.
+        If all tasks have ended, wait for workers that are still starting, because they would fail without their queues.
         """
         if self._waiting:
             for process in list((self._pool._processes or {}).values()):
