@@ -14,9 +14,9 @@ from vajra_kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Operands of one paged-attention launch, already checked (see ``attention.paged_attention`` for shapes).
+    """Operands of one paged-attention call, already checked (see ``attention.paged_attention`` for shapes).
 
-    The launch writes ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq]; None: not computed).
+    Its launches write ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq]; None: not computed).
     """
 
     q: torch.Tensor

@@ -41,7 +41,8 @@ class AttentionCase:
         window: sliding window in tokens, or None.
         softcap: soft cap, or None.
         causal: see ``AttentionMetadata.causal``.
-        head_major: physical order [num_blocks, Hkv, block_size, D] instead of [num_blocks, block_size, Hkv, D].
+        head_major: True for the physical order [num_blocks, Hkv, block_size, D], False for [num_blocks, block_size,
+            Hkv, D].
     """
 
     heads: tuple[int, int]
@@ -200,9 +201,10 @@ def interpreter_cases() -> list[AttentionCase]:
 
 
 def gpu_cases() -> list[AttentionCase]:
-    """Return the cases for a real GPU: the interpreter's, and one for each dtype, head dimension and pair of features.
+    """Return the cases for a real GPU.
 
-    Heads, block sizes and lengths vary from case to case.
+    These are the interpreter's cases, and one for each combination of dtype, head dimension and (window, soft cap), with
+    heads, block sizes and lengths that vary from case to case.
     """
     cases = list(interpreter_cases())
     mixes = (_DECODES, _CHUNKS, ((1, 2000), *_MIXED), ((1, 3000), (1, 5), (300, 1500), (129, 129)))
@@ -255,10 +257,9 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """Return the (row, token) pairs whose token rounding cannot explain.
+    """Return (row, token) for each token that rounding cannot explain.
 
-    The reference draws another token with the given parameters, and also with the row's random number, top-p or min-p
-    changed by 1e-5.
+    The reference draws another token in its place, also if the row's random number, top-p or min-p is changed by 1e-5.
     """
     possible = []
     for slack in (0.0, 1e-5, -1e-5):

@@ -62,8 +62,8 @@ class TileConfig:
 def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a decode.
 
-    Its rows are query heads of one KV head, which has ``group`` of them: 16 (the minimum of a tensor-core product) to
-    64. A larger group takes several tiles.
+    Its rows are query heads of one KV head: 16 (the minimum of a tensor-core product) to 64. A ``group`` of more query
+    heads takes several tiles.
     """
     if element_bytes == 4:
         return _float32_config(group, head_pad)
@@ -99,7 +99,7 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Return True if the device has the large shared memory and warp-group products of a Hopper GPU, or more."""
+    """Return True for GPUs from Hopper on whose programs can use at least 200 KiB of shared memory."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 
@@ -133,7 +133,7 @@ def _float32_config(rows: int, head_pad: int) -> TileConfig:
 
 
 def merge_config(num_parts: int) -> TileConfig:
-    """Return the tile of a merge: ``tile_n`` parts are read at a time, for ``tile_m`` (token, head) pairs a program."""
+    """Return the tile of a merge: a program reads ``tile_n`` parts at a time, for ``tile_m`` (token, head) pairs."""
     parts = min(16, 1 << (max(num_parts, 1) - 1).bit_length())
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 

@@ -91,7 +91,7 @@ class CpuAttention:
         return out.reshape(n, num_heads, v.shape[3]), None if lse is None else lse.reshape(n, num_heads)
 
     def chunks(self, chunks: tuple[Chunk, ...], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Write the rows of the chunks into ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
+        """Compute the chunks and write their rows of ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
         num_tokens, _, dim = self.q.shape
         heads = (self.num_kv_heads, self.group)
         q = self.q.float() if _widens_chunks(self.q.dtype) else self.q

@@ -45,8 +45,8 @@ class KeyRange:
         first: first slot, if ``slots`` is None.
         num_rows: number of sequences gathered together.
         length: number of keys per sequence, padded.
-        buffers: (rows of tokens, the same by head) into which the step's layers gather, by ("k" or "v", number of KV
-            heads, elements per row).
+        buffers: (memory into which the step's layers gather rows of tokens, its view by head), by ("k" or "v", number
+            of KV heads, elements per row).
     """
 
     slots: torch.Tensor | None

@@ -49,7 +49,7 @@ def load_adjusted(
     seen = tl.load(seen_ptr + token, mask=token < num_seen, other=0)
     count = (seen >> 1).to(tl.float32)
     scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # differences to an infinite logit are not defined
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # the distance between two infinite logits is NaN
     is_finite = (logit == logit) & (tl.abs(logit) <= _LARGEST)
     lowered = frequency * count + tl.where(count > 0, presence, 0.0)
     return tl.where((seen != 0) & is_finite, scaled, logit) - lowered
@@ -59,7 +59,7 @@ def load_adjusted(
 def kept_weights(
     logits: tl.tensor, largest: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (distance from the largest logit as ordered bits, weight) of adjusted logits.
+    """Return (distance from the largest logit as float32 bits, which have the same order as distances, weight).
 
     A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS; it is 0 at
     distances beyond ``limit``.

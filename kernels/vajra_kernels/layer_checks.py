@@ -21,7 +21,7 @@ LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Heads of a token, and their treatment.
+    """One random case of rotating queries and keys, and writing keys and values.
 
     Attributes:
         heads: (query heads, KV heads).
@@ -61,7 +61,7 @@ def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator:
 
 
 def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the largest error of the queries and of the K cache, or infinity if the V cache is not exactly right.
+    """Return the largest error of the queries and the K cache; infinity if the V cache is not bit for bit as expected.
 
     A token without a slot must leave both caches unchanged.
     """

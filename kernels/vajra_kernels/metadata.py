@@ -118,8 +118,8 @@ def build_metadata(
     """Return the metadata of one step, built from host-side lengths and block ids.
 
     Args:
-        query_lens: number of new tokens per sequence (>= 0). Decodes (1 token) should come first: the leading run of
-            ones uses the split-KV decode kernel on a GPU.
+        query_lens: number of new tokens per sequence (>= 0). Decodes (1 token) should come first: on a GPU, only
+            leading ones can use the split-KV decode kernel.
         kv_lens: KV length per sequence including the new tokens (>= its query length). One new token with KV length 0
             is a padding row, which is not written (slot -1) and attends to nothing.
         block_tables: KV block ids per sequence, at least ceil(kv_len / block_size) of them; lists, or a padded integer

@@ -1,4 +1,4 @@
-"""Types of those operands that consist of several tensors or numbers."""
+"""Types of operands that consist of several tensors or numbers."""
 
 from __future__ import annotations
 

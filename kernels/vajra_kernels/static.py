@@ -95,9 +95,9 @@ class AttentionShape:
     softcap: float | None = None
 
     def launch(self, device: DeviceFacts) -> Launch:
-        """Return the launch that attends, for one sequence of this shape with 4096 positions of context.
+        """Return the decode or ragged launch for one sequence of this shape with 4096 positions of context.
 
-        Launches that plan or merge splits are other cases.
+        Launches that plan or merge splits are left out, since they are cases of their own.
         """
         kv_len = 4096 + self.query_len
         num_blocks = -(-kv_len // self.block_size)
@@ -129,7 +129,7 @@ def _decode_cases() -> Iterator[StaticCase]:
     for device in (H200, A100):
         shape = AttentionShape(1)
         small = (_DECODE_REGISTERS, _DECODE_SHARED)
-        stack = 8 if device is A100 else 0  # Triton 3.6; none with 3.9
+        stack = 8 if device is A100 else 0  # with Triton 3.6; Triton 3.9 needs none
         name = "decode bf16 d128 GQA4 block64"
         yield StaticCase(name, device, shape.launch(device), *small, wants_overlap=True, max_stack_bytes=stack)
         shape = AttentionShape(1, block_size=16, dtype=torch.float16)

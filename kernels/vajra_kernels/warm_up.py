@@ -1,4 +1,4 @@
-"""Compile the attention kernels that a run may need before it starts.
+"""Compile, before a run starts, the attention kernels that it may need.
 
 Invariants:
     - Every launch of a batch within the limits has the specialisation of a launch that was run here: kernels are

@@ -119,7 +119,7 @@ class RooflineConfig(SettingsModel):
         return structs.replace(model, dtype=dtype, kv_dtype=kv_dtype)
 
     def device_spec(self) -> DeviceSpec:
-        """Return the described device."""
+        """Return the configured device."""
         return load_device(self.device)
 
     def deployment(self) -> Deployment:

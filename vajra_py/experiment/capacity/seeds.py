@@ -22,7 +22,7 @@ from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replicat
 
 FEWEST_SEEDS = 5
 """Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with a
-probability of at least 95 %: all of `n` seeds lie below their median with probability `2 ** -n`.
+probability of at least 95 %: all of `n` seeds lie below the median of the distribution with probability `2 ** -n`.
 """
 
 _CURVE_LEVELS = 40

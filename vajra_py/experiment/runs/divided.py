@@ -134,8 +134,8 @@ class Division:
 
     Attributes:
         owners: Part of each replica, by replicaset.
-        together: Reason why the replicas of a replicaset stay in one part, by name of the replicaset; without those
-            that can be divided.
+        together: Reason why the replicas of a replicaset stay in one part, by name of the replicaset; replicasets that
+            can be divided have no entry.
     """
 
     owners: Mapping[str, Sequence[int]]

@@ -315,7 +315,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # with known tokens every step publishes blocks, and tiers copy published blocks
+        fast_forward=repeats,  # with known tokens every step caches blocks, and tiers copy cached blocks
         expires=False,
         times_transfers=False,
         wakes=False,

@@ -131,8 +131,8 @@ class _Plan:
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Return the points that had been expected to repeat the run of this finished point but do not, because that
-        run drew from its seed unexpectedly.
+        """Remove from `copies`, and return, the points that had been expected to repeat the run of this finished point
+        but do not, because that run drew from its seed unexpectedly.
         """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):

@@ -25,7 +25,7 @@ _DEVICE_ALIASES = {
 
 
 def model_names() -> list[str]:
-    """Return the names of the described models, sorted."""
+    """Return the names of the shipped models, sorted."""
     return _names("models")
 
 
@@ -74,7 +74,7 @@ def _load_file(path: Path, name: str) -> ModelSpec:
 
 
 def device_names() -> list[str]:
-    """Return the names of the described devices, sorted."""
+    """Return the names of the shipped devices, sorted."""
     return _names("hardware")
 
 

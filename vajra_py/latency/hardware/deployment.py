@@ -11,7 +11,7 @@ from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 ACTIVATION_TOKENS = 8192
 """Number of tokens in one step for which activation memory is reserved."""
 LOGIT_ROWS = 256
-"""Number of rows of logits for which memory is reserved: two copies in float32."""
+"""Number of rows of logits for which memory is reserved, in two float32 copies."""
 
 
 class Parallelism(Struct, frozen=True):
@@ -68,7 +68,7 @@ class Deployment(Struct, frozen=True):
 
     @property
     def num_first_layers(self) -> int:
-        """Number of layers of the largest pipeline stage; stages with one layer more come first."""
+        """Number of layers of the first pipeline stage; stages with one layer more than others come first."""
         return -(-self.model.num_layers // self.parallelism.pipeline)
 
     @property

@@ -29,7 +29,7 @@ class DeviceSpec(Struct, frozen=True):
     attention_fraction: float
     """Fraction of the peak that attention kernels reach."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Peak bandwidth of the device's memory, in bytes per second."""
     bandwidth_fraction: float
     memory_bytes: int
     """Memory in bytes, as the driver reports it."""

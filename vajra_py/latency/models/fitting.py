@@ -127,7 +127,7 @@ def profile_of_steps(path: str) -> Profile:
 
 
 def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Return the relative errors of predictions; see `held_out_errors`."""
+    """Return the relative errors of predictions, in the form of `held_out_errors`."""
     found: dict[str, dict[str, float]] = {}
     for kind in ("all", "decode", "prefill", "mixed"):
         chosen = [one for one in measured if kind in ("all", one.kind)]
@@ -170,7 +170,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
-    """Return the part of each value in each segment; the last segment has no end."""
+    """Return, for each segment, how far each value reaches into it; the last segment has no end."""
     columns = []
     for index, (low, high) in enumerate(pairwise(knots)):
         top = np.inf if index == len(knots) - 2 else high

@@ -29,7 +29,7 @@ from vajra_py.latency.models.roofline import (
 )
 
 Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
-"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `partial` is `RooflineModel`."""
+"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `RooflineModel` has `partial`."""
 
 _DESCRIBED = {
     "none": "nothing overlaps",
@@ -66,8 +66,8 @@ _NOTHING = Work(0.0, 0.0, 0.0)
 class OverlappedRooflineModel:
     """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
-    Kernel and link latencies, step overhead, transfers between stages and swapped bytes never overlap with other work:
-    a step cannot overlap with a copy that it reads, or that frees blocks to which it writes.
+    Kernel and link latencies, step overhead and transfers between stages never overlap with other work. Neither do
+    copies of swapped bytes: a step reads what one copy writes, or writes to blocks that another copy frees.
 
     Raises:
         ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.

@@ -110,9 +110,9 @@ class RooflineModel:
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
-        """Cache of `_products_s` by tokens; the token budget makes equal numbers frequent."""
+        """Cache of `_products_s` by number of tokens; numbers repeat, since many steps use the whole token budget."""
         self._rows: dict[int, float] = {}
-        """Cache of the times of head and overhead, by rows."""
+        """Cache of the times of head and overhead, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
         """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
         layers."""
@@ -156,8 +156,8 @@ class RooflineModel:
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
-        Their contexts sum to `first_context_tokens` in the first step. Equal, bit for bit, to calling `batch_time_s`
-        step by step while every context grows by one token per step.
+        Their contexts sum to `first_context_tokens` in the first step, and each grows by one token per step. The result
+        equals, bit for bit, that of calling `batch_time_s` step by step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))

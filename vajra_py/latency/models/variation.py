@@ -13,7 +13,7 @@ from msgspec import Struct
 _MOST_FACTORS = 100
 
 Factors: TypeAlias = tuple[float, ...]
-"""Equally likely multiples, ascending, with mean 1, since predictions are the mean."""
+"""Equally likely multiples of the predicted duration, ascending, with mean 1, since predictions are the mean."""
 
 
 class Variation(Struct, frozen=True):

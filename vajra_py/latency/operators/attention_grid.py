@@ -71,7 +71,7 @@ class MixedSlice:
         axis = self._decode_contexts
         k = bisect_right(axis, decode_context, 1, len(axis) - 1) - 1
         z = (decode_context - axis[k]) / (axis[k + 1] - axis[k])
-        # Below the first knot, the time is that of the first knot.
+        # Below the first chunk size and the first decode context, the time does not change.
         x, z = (x if x > 0.0 else 0.0), (z if z > 0.0 else 0.0)
         times, one, two = self._times, self._stride_chunk, self._stride_context
         at = i * one + j * two + k

@@ -24,7 +24,7 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
-"""Fraction of the slots, counted as two per multiprocessor; contexts are split if blocks fill less than it."""
+"""Fraction of the slots, counted as two per multiprocessor. If blocks fill at least as much, contexts are not split."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
 """Peak bandwidth of one block if a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
@@ -98,7 +98,7 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """Return the predicted ratio of a measured batch's time to that with equal contexts; long contexts come first."""
+        """Return the predicted ratio of a measured batch's time to that with equal contexts, long contexts first."""
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)

@@ -17,8 +17,8 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Largest difference between the variation of contexts in a measured batch and the wanted one, for the batch to be
-used.
+"""Largest difference between the variation of contexts in a measured batch and the requested variation, for the batch
+to be used.
 """
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")

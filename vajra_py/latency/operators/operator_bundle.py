@@ -41,7 +41,7 @@ class Split:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Tensor and expert parallelism of the experts."""
+        """(Tensor-parallel degree, expert-parallel degree) of the experts."""
         ranks = self.tensor * self.data
         return (1, ranks) if self.expert_parallel else (ranks, 1)
 

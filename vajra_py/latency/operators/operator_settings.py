@@ -128,7 +128,9 @@ class MeasuredOperatorsConfig(SettingsModel):
         return host_overhead(self.host, **figures)
 
     def _roofline(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
-        """Return the fallback model for steps beyond the reach. Raises `ConfigError` if the device is not described."""
+        """Return the fallback model for steps beyond the reach. Raises `ConfigError` if the device is not described, or
+        if there are several data-parallel ranks.
+        """
         if self.fallback is None:
             return None
         if device is None:
