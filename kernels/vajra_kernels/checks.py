@@ -203,8 +203,8 @@ def interpreter_cases() -> list[AttentionCase]:
 def gpu_cases() -> list[AttentionCase]:
     """Return the cases for a real GPU.
 
-    These are the interpreter's cases, and one for each combination of dtype, head dimension and (window, soft cap), with
-    heads, block sizes and lengths that vary from case to case.
+    These are the interpreter's cases, and one for each combination of dtype, head dimension and (window, soft cap).
+    Heads, block sizes and lengths vary from case to case.
     """
     cases = list(interpreter_cases())
     mixes = (_DECODES, _CHUNKS, ((1, 2000), *_MIXED), ((1, 3000), (1, 5), (300, 1500), (129, 129)))

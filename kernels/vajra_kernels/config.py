@@ -80,7 +80,8 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
     """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
     128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. For
-    head dimensions above 64, GPUs before Hopper use 32 positions with 128 rows, since with 64 the registers spill.
+    head dimensions above 64, GPUs smaller than Hopper (``_is_large``) use 32 positions, since with 64 the registers
+    spill.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -99,14 +100,14 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Return True for GPUs from Hopper on whose programs can use at least 200 KiB of shared memory."""
+    """Return True if the GPU is of Hopper's generation or later, with at least 200 KiB of shared memory per program."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
     """Return the tile with 64 rows, for short chunks and for groups of many query heads.
 
-    On GPUs before Hopper, it also serves long chunks with head dimensions above 128, where 128 rows would spill.
+    On GPUs smaller than Hopper, it also serves long chunks with head dimensions above 128, where 128 rows would spill.
     """
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)

@@ -59,10 +59,10 @@ def load_adjusted(
 def kept_weights(
     logits: tl.tensor, largest: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (distance from the largest logit as float32 bits, which have the same order as distances, weight).
+    """Return (bits of the distance from the largest logit, weight) for each of the adjusted logits.
 
-    A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS; it is 0 at
-    distances beyond ``limit``.
+    The bits of float32 distances, as int32, are in the same order as the distances. A weight is the token's probability
+    divided by that of the most probable token, or 1 with COUNTS; it is 0 at distances beyond ``limit``.
     """
     distance = largest - logits
     bits = distance.to(tl.int32, bitcast=True)
