@@ -1,6 +1,6 @@
 """Attention of a ragged batch over paged KV memory, by Triton kernels on CUDA and by torch on the CPU.
 
-Imports only torch and triton (the latter when a CUDA tensor is first used), so that it can be tested without other
+Imports only torch, numpy and, when a CUDA tensor is first used, triton, so that it can be tested without other
 packages.
 """
 

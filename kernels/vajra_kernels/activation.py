@@ -20,14 +20,14 @@ def gated_kernel(
     TILE: tl.constexpr,
     IS_SILU: tl.constexpr,
 ) -> None:
-    """Grid (num_rows, ceil(WIDTH / TILE)): out [T, WIDTH] dense of gate_up [T, 2 * WIDTH]."""
+    """Grid (num_rows, ceil(WIDTH / TILE)): write out [T, WIDTH] (dense) from gate_up [T, 2 * WIDTH], gate first."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     ok = columns < WIDTH
     source = gate_up_ptr + row * stride_gate_up_row + columns
     gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=ok, other=0.0).to(tl.float32)
-    # Both activations are gate * sigmoid(z), since (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+    # SiLU and the tanh form of GELU are both gate * sigmoid(z), since (1 + tanh(y)) / 2 is the sigmoid of 2 y.
     z = gate if IS_SILU else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     active = gate / (1.0 + tl.exp2(tl.minimum(z * -1.4426950408889634, 126.0)))
     tl.store(out_ptr + row * WIDTH + columns, (active * up).to(out_ptr.dtype.element_ty), mask=ok)

@@ -4,7 +4,7 @@ Compilation does not need the GPU: it uses the same ``Launch`` values that would
 just-in-time compiler would choose.
 
 Invariants:
-    - Must run in a process without TRITON_INTERPRET (the interpreter's functions cannot be compiled).
+    - Launches are compiled in a process without TRITON_INTERPRET (the interpreter's functions cannot be compiled).
 """
 
 from __future__ import annotations

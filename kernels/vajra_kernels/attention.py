@@ -1,8 +1,8 @@
 """Paged attention of one step's queries on the tensors' device.
 
 Invariants:
-    - Causal: the query at position p of its sequence attends to KV positions <= p, and with a window to those > p -
-      window. If ``metadata.causal`` is False it attends to all of them.
+    - Causal: the query at position p of its sequence attends to KV positions <= p, and with a window only to those
+      > p - window. If ``metadata.causal`` is False, every query attends to all KV positions of its sequence.
     - K and V of the step's own tokens are in the cache already (``ops.write_kv``).
     - CUDA tensors use the Triton kernels, CPU tensors torch (``backend``); Triton is imported on first use only.
 """

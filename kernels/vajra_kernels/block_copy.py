@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Copy whole KV blocks between two tensors on one device (for rows started ahead, and buffers of a swap).
+"""Copy whole KV blocks between two tensors on one device.
+
+Used for the buffers of a swap, and for decodes that were started ahead, which write their KV into spare blocks first.
 
 Invariants:
     - A block of one layer is one dense run of memory in both tensors (``cache.block_words``), so raw words are copied,
@@ -29,7 +31,7 @@ def copy_blocks_kernel(
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Grid (num_pairs, ceil(WORDS / TILE), num_layers). Pointers are to int32 words; ``pairs`` int64 [n, 2]."""
+    """Grid (num_pairs, ceil(WORDS / TILE), num_layers). ``dst`` and ``src`` are int32 words, ``pairs`` int64 [n, 2]."""
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     source = tl.load(pairs_ptr + pair * 2)

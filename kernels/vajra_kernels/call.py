@@ -14,9 +14,9 @@ from vajra_kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Operands of one paged-attention launch, already checked (see ``attention.paged_attention`` for shapes).
+    """Operands of one paged-attention call, already checked (see ``attention.paged_attention`` for shapes).
 
-    The launch writes ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq]; None: not computed).
+    Its launches write ``out`` [T, Hq, V_DIM] and ``lse`` (float32 [T, Hq]; None: not computed).
     """
 
     q: torch.Tensor
@@ -31,7 +31,7 @@ class AttentionCall:
 
     @property
     def head_pad(self) -> int:
-        """Larger head dimension, rounded up to the power of two that the tiles use."""
+        """Larger of the head dimensions of K and V, rounded up to a power of two and to at least 16."""
         return max(16, next_power_of_2(max(self.q.shape[2], self.v_cache.shape[3])))
 
     def arguments(self) -> dict[str, Any]:

@@ -34,14 +34,15 @@ class AttentionCase:
 
     Attributes:
         heads: (query heads, KV heads).
-        dims: (head dimension of q and k, of v).
+        dims: (head dimension of q and k, head dimension of v).
         block_size: tokens per KV block.
         lens: (query length, KV length) per sequence; (1, 0) is a padding row.
         dtype: dtype of q and both caches.
         window: sliding window in tokens, or None.
         softcap: soft cap, or None.
         causal: see ``AttentionMetadata.causal``.
-        head_major: physical order [num_blocks, Hkv, block_size, D] instead of [num_blocks, block_size, Hkv, D].
+        head_major: True for the physical order [num_blocks, Hkv, block_size, D], False for [num_blocks, block_size,
+            Hkv, D].
     """
 
     heads: tuple[int, int]
@@ -145,7 +146,7 @@ def worst_errors(
 ) -> tuple[float, float]:
     """Return the largest errors of out, relative to max(1, its magnitude), and of lse.
 
-    An error is infinite if only one of the compared values is finite.
+    An error is infinite if a value is NaN, or if only one of the two compared values is finite.
     """
     scaled = (out.double() - wanted[0]).abs() / wanted[0].abs().clamp(min=1.0)
     out_error = float(scaled.nan_to_num(nan=torch.inf).max()) if out.numel() else 0.0
@@ -170,7 +171,7 @@ _MIXED = ((1, 90), (1, 17), (33, 150), (3, 3))
 
 
 def interpreter_cases() -> list[AttentionCase]:
-    """Return cases that cover every feature once or twice, and are small enough for the interpreter."""
+    """Return cases that cover every feature at least once, and are small enough for the interpreter."""
     base = AttentionCase((8, 2), (64, 64), 16, _DECODES)
     half, brain = torch.float16, torch.bfloat16
     decodes = [
@@ -200,7 +201,11 @@ def interpreter_cases() -> list[AttentionCase]:
 
 
 def gpu_cases() -> list[AttentionCase]:
-    """Return the cross product of dtypes, head dimensions, block sizes and features, for a real GPU."""
+    """Return the cases for a real GPU.
+
+    These are the interpreter's cases, and one for each combination of dtype, head dimension and (window, soft cap).
+    Heads, block sizes and lengths vary from case to case.
+    """
     cases = list(interpreter_cases())
     mixes = (_DECODES, _CHUNKS, ((1, 2000), *_MIXED), ((1, 3000), (1, 5), (300, 1500), (129, 129)))
     features: tuple[tuple[int | None, float | None], ...] = ((None, None), (100, None), (None, 30.0), (7, 50.0))
@@ -252,9 +257,9 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """Return (row, token) pairs that rounding cannot explain.
+    """Return (row, token) for each token that rounding cannot explain.
 
-    These are tokens that result from none of the draws and limits changed by up to 1e-5.
+    The reference draws another token in its place, also if the row's random number, top-p or min-p is changed by 1e-5.
     """
     possible = []
     for slack in (0.0, 1e-5, -1e-5):

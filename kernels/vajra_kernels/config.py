@@ -4,8 +4,8 @@ Choices are plain functions of shapes and nothing is timed at run time, so the f
 compilation and equal calls always run the same code. docs/evidence/kernels.md has the measurements behind the choices.
 
 Invariants:
-    - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``) with two
-      buffers for 16-bit types.
+    - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``); those of
+      16-bit types fit twice, as two buffers.
     - The block table is read inside the KV loop, so Triton's pipeliner needs 5 stages for two K/V buffers.
 """
 
@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 128
 SPLITS_PER_SM = 8
 """Target number of decode programs per multiprocessor, large enough that the last, partial wave takes little time."""
 MAX_PIECES = 2048
-"""Largest number of pieces of a batch beyond one per sequence; enough for GPUs of up to 256 multiprocessors."""
+"""Largest number of pieces of a batch beyond one per sequence, on GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
 """Shortest part of a chunk's KV in tokens; shorter ones cost more in start-up and merging than their parallelism
 gains."""
@@ -30,7 +30,7 @@ class DeviceFacts:
     """Facts of a GPU that kernel configurations depend on.
 
     Attributes:
-        capability: (major, minor) compute capability; major >= 9 has ``wgmma`` or better.
+        capability: (major, minor) compute capability, (9, 0) for Hopper.
         num_sms: number of multiprocessors.
         shared_limit_bytes: largest shared memory of one program, in bytes.
     """
@@ -62,7 +62,8 @@ class TileConfig:
 def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a decode.
 
-    Its rows are the ``group`` query heads of a KV head, at least 16 (the minimum of a product).
+    Its rows are query heads of one KV head: 16 (the minimum of a tensor-core product) to 64. A ``group`` of more query
+    heads takes several tiles.
     """
     if element_bytes == 4:
         return _float32_config(group, head_pad)
@@ -78,8 +79,9 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. On
-    Ampere 128 rows use 32 positions, since with 64 the registers spill.
+    128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. For
+    head dimensions above 64, GPUs smaller than Hopper (``_is_large``) use 32 positions, since with 64 the registers
+    spill.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -98,12 +100,15 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Return True if the device has Hopper's shared memory (and warp-group products)."""
+    """Return True if the GPU is of Hopper's generation or later, with at least 200 KiB of shared memory per program."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
-    """Return the tile with 64 rows, for short chunks, wide groups, and head dimension 256, where 128 rows would spill."""
+    """Return the tile with 64 rows, for short chunks and for groups of many query heads.
+
+    On GPUs smaller than Hopper, it also serves long chunks with head dimensions above 128, where 128 rows would spill.
+    """
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)
     return TileConfig(64, 32 if device.shared_limit_bytes > 110 * 1024 else 16, 8, 5)
@@ -119,7 +124,7 @@ def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
 def _float32_config(rows: int, head_pad: int) -> TileConfig:
     """Return the tile for float32.
 
-    It is small enough for the registers, since products run on the scalar units without tf32.
+    Without tf32, products run on the scalar units and take their operands from registers, so the tile is small.
     """
     if rows <= 16 and head_pad <= 128:
         return TileConfig(16, 32, 4, 3)
@@ -129,7 +134,7 @@ def _float32_config(rows: int, head_pad: int) -> TileConfig:
 
 
 def merge_config(num_parts: int) -> TileConfig:
-    """Return the tile of a merge: ``tile_n`` parts are read at a time, for ``tile_m`` (token, head) pairs a program."""
+    """Return the tile of a merge: a program reads ``tile_n`` parts at a time, for ``tile_m`` (token, head) pairs."""
     parts = min(16, 1 << (max(num_parts, 1) - 1).bit_length())
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 
@@ -137,7 +142,7 @@ def merge_config(num_parts: int) -> TileConfig:
 def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
     """Return (KV positions per split, number of splits) for chunks that take ``num_programs`` programs without splits.
 
-    A few tokens with a long context need few programs; splits increase them to two per multiprocessor.
+    A few tokens with a long context need few programs; splits increase their number to up to two per multiprocessor.
     """
     wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
     num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))

@@ -1,8 +1,8 @@
 """Paged attention of a ragged batch on the CPU, in torch.
 
-The keys of a call are gathered (at memory-copy speed, see ``cpu_plan``), then attended in one fused call per decode
-group or chunk piece, with the query heads of a KV head as rows of one product. Features that the fused call lacks (soft
-cap, values of another width) use explicit products.
+Keys and values are gathered (at memory-copy speed, see ``cpu_plan``), then attended in one fused call per decode group
+or chunk piece. In a decode group, the query heads of a KV head are the rows of one product. Features that the fused
+call lacks (soft cap, values of another width) use explicit products.
 
 Invariants:
     - Caches are physically [num_blocks, block_size, num_kv_heads, head_dim], dense.
@@ -91,7 +91,7 @@ class CpuAttention:
         return out.reshape(n, num_heads, v.shape[3]), None if lse is None else lse.reshape(n, num_heads)
 
     def chunks(self, chunks: tuple[Chunk, ...], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Write the rows of the chunks into ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
+        """Compute the chunks and write their rows of ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
         num_tokens, _, dim = self.q.shape
         heads = (self.num_kv_heads, self.group)
         q = self.q.float() if _widens_chunks(self.q.dtype) else self.q
@@ -99,7 +99,8 @@ class CpuAttention:
         out_by_head = out.view(num_tokens, *heads, out.shape[2]).permute(1, 2, 0, 3)
         lse_by_head = None if lse is None else lse.view(num_tokens, *heads).permute(1, 2, 0)
         for chunk in chunks:
-            # The heads of a group become heads over one expanded K, so that they share the [rows, keys] mask.
+            # The query heads of a KV head are a dimension over which K is expanded, so that one [rows, keys] mask
+            # applies to each of them.
             k = self._chunk_rows("k", self.k_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             v = self._chunk_rows("v", self.v_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             for piece in chunk.pieces:

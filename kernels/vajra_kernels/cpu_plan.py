@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 GROUP_BYTES = 2 << 20
 """Largest gathered K of one decode group in bytes, so that it is still in the CPU cache when it is multiplied."""
 GROUP_WASTE = 96 << 10
-"""Padding elements (K and V) that cost about as much as the overhead of one more group. The cost is that of multiplying
-them, so half precision is not cheaper."""
+"""Number of padding elements (K and V) that cost about as much as the overhead of one more group. The cost is that of
+multiplying them, so half precision is not cheaper."""
 PIECE_ROWS = 64
 """Number of query tokens in one piece of a chunk."""
 
@@ -45,7 +45,8 @@ class KeyRange:
         first: first slot, if ``slots`` is None.
         num_rows: number of sequences gathered together.
         length: number of keys per sequence, padded.
-        buffers: memory into which the step's layers gather, by name and width.
+        buffers: (memory into which the step's layers gather rows of tokens, its view by head), by ("k" or "v", number
+            of KV heads, elements per row).
     """
 
     slots: torch.Tensor | None
@@ -110,8 +111,8 @@ class CpuPlans:
     """Plans of a step by (window, bytes of one token's K, bytes of one element), created on first use.
 
     Attributes:
-        query_lens: query lengths of the batch if known on the host, else None (read from the tensors).
-        kv_lens: KV lengths of the batch, likewise.
+        query_lens: query lengths of the batch, or None until the first plan reads them from the tensors.
+        kv_lens: KV lengths of the batch, or None until the first plan reads them from the tensors.
     """
 
     query_lens: tuple[int, ...] | None = None
@@ -192,7 +193,7 @@ class _Planner:
     def _slots(self, seqs: list[int], counts: Ints, lane: Ints) -> Ints:
         """Return each sequence's last ``counts`` slots in order, int32 [n, length of lane].
 
-        Other entries are arbitrary.
+        A row's entries from its count on are arbitrary.
         """
         block_size = self.metadata.block_size
         table = self.table[seqs]

@@ -2,8 +2,8 @@
 """Decode attention: single-token queries over long paged sequences, limited by memory bandwidth.
 
 One program handles one KV head and one piece of one sequence's KV: the query heads that share the KV head are the rows
-of one 16-row tile, so K and V are read once for all of them. Pieces are planned on the device (``decode_plan``) once
-per step, and their results are merged by log-sum-exp (``merge``).
+of one tile, so K and V are read once for all of them (more than 64 query heads take several programs). Pieces are
+planned on the device (``decode_plan``) once per step, and their results are merged by log-sum-exp (``merge``).
 
 Invariants:
     - The grid depends on host-side bounds only, so that a launch can be captured in a CUDA graph and replayed with
@@ -83,7 +83,8 @@ def decode_kernel(
     """Grid (num_kv_heads * HEAD_TILES, num_pieces with SPLIT, else num_seqs).
 
     q [B, Hq, K_DIM]; out [B, Hq, V_DIM]; lse float32 [B, Hq]; with SPLIT, parts float32 [num_pieces, Hq, V_DIM] and
-    part_lses float32 [num_pieces, Hq] receive the partial results of split sequences. Caches [num_blocks, KV_BLOCK, Hkv, dim] by strides, the last dimension dense.
+    part_lses float32 [num_pieces, Hq] receive the partial results of split sequences. Caches are [num_blocks, KV_BLOCK,
+    Hkv, dim] with any strides and a dense last dimension.
     """
     kv_head = tl.program_id(0) // HEAD_TILES
     head_in_group = (tl.program_id(0) % HEAD_TILES) * TILE_M + tl.arange(0, TILE_M)
@@ -145,8 +146,8 @@ def decode_kernel(
 def decode_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
     """Return the kernel launches for a batch in which every sequence has one query token.
 
-    There is one launch if no sequence is split; else those of the plan (on its first use in a step), the pieces and the
-    merge. ``tile`` overrides the built-in choice (for benchmarks).
+    There is one launch if no sequence can be split; else there are launches for the plan (on its first use in a step),
+    the pieces and the merge. ``tile`` overrides the built-in choice (for benchmarks).
     """
     metadata = call.metadata
     num_seqs, num_heads, _ = call.q.shape

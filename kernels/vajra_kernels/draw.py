@@ -6,7 +6,7 @@ Nothing is sorted. Top-k and top-p keep all tokens up to some distance from the 
 to an eighth, so eleven passes determine it exactly.
 
 Invariants:
-    - A row depends only on its logits, its parameters and its history.
+    - A row's token depends only on the row's logits, parameters and history.
     - Logits are read, never written: each pass applies the penalties again, which costs less than writing them out.
     - A row with a NaN logit, or with an infinite largest logit, gives -1.
     - Tokens of equal logits are kept or dropped together.
@@ -49,7 +49,7 @@ def load_adjusted(
     seen = tl.load(seen_ptr + token, mask=token < num_seen, other=0)
     count = (seen >> 1).to(tl.float32)
     scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # differences to an infinite logit are not defined
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # the distance between two infinite logits is NaN
     is_finite = (logit == logit) & (tl.abs(logit) <= _LARGEST)
     lowered = frequency * count + tl.where(count > 0, presence, 0.0)
     return tl.where((seen != 0) & is_finite, scaled, logit) - lowered
@@ -59,11 +59,10 @@ def load_adjusted(
 def kept_weights(
     logits: tl.tensor, largest: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (distance from the largest logit as ordered bits, weight) of adjusted logits.
+    """Return (bits of the distance from the largest logit, weight) for each of the adjusted logits.
 
-    The weight is 0 beyond ``limit``.
-
-    A weight is the token's probability divided by that of the most probable token, or 1 with COUNTS.
+    The bits of float32 distances, as int32, are in the same order as the distances. A weight is the token's probability
+    divided by that of the most probable token, or 1 with COUNTS; it is 0 at distances beyond ``limit``.
     """
     distance = largest - logits
     bits = distance.to(tl.int32, bitcast=True)
@@ -90,7 +89,7 @@ def farthest_kept(
     """Return the largest distance from the largest logit, as bits, such that the tokens at smaller distances have a
     total weight below ``target``; tokens beyond ``limit`` have weight 0.
 
-    With COUNTS, ``target`` is a number of tokens, else a fraction of their total weight.
+    With COUNTS, ``target`` is a number of tokens, else a fraction of the total weight of all tokens.
     """
     lane = tl.arange(0, _PIVOTS)
     farthest = limit * 0

@@ -2,7 +2,7 @@
 """Write the keys and values of a step's tokens into the paged cache.
 
 Invariants:
-    - Token t goes to slot ``slot_mapping[t]`` = block * block_size + offset; a negative slot writes nothing.
+    - Token t goes to slot ``slot_mapping[t]`` = block * block_size + offset, or is not written if that is negative.
     - Two tokens of one call never share a slot.
 """
 

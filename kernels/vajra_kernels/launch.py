@@ -55,8 +55,8 @@ def next_power_of_2(n: int) -> int:
 def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
     """Return (True to convert operands to float32, input precision) for the products of a kernel on ``dtype``.
 
-    float32 is multiplied exactly ("ieee"), never as tf32. The interpreter cannot multiply bfloat16, so only there
-    operands are converted first.
+    float32 is multiplied in full precision ("ieee"), never as tf32. bfloat16 is converted only in the interpreter,
+    which cannot multiply it.
     """
     return interpreted() and dtype == torch.bfloat16, "ieee" if dtype == torch.float32 or interpreted() else None
 
@@ -64,7 +64,7 @@ def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
 def device_facts(device: torch.device) -> DeviceFacts:
     """Return the properties of a tensor's device that configurations depend on, cached.
 
-    In the interpreter, an H200's.
+    For CPU tensors (in the interpreter), these are the properties of an H200.
     """
     if device.type != "cuda":
         return H200

@@ -1,7 +1,7 @@
-"""Compare the kernels of a layer between its matrix products with float64 references, on random inputs.
+"""Compare the kernels of ``layer_ops`` with float64 references, on random inputs.
 
-Tests run these cases in Triton's interpreter, and ``benchmarks/gpu_check.py`` runs them on a GPU. Each returns the
-largest error relative to max(1, the largest magnitude).
+Tests run these cases in Triton's interpreter, and ``benchmarks/gpu_check.py`` runs them on a GPU. Errors are relative
+to max(1, the largest magnitude of the reference).
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Heads of a token: (query heads, KV heads), dimension, rotated dimensions, norm of heads, order of the caches."""
+    """One random case of rotating queries and keys, and writing keys and values.
+
+    Attributes:
+        heads: (query heads, KV heads).
+        dim: head dimension.
+        rotary: number of rotated dimensions.
+        has_norm: True if each query and key head is normalised.
+        head_major: physical order of the caches, as in ``checks.AttentionCase``.
+    """
 
     heads: tuple[int, int]
     dim: int
@@ -31,7 +39,7 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the error of a norm over rows of a wider tensor, with float32 weights (as Gemma's) and in-place addition.
+    """Return the largest error of a norm and its in-place addition, on rows of a wider tensor, with float32 weights.
 
     ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first).
     """
@@ -53,9 +61,9 @@ def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator:
 
 
 def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the largest error of the queries and of both caches.
+    """Return the largest error of the queries and the K cache; infinity if the V cache is not bit for bit as expected.
 
-    Values must be bit-identical, and rows without a slot must not be written.
+    A token without a slot must leave both caches unchanged.
     """
     num_query, num_kv = case.heads
     num_tokens, dim, eps = 7, case.dim, 1e-5
@@ -95,7 +103,7 @@ def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Gene
 def gated_error(
     activation: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> float:
-    """Return the error of act(gate) * up, with gate and up in one row of 2 * width."""
+    """Return the largest error of act(gate) * up, with gate and up in one row of 2 * width."""
     num_rows, width = shape
     gate_up = (torch.randn((num_rows, 2 * width), generator=generator) * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)

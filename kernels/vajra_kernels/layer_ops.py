@@ -1,6 +1,7 @@
 """Operations of a decoder layer between its matrix products and its attention, one launch each.
 
-These are Triton kernels, for tensors that ``backend.uses_triton`` allows. They compute in float32 and round once.
+These are Triton kernels, for tensors that ``backend.uses_triton`` allows. They compute in float32 and round each result
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 def add_norm(
     hidden: torch.Tensor, norm: Norm, part: torch.Tensor | None = None, part_norm: Norm | None = None
 ) -> torch.Tensor:
-    """Add ``part_norm(part)`` to hidden [T, W] in place, and return the norm of the sum. Rows must be dense."""
+    """Add ``part`` [T, W] to ``hidden`` [T, W] in place, and return the norm of the sum. Rows must be dense.
+
+    With ``part_norm``, the norm of ``part`` is added instead; without ``part``, nothing is added.
+    """
     from vajra_kernels.norm import norm_launch
 
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
@@ -36,7 +40,7 @@ def rotate_and_write(
     Args:
         qkv: heads of queries, keys and values, with dense rows.
         caches: (K, V), each [num_blocks, block_size, Hkv, D], in qkv's dtype.
-        slot_mapping: int64 [T]; a token with slot -1 is not written.
+        slot_mapping: int64 [T]; keys and values of a token with slot -1 are not written.
         rotation: rotary embedding of queries and keys.
         norm: norm of each query and key head before the rotation, with a weight [Hq + Hkv, D]; None for no norm.
     """

@@ -2,7 +2,8 @@
 """Merge attention over disjoint parts of a KV sequence into attention over all of it (log-sum-exp).
 
 With outputs o_p and natural log-sum-exps l_p of disjoint parts: l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p.
-Used for the splits of a decode and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section 4).
+Used for the splits of decodes and of chunks, and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section
+4).
 
 Invariants:
     - A part with l_p = -inf has no positions; its o_p is not read.
@@ -49,7 +50,7 @@ def merge_kernel(
 ) -> None:
     """Grid (ceil(num_rows * num_heads / ROWS),): one program merges ROWS (token, head) pairs, PARTS parts at a time.
 
-    With HAS_STARTS, row r has the parts from ``starts[r]`` up to ``starts[r + 1]``, and rows with a single part are
+    With HAS_STARTS, row r has the parts from ``starts[r]`` to ``starts[r + 1] - 1``, and rows with a single part are
     skipped.
     """
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -118,10 +119,10 @@ def merge_launch(
 def merge_pieces_launch(
     parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> Launch:
-    """Return the launch that merges each row's pieces into ``out`` [T, H, D] and ``lse``; rows with one are skipped.
+    """Return the launch that merges the pieces of each row with several into ``out`` [T, H, D] and ``lse``.
 
-    ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; those of row t are ``starts[t]`` up
-    to ``starts[t + 1]`` (int32 [T + 1 or more]).
+    ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; row t has the pieces from
+    ``starts[t]`` to ``starts[t + 1] - 1`` (``starts`` is int32 [T + 1 or more]).
     """
     num_rows = out.shape[0]
     config = merge_config(-(-parts.shape[0] // max(num_rows, 1)))

@@ -6,7 +6,7 @@ Invariants:
     - The ``query_start[i+1] - query_start[i]`` new tokens of sequence i are at the last positions below ``kv_lens[i]``:
       ``kv_lens`` includes the step's own tokens, whose K and V are written before the attention runs.
     - The first ``num_decodes`` sequences have one query token each.
-    - Host-side integers are upper bounds for choosing a launch; kernels read the tensors.
+    - Host-side lengths may be upper bounds, which suffice to choose a launch; kernels read the tensors.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class AttentionMetadata:
         block_size: tokens per KV block.
         num_decodes: number of leading sequences with exactly one query token.
         num_query_tokens: number of query tokens, T.
-        max_query_len: length of the longest query.
-        max_kv_len: length of the longest KV sequence.
-        num_kv_tokens: sum of the KV lengths.
+        max_query_len: length of the longest query, or an upper bound.
+        max_kv_len: length of the longest KV sequence, or an upper bound.
+        num_kv_tokens: sum of the KV lengths, or an upper bound.
         causal: False if the blocks hold an earlier part of the sequences (KV parallelism): every query then attends to
             all ``kv_lens`` positions, and windows are not allowed.
         memo: values derived from the other attributes once per step.
@@ -65,10 +65,10 @@ class AttentionMetadata:
         return self.memo.cpu_plans.kv_lens is not None
 
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
-        """Return (the leading decodes, the rest) as separate batches that are views, created once.
+        """Return (the leading decodes, the other sequences) as two batches, created once, that share this one's memory.
 
         The second batch's ``query_start`` counts rows of the whole batch. If the lengths are not known on the host,
-        both have the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
+        both batches have the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
         """
         if self.memo.parts is None:
             n = self.num_decodes
@@ -102,7 +102,8 @@ class StepMemo:
 
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
     decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    """Decode plans by (programs per sequence, tile, window); cleared when the tensors' contents change."""
+    """Decode plans by (programs per piece, KV positions per tile, window). A caller that changes the contents of the
+    tensors must clear them."""
     parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
 
 
@@ -117,12 +118,12 @@ def build_metadata(
     """Return the metadata of one step, built from host-side lengths and block ids.
 
     Args:
-        query_lens: number of new tokens per sequence (>= 0). Decodes (1 token) should come first: the leading run of
-            ones uses the split-KV decode kernel on a GPU.
+        query_lens: number of new tokens per sequence (>= 0). Decodes (1 token) should come first: on a GPU, only
+            leading ones can use the split-KV decode kernel.
         kv_lens: KV length per sequence including the new tokens (>= its query length). One new token with KV length 0
             is a padding row, which is not written (slot -1) and attends to nothing.
         block_tables: KV block ids per sequence, at least ceil(kv_len / block_size) of them; lists, or a padded integer
-            tensor [B, max_blocks] on the host or on ``device`` (in the latter case it is not copied).
+            tensor [B, max_blocks] on the host or on ``device`` (an int32 tensor on ``device`` is not copied).
         block_size: tokens per KV block.
         device: device of the tensors.
         causal: see ``AttentionMetadata``. When False, KV lengths exclude the new tokens, which are not written.
@@ -172,7 +173,7 @@ def token_slots(
 
 
 def _slots_at(positions: torch.Tensor, seq: torch.Tensor, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the slots of ``positions`` of sequences ``seq``; -1 for a negative position."""
+    """Return the slot of each position ``positions[i]`` of sequence ``seq[i]``; -1 for a negative position."""
     blocks = block_table[seq, torch.div(positions, block_size, rounding_mode="floor")]
     return torch.where(positions < 0, -1, blocks.long() * block_size + positions % block_size)
 

@@ -2,8 +2,8 @@
 """Root-mean-square norm of rows, with the preceding addition to the residual.
 
 Invariants:
-    - Values are computed in float32 and rounded once; the sum is rounded to the residual's dtype before it is
-      normalised, as with separate operations.
+    - Values are computed in float32. The normalised part and the sum are rounded to their tensors' dtypes before they
+      are used, as with separate operations.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def norm_launch(
     part: torch.Tensor | None = None,
     part_norm: tuple[torch.Tensor, float] | None = None,
 ) -> Launch:
-    """Return the launch for ``out = norm(hidden)`` after ``hidden += part_norm(part)``.
+    """Return the launch for ``hidden += part_norm(part)``, then ``out = norm(hidden)``.
 
-    Norms are (weight [WIDTH], epsilon).
+    Norms are (weight [WIDTH], epsilon). Without ``part_norm``, ``part`` is added as it is; without ``part``, nothing is
+    added.
     """
     num_rows, width = hidden.shape
     weight, eps = norm

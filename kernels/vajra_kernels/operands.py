@@ -1,4 +1,4 @@
-"""Operands of launches that consist of several tensors or numbers."""
+"""Types of operands that consist of several tensors or numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Rotation:
 class Column(IntEnum):
     """Columns of a row's sampling parameters, float64 [R, len(Column)].
 
-    TEMPERATURE 0 selects the largest logit; HISTORY -1 means no history; NUMBER, in [0, 1), is the random number of the
-    draw.
+    TEMPERATURE 0 selects the largest logit. TOP_K is at least 1. HISTORY is the row of ``seen``
+    (``sampling.sample_tokens``), or -1 for no penalties. NUMBER, in [0, 1), is the random number of the draw.
     """
 
     TEMPERATURE = 0

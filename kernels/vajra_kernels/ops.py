@@ -25,11 +25,11 @@ def write_kv(
 
     Args:
         key: any strides with a dense last dimension; converted to the cache's dtype.
-        value: same as ``key``.
+        value: any strides with a dense last dimension; converted to the cache's dtype.
         k_cache: [num_blocks, block_size, Hkv, D].
         v_cache: [num_blocks, block_size, Hkv, Dv].
-        slot_mapping: int64 [T], block * block_size + offset, distinct. On CUDA a negative slot writes nothing (for
-            padding rows of a graph); on the CPU, which has no padding, it raises IndexError.
+        slot_mapping: int64 [T], block * block_size + offset, distinct. On CUDA, a token with a negative slot is not
+            written (for padding rows of a graph); on the CPU, which has no padding, such a slot raises IndexError.
     """
     if not uses_triton(key.device):
         write_kv_cpu(key, value, k_cache, v_cache, slot_mapping)
@@ -74,7 +74,7 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> No
 
     Args:
         src: [num_blocks, block_size, Hkv, D], or with a leading dimension of layers; blocks dense in memory.
-        dst: same as ``src``, or ``src`` itself, in which case no block may be both source and destination.
+        dst: as ``src``, with any number of blocks; or ``src`` itself, if no block is both a source and a destination.
         pairs: int64 [n, 2] of (block of src, block of dst), with distinct destinations; on the host or on the device.
     """
     _check_pairs(src, dst, pairs)
@@ -87,9 +87,9 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> No
 
 
 def copy_words(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy blocks of words [num_layers, num_blocks, words], dense in the last dimension.
+    """Copy blocks of words from ``src`` to ``dst``, each [num_layers, num_blocks, words], dense in the last dimension.
 
-    ``pairs`` must be on their device.
+    ``pairs`` is int64 [n, 2], as for ``copy_blocks``, and on the same device.
     """
     if pairs.shape[0] == 0:
         return

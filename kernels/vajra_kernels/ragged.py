@@ -6,11 +6,11 @@ the group), so grouped heads share the loaded K and V. Long chunks use 128 rows,
 ones 64 or 16.
 
 Invariants:
-    - Tiles are numbered through the batch: the tiles of sequence i start at ``query_start[i] // TOKENS + i`` (TOKENS =
-      query tokens in a tile). A program finds its sequence by binary search, so the host need not know the lengths;
-      surplus programs return at once.
+    - Tiles are numbered through the batch: with TOKENS query tokens in a tile, the tiles of sequence i start at
+      ``(query_start[i] - query_start[0]) // TOKENS + i``. A program finds its sequence by binary search, so the host
+      need not know the lengths; surplus programs return at once.
     - KV tiles that are visible to every row run without masks; the diagonal, the tail and windowed layers run masked.
-    - Within a sequence, the last (longest) tiles get the lowest program ids.
+    - Within a sequence, the last tiles, which attend to the most positions, get the lowest program ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 def find_sequence(
     query_start_ptr: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TOKENS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (sequence that owns query tile ``tile``, its first tile): the last i with first tile <= ``tile``."""
+    """Return (sequence of query tile ``tile``, that sequence's first tile).
+
+    It is the last sequence whose first tile is at most ``tile``.
+    """
     origin = tl.load(query_start_ptr)
     low = 0
     high = num_seqs - 1
@@ -57,7 +60,10 @@ def seen_by(
     TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (last position that each row attends to, that of the tile's first token, end of attended positions)."""
+    """Return (last position for each row, last position for the tile's first token, end of the tile's positions).
+
+    These are the KV positions that a row, the first token and the whole tile attend to; the end is exclusive.
+    """
     if CAUSAL:
         first_position = kv_len - query_len + first_token
         return kv_len - query_len + token, first_position, tl.minimum(first_position + TOKENS, kv_len)
@@ -116,9 +122,9 @@ def ragged_kernel(
 ) -> None:
     """Grid (num_query_tokens // TOKENS + num_seqs, num_kv_heads * ceil(GROUP / HEADS), splits), TOKENS = TILE_M // HEADS.
 
-    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]. With SPLIT, both have a leading dimension of splits of
-    ``split_tokens`` KV positions each; a split without positions only writes lse = -inf. ``query_start`` [num_seqs + 1]
-    has rows of q and may start above 0. HEADS is the number of a group's query heads in one tile.
+    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]. With SPLIT, out and lse have a leading dimension of
+    splits, each of ``split_tokens`` KV positions; a split without positions only writes lse = -inf. ``query_start``
+    [num_seqs + 1] counts rows of q and may start above 0. HEADS is the number of a group's query heads in one tile.
     """
     TOKENS: tl.constexpr = TILE_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS

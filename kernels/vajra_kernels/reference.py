@@ -96,7 +96,7 @@ def _sampled(logits: torch.Tensor, facts: torch.Tensor, seen: torch.Tensor) -> t
         counts = own >> 1
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(own > 0, scaled, logits) - frequency * counts - presence * (counts > 0)
-    if not logits.max().isfinite():  # also false if any logit is NaN
+    if not logits.max().isfinite():  # the maximum is NaN if any logit is
         return torch.tensor(-1)
     if temperature == 0:
         return logits.argmax()

@@ -3,8 +3,8 @@
 
 Invariants:
     - The heads of ``qkv`` are query heads, then key heads, then value heads; value heads are written unchanged.
-    - Dimension i < ROTARY / 2 of a query or key head is rotated with dimension i + ROTARY / 2; those from ROTARY on are
-      unchanged.
+    - Dimension i < HALF of a query or key head is rotated with dimension i + HALF; dimensions from 2 * HALF on are not
+      rotated.
     - Keys and values go to slot ``slot_mapping[t]``; for a negative slot they are not written, but the query is
       rotated.
 """
@@ -36,7 +36,11 @@ def store_heads(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ) -> None:
-    """Store the parts of some heads at ``pointers`` [HEADS, 1], which point to the first dimension of each head."""
+    """Store heads at ``pointers`` [HEADS, 1], which point to the first dimension of each head.
+
+    ``first`` and ``second`` are the two rotated halves, ``rest`` has the dimensions that are not rotated. Only heads
+    with ``ok`` are stored.
+    """
     lanes = tl.arange(0, HALF_PAD)[None, :]
     half_ok = ok[:, None] & (lanes < HALF)
     tl.store(pointers + lanes, first.to(pointers.dtype.element_ty), mask=half_ok)
@@ -137,7 +141,7 @@ def rotate_launch(
 ) -> Launch:
     """Return the launch that computes query [T, Hq, D] and cache entries from qkv [T, (Hq + 2 Hkv) * D].
 
-    ``norm`` is (weight [Hq + Hkv, D], epsilon) of a norm over each query and key head.
+    ``norm`` is (weight [Hq + Hkv, D], epsilon) of a norm of each query and key head, or None.
     """
     num_tokens, num_query_heads, dim = query.shape
     k_cache, v_cache = caches

@@ -1,6 +1,6 @@
 """Sample tokens from logits, in one launch and without waiting for the device.
 
-Only for Triton (``backend.uses_triton``): on a CPU, torch's sorting is faster.
+Only for tensors that ``backend.uses_triton`` allows: on a CPU, sorting with torch is faster.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class StaticCase:
     max_stack_bytes: int = 0
 
     def violations(self, figures: CompiledFigures) -> list[str]:
-        """Return descriptions of the bounds that the compiled code exceeds; empty if none."""
+        """Return a description of each bound or requirement that the compiled code violates."""
         shared_limit = min(self.max_shared_bytes, self.device.shared_limit_bytes)
         found = []
         if figures.registers > self.max_registers:
@@ -95,7 +95,10 @@ class AttentionShape:
     softcap: float | None = None
 
     def launch(self, device: DeviceFacts) -> Launch:
-        """Return the launch for a batch of this shape with 4096 positions of context (for a decode, that of its pieces)."""
+        """Return the decode or ragged launch for one sequence of this shape with 4096 positions of context.
+
+        Launches that plan or merge splits are left out, since they are cases of their own.
+        """
         kv_len = 4096 + self.query_len
         num_blocks = -(-kv_len // self.block_size)
         metadata = build_metadata([self.query_len], [kv_len], [[0] * num_blocks], self.block_size)
@@ -114,7 +117,7 @@ _DECODE_REGISTERS, _DECODE_SHARED = 168, 75 * _KIB
 
 
 def static_cases() -> Iterator[StaticCase]:
-    """Yield every kernel at the shapes where configurations change, for the devices whose tables differ."""
+    """Yield every kernel at the shapes where configurations change, for the devices whose configurations differ."""
     yield from _decode_cases()
     yield from _ragged_cases()
     yield from _memory_cases()
@@ -126,7 +129,7 @@ def _decode_cases() -> Iterator[StaticCase]:
     for device in (H200, A100):
         shape = AttentionShape(1)
         small = (_DECODE_REGISTERS, _DECODE_SHARED)
-        stack = 8 if device is A100 else 0  # Triton 3.6; none with 3.9
+        stack = 8 if device is A100 else 0  # with Triton 3.6; Triton 3.9 needs none
         name = "decode bf16 d128 GQA4 block64"
         yield StaticCase(name, device, shape.launch(device), *small, wants_overlap=True, max_stack_bytes=stack)
         shape = AttentionShape(1, block_size=16, dtype=torch.float16)
@@ -151,7 +154,7 @@ def _ragged_cases() -> Iterator[StaticCase]:
         yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
         shape = AttentionShape(512, 256, (8, 4), 32, softcap=50.0)
         yield StaticCase("prefill bf16 d256 softcap", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
-    # Bounds within which two programs of 256 threads fit on a multiprocessor.
+    # 128 registers and 110 KiB: two programs of 256 threads fit on a multiprocessor.
     shape = AttentionShape(512, 64, block_size=16)
     yield StaticCase("prefill bf16 d64 GQA4 block16", H200, shape.launch(H200), 128, 110 * _KIB, True, True)
     shape = AttentionShape(512, 80, (32, 32), 16, torch.float16)

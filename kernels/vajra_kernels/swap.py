@@ -9,12 +9,12 @@ Invariants:
     - Copies of one direction in one call have distinct destinations.
     - A copy to the host contains the KV of everything submitted before it, and is not affected by later work. Work
       submitted after a copy to the device sees the copied blocks.
-    - The host does not wait in these copies. Its memory may be read only after both streams have completed
-      (``synchronize``).
-    - ``beside`` returns the same memory with separate streams and buffers, whose copies are ordered with other work by
-      ``follow`` and ``synchronize`` only. Before each of its copies, the host waits until a buffer is free, so that few
-      copies are pending: a device makes copies of one direction one after the other, and a step's tokens would
-      otherwise wait for all of them.
+    - ``to_host`` and ``to_device`` do not block the caller. The host memory may be read only after both streams have
+      completed (``synchronize``).
+    - ``beside`` returns a second ``SwapSpace`` for the same memory, with separate streams and buffers, whose copies are
+      ordered with other work by ``follow`` and ``synchronize`` only. Its ``to_host`` and ``to_device`` block until a
+      buffer is free, so that few copies are pending: a device makes copies of one direction one after the other, and
+      the copy of a step's tokens would otherwise wait for all of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """A separate stream for transfers, and the current stream or another one for computing."""
+    """A separate stream for transfers; computing uses ``compute`` or, if None, the stream current at each call."""
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -122,7 +122,7 @@ class SwapSpace:
             caches: caches of all layers, each [num_layers, num_blocks, block_size, Hkv, D]; their blocks move together.
             num_blocks: number of host blocks.
             shared_file: file that backs the host memory, shared by all processes that name it; None for pinned memory.
-            streams: replacement of the device's streams, for tests of the order.
+            streams: substitute for the device's streams, for tests of the order of copies.
         """
         device = caches[0].device
         self._caches = [block_words(cache) for cache in caches]
@@ -134,9 +134,9 @@ class SwapSpace:
         self._waits = False
 
     def beside(self) -> SwapSpace:
-        """Return the same memory with separate streams and buffers.
+        """Return a second object for the same host blocks and caches, with its own streams and buffers.
 
-        Its copies run concurrently with those of this object; one thread at a time may make them.
+        Its copies run concurrently with those of this object. One thread at a time may use it.
         """
         other = copy(self)
         if self._streams is not None:

@@ -141,7 +141,7 @@ def attend_tiles(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Include KV positions [begin, end) in (acc, row_max, row_sum), and return them.
+    """Return (acc, row_max, row_sum) after including KV positions [begin, end).
 
     ``begin`` is a multiple of TILE_N. Without ``MASKED``, so is ``end``, and every row attends to every position. With
     ``MASKED``, row i attends to position p if p < end, p <= row_positions[i] and, with ``HAS_WINDOW``, p >

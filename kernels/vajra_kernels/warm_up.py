@@ -1,4 +1,4 @@
-"""Compile the attention kernels that a run may need before it starts.
+"""Compile, before a run starts, the attention kernels that it may need.
 
 Invariants:
     - Every launch of a batch within the limits has the specialisation of a launch that was run here: kernels are
@@ -44,10 +44,10 @@ class Limits:
     """Limits of the batches for which kernels are compiled.
 
     Attributes:
-        max_seqs: number of sequences.
-        max_query_len: query tokens of one sequence.
-        max_kv_len: KV positions of one sequence.
-        causal: False if batches may contain parts of sequences (KV parallelism).
+        max_seqs: largest number of sequences.
+        max_query_len: largest number of query tokens of one sequence.
+        max_kv_len: largest number of KV positions of one sequence.
+        causal: ``AttentionMetadata.causal`` of the batches.
     """
 
     max_seqs: int
@@ -95,9 +95,9 @@ def _call(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tensor], metadat
 
 
 def _batches(limits: Limits, k_cache: torch.Tensor) -> Iterator[AttentionMetadata]:
-    """Yield batches whose bounds select every possible launch: only decodes, and only chunks.
+    """Yield batches of decodes and batches of one chunk whose bounds select every possible launch.
 
-    A mixed batch uses the launches of one or both.
+    A mixed batch uses the launches of a batch of chunks, or those of a batch of decodes and of a batch of chunks.
     """
     contexts = _powers(limits.max_kv_len)
     for num_seqs in _powers(limits.max_seqs):

@@ -1,1 +1,1 @@
-"""Execution of experiments: single runs, sweeps, capacity searches, comparisons with measured runs, and profiles."""
+"""Execution of experiments: runs, sweeps, atlases, capacity searches, comparisons with measured runs, and profiles."""

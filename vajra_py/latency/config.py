@@ -1,8 +1,8 @@
 """Settings under `latency:` and `output_length:`, and the objects they build.
 
 Each class holds the settings of one `type`; its fields are the parameters, with units in their names or descriptions.
-Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
-context.
+A relative path is looked up in the folder `base_folder` of pydantic's validation context, if it is given, and then in
+the current folder.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ _Degree = Annotated[int, Field(ge=1, le=1024)]
 
 
 class SettingsModel(BaseModel):
-    """Base class of the sections under `latency:`: immutable, without unknown keys, without NaN."""
+    """Base class of the sections under `latency:` and `output_length:`.
+
+    Objects are immutable; unknown keys, NaN and infinity are errors.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
 
 def resolved_path(path: str, info: ValidationInfo) -> str:
-    """Return `path` resolved against the context's `base_folder` if a file exists there, else unchanged."""
+    """Return `path` resolved against the context's `base_folder` if that file or folder exists, else unchanged."""
     folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
     if folder is not None and not Path(path).is_absolute():
         candidate = Path(folder) / path
@@ -116,7 +119,7 @@ class RooflineConfig(SettingsModel):
         return structs.replace(model, dtype=dtype, kv_dtype=kv_dtype)
 
     def device_spec(self) -> DeviceSpec:
-        """Return the described device."""
+        """Return the configured device."""
         return load_device(self.device)
 
     def deployment(self) -> Deployment:

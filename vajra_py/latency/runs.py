@@ -30,7 +30,7 @@ class PredictsDecodeRuns(Protocol):
 
 @runtime_checkable
 class VariesSteps(Protocol):
-    """Latency model with the variation of equal steps; predictions are the mean, and simulated steps vary around it."""
+    """Latency model in which equal steps may vary: predictions are the mean, and simulated steps vary around it."""
 
     variation: Variation | None
     """Variation of equal steps; None: they do not vary."""

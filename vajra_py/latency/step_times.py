@@ -25,7 +25,7 @@ class StepTimes(Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """Return one line, without a full stop."""
+        """Kind, source and errors in one line, without a full stop."""
         text = f"{self.kind}: {self.source}"
         if self.errors:
             known = ", ".join(f"{name.removesuffix('_s').upper()} {value:.1%}" for name, value in self.errors.items())
@@ -49,8 +49,8 @@ REAL = StepTimes("real", "computed by the engine")
 
 
 def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
-    """Return the origin for a run with several replicasets: the least trusted kind, all sources, and the largest known
-    errors.
+    """Return the origin for a run with several replicasets: the least trusted kind, all sources, and the largest error
+    of each metric whose error is known for all of them.
     """
     distinct = list(by_replicaset.values())
     if all(one == distinct[0] for one in distinct):

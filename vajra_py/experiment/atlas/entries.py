@@ -50,9 +50,10 @@ def entries_of(
 ) -> tuple[Entry, Sequence[Entry]]:
     """Return the baseline and the other entries of an atlas.
 
-    A policy replaces the baseline's policy of its place; policies joined by `+` replace several. A name offered for
-    several layers replaces the baseline's policies of all these layers; a name offered for no layer may be an admission
-    or retention policy, or a preset.
+    Policies of `DEFAULT_BASELINE` take the places for which `baseline` has no policy. In each other entry, a policy
+    replaces the baseline's policy of its place; policies joined by `+` replace several. A name offered for several
+    layers replaces the baseline's policies of all these layers; a name offered for no layer may be an admission or
+    retention policy, or a preset.
 
     Raises:
         UnknownNameError: A name is offered by no installed package.

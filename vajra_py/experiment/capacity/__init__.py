@@ -1,1 +1,1 @@
-"""Search for the highest rate that meets conditions, with intervals over seeds."""
+"""Search for the highest rate, or the cheapest replica counts, at which an SLO holds, with intervals over seeds."""

@@ -151,7 +151,7 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of probes inside a bracket, by (seed, condition)."""
+    """Number of probes between rates that were run before, by (seed, condition)."""
 
     @property
     def num_conditions(self) -> int:

@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def deciding(self) -> ConditionCapacity | None:
-        """The condition whose capacity is the answer."""
+        """Condition at the position `decides`; None without one."""
         return None if self.decides is None else self.conditions[self.decides]
 
 
@@ -156,7 +156,7 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
 
 def _is_other(one: Setting, failed: Setting) -> bool:
-    """Return whether the SLO may hold at this setting although it fails at `failed`: this setting has more replicas of
+    """Return True if the SLO may hold at the setting `one` although it fails at `failed`: `one` has more replicas of
     some kind, or other kinds.
     """
     return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]

@@ -22,7 +22,7 @@ from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replicat
 
 FEWEST_SEEDS = 5
 """Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with a
-probability of at least 95 %: all of `n` seeds lie below their median with probability `2 ** -n`.
+probability of at least 95 %: all of `n` seeds lie below the median of the distribution with probability `2 ** -n`.
 """
 
 _CURVE_LEVELS = 40
@@ -68,7 +68,7 @@ class Crossing:
 
     @property
     def capacity(self) -> SeedCapacity:
-        """Return the rate as the seed's capacity or as a bound of it."""
+        """The rate, as the seed's capacity or as a bound of it."""
         return SeedCapacity(self.rate, "below" if self.low is None else "above" if self.high is None else "exact")
 
 

@@ -2,7 +2,8 @@
 
 Each setting has its own search (`vajra_py.experiment.capacity.search`), and all share one pool of workers. The next
 runs of a search depend only on its own results, so answers do not depend on the number of workers. Every run has its
-own folder, such as `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; existing runs are read, not repeated.
+own folder, such as `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; finished runs are read, not repeated, unless they
+are to be overwritten.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vajra_py.plugins import Registry, load_registry
 
 _SEED = "seed"
 _MANY = 1 << 30
-"""Number of tasks passed to the pool, since the number of runs is not known in advance."""
+"""Number of tasks that limits the pool's workers; large, since the number of runs is not known in advance."""
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
@@ -199,7 +200,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
 
 
 def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
-    """Return (costs of a replica of each kind, their unit); empty if a rate is searched.
+    """Return (costs of a replica of each kind, their unit); no costs if a rate is searched.
 
     If no costs are configured, they are the prices of the replicas' devices; with a single kind, or if a price is
     unknown, every replica costs 1.

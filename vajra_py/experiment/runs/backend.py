@@ -59,11 +59,13 @@ class Backend(Protocol):
 
     @property
     def latency_models(self) -> Mapping[str, LatencyModel]:
-        """Latency models of the steps, by replicaset; empty if steps are executed on an engine."""
+        """Latency models of the steps, by the keys of `device_figures.latency_models`; empty if an engine executes the
+        steps.
+        """
 
     @property
     def step_times(self) -> StepTimes:
-        """Return the origin of the steps' durations."""
+        """Origin of the steps' durations."""
 
     def prepare(self, folder: Path) -> None:
         """Prepare backend-specific recording in the run's folder."""

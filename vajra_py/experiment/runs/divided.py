@@ -1,7 +1,7 @@
 """Division of a simulation into independent parts, whose merged results are byte for byte those of the undivided run.
 
-Replicasets share only the order of requests. The same holds for the replicas of a replicaset if its scheduler binds
-requests on arrival without reading loads and no policy keeps state about requests of other replicas. Each part
+All that replicasets share is the order of requests. The same holds for the replicas of one replicaset if its scheduler
+binds requests on arrival without reading loads, and no policy keeps state about requests of other replicas. Each part
 processes all requests in order, determines the replica of each as the undivided run would, and simulates the requests
 of its own replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the reason.
 """
@@ -134,8 +134,8 @@ class Division:
 
     Attributes:
         owners: Part of each replica, by replicaset.
-        together: Reason why the replicas of a replicaset stay in one part, by name of the replicaset; without those
-            that can be divided.
+        together: Reason why the replicas of a replicaset stay in one part, by name of the replicaset; replicasets that
+            can be divided have no entry.
     """
 
     owners: Mapping[str, Sequence[int]]
@@ -196,8 +196,8 @@ class PartOfRun(SimulatedRun):
         self.workload = Workload(run.workload.columns.take(rows), run.workload.name, run.workload.source)
 
     def _plan(self, division: Division, part: int) -> tuple[I64, list[int]]:
-        """Return the workload rows of this part's requests and the replica of each (-1 if it is decided during the
-        run).
+        """Return the workload rows of this part's requests and the replica of each (-1 if the request is refused, or if
+        its replica is decided during the run).
         """
         rows: list[int] = []
         replicas: list[int] = []

@@ -43,7 +43,7 @@ class SettingSeeds:
 
     @property
     def why(self) -> str:
-        """Return the reason why some seeds are not run; empty if all are run."""
+        """Reason why some seeds are not run; empty if all are run."""
         num_seeds, num_runs = len(self.points), len(self.kept)
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
@@ -123,7 +123,7 @@ def drew_beside_workload(path: Path) -> bool:
 
 
 def note_copies(path: Path, seeds: SettingSeeds) -> None:
-    """Record in a run's summary that it represents several seeds, replacing any earlier record."""
+    """Record in a run's summary that it represents several seeds, or remove an earlier record if it does not."""
     file = path / SUMMARY_FILE
     written = file.read_text(encoding="utf-8")
     if not seeds.why and f'"{SECTION}"' not in written:

@@ -1,7 +1,7 @@
 """Folder of a run: its status and files after success, failure or interruption.
 
-`manifest.json` has the facts that determine the results, and the run's status. `environment.json` has machine and time;
-all other files are byte for byte equal for equal settings, seed and versions.
+`manifest.json` has the facts that determine the results, and the run's status. `environment.json` has machine and time.
+All other files of a simulation are byte for byte equal for equal settings, seed and versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 
 
 def config_digest(config: SystemConfig) -> str:
-    """Return a digest of an experiment's settings, except output locations and `capacity:`."""
+    """Return a digest of an experiment's settings, except those that do not determine a run's results: `output`,
+    `name`, `description`, `sweep`, `replications` and `capacity`.
+    """
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )

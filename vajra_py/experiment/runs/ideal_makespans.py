@@ -26,7 +26,7 @@ prompts are compared.
 def ideal_makespans(
     config: ExperimentConfig, workload: Workload, models: Mapping[str, LatencyModel], requests: Any
 ) -> dict[str, float]:
-    """Return the ideal makespan of each program in seconds, by id; empty if there is no latency model.
+    """Return the ideal makespan of each program in seconds, by id; empty without programs or without predictions.
 
     It is the length of the critical path through a program's graph from its first arrival. The path consists of delays
     and calls; each call runs alone, computes its prompt in one step, and finds every prompt token that its parents have

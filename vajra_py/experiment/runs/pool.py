@@ -77,7 +77,9 @@ class RunPool(Protocol):
 
 
 class InProcess:
-    """Pool that runs tasks one after the other in this process, so that policies need not be installed."""
+    """Pool that runs tasks one after the other in this process, so that a registry with policies that are not installed
+    can be used.
+    """
 
     def __init__(
         self, registry: Registry, progress: TaskProgress | None = None, backend: MakeBackend = make_backend
@@ -156,9 +158,9 @@ class Processes:
             raise RunInterrupted(INTERRUPTED) from None
 
     def close(self) -> None:
-        """End the processes; unfinished tasks are dropped.
+        """End the processes; unfinished tasks are dropped and their workers terminated.
 
-        Workers that are still starting are waited for, because they would fail without their queues.
+        If all tasks have ended, wait for workers that are still starting, because they would fail without their queues.
         """
         if self._waiting:
             for process in list((self._pool._processes or {}).values()):
@@ -177,8 +179,8 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C within the context and let processes started here ignore it: a terminal signals the whole process
-    group, but this process must end the workers itself.
+    """Defer Ctrl-C within the context, and make processes that are started in it ignore Ctrl-C: a terminal signals the
+    whole process group, but this process must end the workers itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,7 +1,7 @@
 """Replay an engine's run in the simulator and compare the decisions.
 
 The run's requests are submitted to the simulator at the recorded ticks, and every step has its recorded duration. The
-two decision logs must be equal, line for line, which verifies that the policy decides the same in simulator and engine.
+two decision logs must be equal, row for row, which verifies that the policy decides the same in simulator and engine.
 A policy that depends on anything besides its inputs, or a mechanism with different sizes, causes a difference.
 """
 
@@ -107,7 +107,7 @@ class ReplayReport:
     """Result of a replay.
 
     Attributes:
-        num_steps: Number of steps in the recorded decision log.
+        num_steps: Number of recorded steps that computed tokens and ended.
         num_requests: Number of requests that were submitted in the run.
         difference: First difference between the decision logs; None if they are equal.
     """
@@ -315,7 +315,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # with known tokens every step publishes blocks, and tiers copy published blocks
+        fast_forward=repeats,  # with known tokens every step caches blocks, and tiers copy cached blocks
         expires=False,
         times_transfers=False,
         wakes=False,

@@ -119,7 +119,7 @@ class SimulatedRun:
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
     """Return the acceptance model of draft tokens; None without drafts. Raises `ConfigError` if its settings are
-    incomplete.
+    missing, or have fewer positions than a replica may have drafts.
     """
     settings = run.config.backend.settings.drafts
     most = max(
@@ -176,8 +176,8 @@ def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyMo
 
 
 def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
-    """Return the model that gives policies predictions. Raises `ConfigError` if it cannot describe the same replica as
-    `latency`.
+    """Return the model whose predictions policies get. Raises `ConfigError` if it has another number of pipeline stages
+    than `latency`.
     """
     if choice is None:
         return latency

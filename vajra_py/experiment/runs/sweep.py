@@ -53,9 +53,9 @@ def sweep(
     """Run every point of the sweep, except points that are already finished and seeds that would repeat another seed's
     run.
 
-    Simulations run concurrently in `workers` processes (by default one per core), or in `pool`. Points on a device run
-    one after the other, because concurrent runs would disturb each other's times. A failed point does not stop the
-    others. Raises `RunInterrupted` if the user interrupts the sweep; finished runs are kept.
+    Points run concurrently in `workers` processes, or in `pool`. By default there is one process per core for
+    simulations, but only one for points on a device, because concurrent runs would disturb each other's times. A failed
+    point does not stop the others. Raises `RunInterrupted` if the user interrupts the sweep; finished runs are kept.
     """
     registry = registry or load_registry()
     points = sweep_points(config, registry)
@@ -118,7 +118,9 @@ class _Plan:
         """For each point that is not run, the point with the equal run."""
 
     def kept(self) -> list[int]:
-        """Return the points to run, including points that were expected to repeat a run but do not."""
+        """Return the points with a run of their own, finished or not, including points that were expected to repeat the
+        run of another one but do not.
+        """
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):
                 self.released_by(kept)
@@ -129,8 +131,8 @@ class _Plan:
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Return the points that had been expected to repeat the run of this finished point but do not, because that
-        run drew from its seed unexpectedly.
+        """Remove from `copies`, and return, the points that had been expected to repeat the run of this finished point
+        but do not, because that run drew from its seed unexpectedly.
         """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):

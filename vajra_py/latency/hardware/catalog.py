@@ -25,13 +25,15 @@ _DEVICE_ALIASES = {
 
 
 def model_names() -> list[str]:
-    """Return the names of the described models, sorted."""
+    """Return the names of the shipped models, sorted."""
     return _names("models")
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Return the model with this name (any case, without organisation), or the model described by this `config.json`
-    file or by a folder with one.
+    """Return the model described by this `config.json` file or by this folder with one, else the shipped model of this
+    name.
+
+    Names may have any case; an organisation before a slash is ignored.
 
     Raises:
         ConfigError: the name or file does not exist, or the file describes no supported model.
@@ -72,7 +74,7 @@ def _load_file(path: Path, name: str) -> ModelSpec:
 
 
 def device_names() -> list[str]:
-    """Return the names of the described devices, sorted."""
+    """Return the names of the shipped devices, sorted."""
     return _names("hardware")
 
 
@@ -88,7 +90,7 @@ def read_device_file(name: str) -> dict[str, Any]:
 
 
 def device_name(name: str) -> str:
-    """Return the full name of a shipped device; accepts any case, and short names (a100, h100, h200, cpu).
+    """Return the full name of a shipped device; accepts any case, and short names such as a100 or cpu.
 
     Raises:
         ConfigError: there is no device of that name.

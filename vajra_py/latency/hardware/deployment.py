@@ -11,7 +11,7 @@ from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 ACTIVATION_TOKENS = 8192
 """Number of tokens in one step for which activation memory is reserved."""
 LOGIT_ROWS = 256
-"""Number of rows of logits for which memory is reserved: two copies in float32."""
+"""Number of rows of logits for which memory is reserved, in two float32 copies."""
 
 
 class Parallelism(Struct, frozen=True):
@@ -22,7 +22,7 @@ class Parallelism(Struct, frozen=True):
     kv: int = 1
     """KV-parallel groups, each with all tensor-parallel and pipeline ranks."""
     data: int = 1
-    """Data-parallel ranks that divide the routed experts among them; affects memory only."""
+    """Data-parallel ranks, each with its share of the routed experts; affects memory only."""
 
 
 class Deployment(Struct, frozen=True):
@@ -68,7 +68,7 @@ class Deployment(Struct, frozen=True):
 
     @property
     def num_first_layers(self) -> int:
-        """Number of layers of the largest pipeline stage; stages with one layer more come first."""
+        """Number of layers of the first pipeline stage; stages with one layer more than others come first."""
         return -(-self.model.num_layers // self.parallelism.pipeline)
 
     @property
@@ -99,7 +99,7 @@ class Deployment(Struct, frozen=True):
 
     @property
     def activation_bytes(self) -> float:
-        """Return the bytes reserved on each device for hidden states of a large step and for logits."""
+        """Bytes reserved on each device for hidden states of a large step and for logits."""
         model, split = self.model, self.parallelism.tensor
         width = model.intermediate_size
         if model.experts is not None:

@@ -45,7 +45,10 @@ class DeviceCosts(Struct, frozen=True):
     """Source of the price (`price_per_hour`, with date) and of each power value."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
-        """Return the costs with values given by the user: `price_per_hour` and the `POWER_FIELDS`."""
+        """Return the costs with values given by the user: `price_per_hour` and the `POWER_FIELDS`.
+
+        If the power is unknown, it stays unknown unless all `POWER_FIELDS` are given.
+        """
         watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
         power = self.power
         if watts and power is not None:

@@ -1,8 +1,8 @@
 """Peak speeds of devices, and the fractions of them that kernels reach.
 
-A description states every value with its source in `hardware/*.json`. A user's own device is the same mapping without
-sources, either complete or as changes to a shipped device (`base`). Peaks are those of dense matrices (no structured
-sparsity); bandwidths are those of one direction.
+Each file `hardware/*.json` describes a device, with a source for every value. A user describes a device by the same
+fields without sources: all of them, or changes to a shipped device (`base`). Peaks are those of dense matrices (no
+structured sparsity); bandwidths are those of one direction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceSpec(Struct, frozen=True):
     attention_fraction: float
     """Fraction of the peak that attention kernels reach."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Peak bandwidth of the device's memory, in bytes per second."""
     bandwidth_fraction: float
     memory_bytes: int
     """Memory in bytes, as the driver reports it."""
@@ -49,8 +49,8 @@ class DeviceSpec(Struct, frozen=True):
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
     priced_as: str | None = None
-    """Name of the shipped device whose price and power apply, also for a changed device; None if the device has no
-    name.
+    """Name by which `device_costs` looks up price and power: for a changed device that of its base; None if the device
+    has no name.
     """
 
     @property

@@ -26,7 +26,7 @@ _DTYPE_NAMES = {
 
 
 class _Family(Struct, frozen=True):
-    """Properties of a model family that its configuration file does not state."""
+    """Properties of a model family that its configuration files do not state, or may omit."""
 
     norms_per_layer: int = 2
     norm_parameters: int = 1
@@ -196,7 +196,7 @@ def _latent(keys: _Keys) -> LatentAttention | None:
 
 
 def _feed_forward(keys: _Keys, num_layers: int) -> tuple[Experts | None, int]:
-    """Return the experts (None if there are none), and the width of the dense layers (0 if there are none)."""
+    """Return the experts (None if there are none), and the width of the dense layers (0 if every layer has experts)."""
     values = keys.values
     num_experts = next(
         (values[k] for k in ("num_local_experts", "n_routed_experts", "num_experts") if values.get(k)), 0

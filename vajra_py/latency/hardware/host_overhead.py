@@ -28,7 +28,7 @@ class HostOverhead(Struct, frozen=True):
     """GPU waiting time in every step despite asynchronous scheduling; operator profiles do not measure it, so the
     default is 0."""
     asynchronous: bool = False
-    """True if the host's work overlaps the previous step."""
+    """True if the host prepares a step while the GPU computes the previous one."""
     arrival_s: float = 0.0
     """Time from a request's arrival until it is in the scheduler's queue."""
     first_token_s: float = 0.0

@@ -54,7 +54,7 @@ class ModelSpec(Struct, frozen=True):
     """Number of positions that the checkpoint supports."""
     tied_embeddings: bool = False
     mlp_matrices: int = 3
-    """3 for gated feed-forward layers (SwiGLU, GeGLU), 2 for plain ones."""
+    """Number of matrices of a feed-forward layer: 3 if it is gated (SwiGLU, GeGLU), else 2."""
     extra_layer_parameters: int = 0
     """Parameters of one layer's norms and biases."""
     sliding_window: int | None = None
@@ -115,7 +115,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output layer, which maps a hidden state to logits (whether tied or not)."""
+        """Number of weights of the output layer, which maps a hidden state to logits; the same if they are tied."""
         return self.vocab_size * self.hidden_size
 
     @property

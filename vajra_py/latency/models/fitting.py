@@ -1,8 +1,9 @@
 """Fit curves to measured step times and report their error on held-out steps.
 
-The fit is a sum of functions that are non-decreasing, except over the first few numbers of tokens: products of two rows
-may take longer than those of four, since libraries use different algorithms. So the fit is a least-squares problem with
-non-negative coefficients: levels at those first numbers, slopes between the other knots of curves, and times per unit.
+The fit is a sum of functions that are non-decreasing, except over the first few numbers of tokens: matrix products with
+two rows may take longer than with four, since libraries use different algorithms. So the fit is a least-squares problem
+with non-negative coefficients: levels at those first numbers of tokens, slopes between the other knots of curves, and
+times per unit.
 Errors are relative, so that short steps count as much as long ones; disturbed measurements get less weight (Huber's
 weights).
 """
@@ -126,7 +127,7 @@ def profile_of_steps(path: str) -> Profile:
 
 
 def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Return the relative errors of predictions; see `held_out_errors`."""
+    """Return the relative errors of predictions, in the form of `held_out_errors`."""
     found: dict[str, dict[str, float]] = {}
     for kind in ("all", "decode", "prefill", "mixed"):
         chosen = [one for one in measured if kind in ("all", one.kind)]
@@ -169,7 +170,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
-    """Return the part of each value in each segment; the last segment has no end."""
+    """Return, for each segment, how far each value reaches into it; the last segment has no end."""
     columns = []
     for index, (low, high) in enumerate(pairwise(knots)):
         top = np.inf if index == len(knots) - 2 else high
@@ -180,8 +181,8 @@ def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
 def _robust(matrix: Floats, times: Floats) -> Floats:
     """Return coefficients >= 0 such that matrix @ x approximates the times in relative terms; outliers get less weight.
 
-    Errors are relative to the prediction; relative to the measurement, short times would have more influence than long
-    ones.
+    Errors are relative to the prediction; relative to the measurement, a step measured too short would have more
+    influence than one measured too long.
     """
     from scipy.optimize import nnls  # takes long to import, and most models are not fitted
 

@@ -1,7 +1,8 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
-The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. The sum
-of all times and the largest time per resource bound what any schedule of the operators can reach. Sources: Zhu et al.,
+The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. No
+schedule of the operators takes longer than the sum of all times (`none`), or less than the largest sum of one resource
+(`step`). Sources: Zhu et al.,
 "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
 kinds of attention.
 """
@@ -28,7 +29,7 @@ from vajra_py.latency.models.roofline import (
 )
 
 Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
-"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `partial` is `RooflineModel`."""
+"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `RooflineModel` has `partial`."""
 
 _DESCRIBED = {
     "none": "nothing overlaps",
@@ -65,8 +66,8 @@ _NOTHING = Work(0.0, 0.0, 0.0)
 class OverlappedRooflineModel:
     """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
-    Kernel and link latencies, step overhead, transfers between stages and swapped bytes never overlap with other work:
-    a step cannot overlap with a copy that it reads, or that frees blocks to which it writes.
+    Kernel and link latencies, step overhead and transfers between stages never overlap with other work. Neither do
+    copies of swapped bytes: a step reads what one copy writes, or writes to blocks that another copy frees.
 
     Raises:
         ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
@@ -147,7 +148,7 @@ class OverlappedRooflineModel:
         return replace(plain, source=f"{plain.source}, {_DESCRIBED[self.overlap]}", kv_blocks=self.kv_blocks)
 
     def _time_s(self, operators: list[Work]) -> float:
-        """Return the seconds of these operators; the two kinds of attention come first."""
+        """Return the seconds of these operators, in the order of `_operators`."""
         if self.overlap == "none":
             return sum(_sum(operators))
         if self.overlap == "step":

@@ -1,7 +1,7 @@
-"""Compact encoding of step times: a run of steps is stored as its start, first duration, and changes of the duration.
+"""Compact encoding of step times: the start and first duration of each run of steps, and changes of the duration.
 
-Durations in a run of decodes grow almost linearly, so the second differences of their ends are tiny and compress well.
-All arithmetic is on integers modulo 2**64, so decoding is exact.
+A run of steps is a series of steps without pauses. Durations of decode steps grow almost linearly, so their second
+differences are tiny and compress well. All arithmetic is on integers modulo 2**64, so decoding is exact.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
-"""Columns of a file of step records with the ticks at which steps were formed and ended; `duration_s` is NaN if it
-follows from them."""
+"""Columns of a file of step records, besides `replica_id`: the index of a record's first step, the fields of
+`PackedTimes`, and a duration for all steps of the record, NaN if it follows from the ticks."""
 
 _EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""
 
 
 class PackedTimes(Struct, frozen=True):
-    """Runs of steps; the steps of a run follow one another without pause.
-
-    Values are in ticks, one per run except in `bends`.
-    """
+    """Times of runs of steps, in ticks; one value per run except in `bends`."""
 
     gap: Ints
-    """Time from the end of the previous run in this list (of any replica) until its first step is formed; for the first
-    run, from 0."""
+    """Time from the end of the previous run in this list (of any replica) until this run's first step is formed; for
+    the first run, from 0."""
     num_steps: Ints
     """Number of steps of each run, at least 1."""
     duration: Ints

@@ -1,4 +1,4 @@
-"""Step time from a profile that `vajra profile` measured.
+"""Step time from a profile, which `vajra profile` measures or `fitting` fits to a table of measured steps.
 
 A step takes a base time; piecewise-linear times for its tokens (matrix products are cheaper per token in larger
 batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per decode,
@@ -96,7 +96,7 @@ class Profile:
             versions.
         errors: relative errors of the fit on held-out shapes, by kind of step.
         num_shapes: number of measured shapes.
-        variation: variation of equal steps; None if each batch was measured once or twice only.
+        variation: variation of equal steps; None if it is unknown, because each batch was measured only a few times.
     """
 
     fit: StepFit

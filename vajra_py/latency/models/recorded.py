@@ -1,7 +1,8 @@
 """Step durations of a recorded run, replayed.
 
-With recorded durations instead of predictions a simulation makes the decisions of the recorded run, which is the
-strongest check that both run the same scheduler. Durations are returned once each, in order, per replica.
+With recorded durations instead of predictions, a simulation makes the decisions of the recorded run. This is the
+strongest check that the simulation and the recorded run use the same scheduler. Each replica's durations are returned
+in order, once each.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RecordedDurations:
         """Return the durations in a run's steps table: a Parquet, CSV or JSON file with the columns replica_id,
         step_index and duration_s.
 
-        A Parquet file may store runs of steps as records, the format that runs write.
+        A Parquet file may also have step records (see `packed_times`), as written by experiments.
 
         Raises:
             ConfigError: the file is unreadable or lacks a column, or a replica's step indices are not consecutive from
@@ -132,8 +133,8 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 class RecordedModel:
     """Latency model that returns recorded durations to a simulator and makes no predictions.
 
-    Policies that need predictions require `backend.simulator.predictions`; to replay a run decision for decision, this
-    must be the model that the recorded run's policies used.
+    Policies that need predictions require the setting `backend.simulator.predictions`. To replay a run decision for
+    decision, it must name the latency model that the recorded run's policies used.
     """
 
     num_stages = 1

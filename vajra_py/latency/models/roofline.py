@@ -110,9 +110,9 @@ class RooflineModel:
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
-        """Cache of `_products_s` by tokens; the token budget makes equal numbers frequent."""
+        """Cache of `_products_s` by number of tokens; numbers repeat, since many steps use the whole token budget."""
         self._rows: dict[int, float] = {}
-        """Cache of the times of head and overhead, by rows."""
+        """Cache of the times of head and overhead, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
         """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
         layers."""
@@ -156,8 +156,8 @@ class RooflineModel:
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
-        Their contexts sum to `first_context_tokens` in the first step. Equal, bit for bit, to calling `batch_time_s`
-        step by step while every context grows by one token per step.
+        Their contexts sum to `first_context_tokens` in the first step, and each grows by one token per step. The result
+        equals, bit for bit, that of calling `batch_time_s` step by step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
@@ -201,8 +201,8 @@ class RooflineModel:
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Return the seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
-        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies and
-        element-wise work.
+        `weights` is the time of the layers' matrix products (arithmetic or memory), `kernels` that of latencies,
+        element-wise work and all-reduces.
         """
         num_tokens = features.num_tokens
         if not num_tokens:
@@ -262,8 +262,8 @@ class RooflineModel:
         flops, memory = features.prefill_attention_pairs * pair_s, keys * key_s
         time = sqrt(memory * memory + flops * flops)
         if window:
-            # Only the sum of the contexts is known, so the window caps the sums: exact if all contexts are longer, or
-            # all shorter.
+            # Only the sum of the contexts is known, so the window caps the sums. That is exact if all contexts are
+            # longer than the window, or all are shorter.
             flops = min(features.prefill_attention_pairs, features.prefill_tokens * window) * window_pair_s
             memory = min(keys, features.num_prefills * window + features.prefill_tokens) * window_key_s
             time += sqrt(memory * memory + flops * flops)
@@ -367,7 +367,7 @@ def decode_key_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def elementwise_token_s(deployment: Deployment) -> float:
-    """Return the seconds per token of kernels that only move values.
+    """Return the seconds per token of element-wise kernels, which take the time of their memory traffic.
 
     These are norms with residuals, rotary embedding, activation and cache write.
     """
@@ -384,8 +384,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (ring: 2 (t - 1) / t of the
-    bytes).
+    """Return the seconds per step and per token of the two all-reduces in each layer (a ring of t ranks sends 2 (t - 1)
+    / t of the bytes).
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:

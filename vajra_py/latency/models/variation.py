@@ -13,11 +13,11 @@ from msgspec import Struct
 _MOST_FACTORS = 100
 
 Factors: TypeAlias = tuple[float, ...]
-"""Equally likely multiples, ascending, with mean 1, since predictions are the mean."""
+"""Equally likely multiples of the predicted duration, ascending, with mean 1, since predictions are the mean."""
 
 
 class Variation(Struct, frozen=True):
-    """Variation of equal steps, separately for steps of decodes only and for steps with prompts.
+    """Variation of equal steps, separately for steps that have only decodes and for steps with prompts.
 
     Raises `ValueError` for invalid `Factors`.
     """
@@ -42,7 +42,7 @@ class Variation(Struct, frozen=True):
 def factors_among(multiples: Sequence[float]) -> Factors:
     """Return the factors of a sample: the means of its hundredths, relative to its mean.
 
-    For a smaller sample, they are all of its values relative to the mean.
+    For a sample of at most 100 values, they are all of its values relative to the mean.
     """
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])

@@ -2,8 +2,8 @@
 
 Engines launch different kernels for decodes only, for chunks only, and for both in one call, so these cases have
 separate tables. Inside the measured grid, times are linear in each axis. Holes of the grid are filled once, when the
-tables are built: inside by interpolation, at the rim by extrapolation from the two nearest points. The same lines
-extend above the grid, up to `reach`.
+tables are built (`filled`). Above the grid, times are extrapolated from the last two points of an axis, up to
+`BundleOptions.reach`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MixedSlice:
         axis = self._decode_contexts
         k = bisect_right(axis, decode_context, 1, len(axis) - 1) - 1
         z = (decode_context - axis[k]) / (axis[k + 1] - axis[k])
-        # Below the first knot, the time is that of the first knot.
+        # Below the first chunk size and the first decode context, the time does not change.
         x, z = (x if x > 0.0 else 0.0), (z if z > 0.0 else 0.0)
         times, one, two = self._times, self._stride_chunk, self._stride_context
         at = i * one + j * two + k
@@ -165,9 +165,11 @@ def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid]:
 
 
 def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
-    """Return the grid with its holes filled: inside by linear interpolation, at the rim by linear extrapolation.
+    """Return the grid with its holes filled.
 
-    The last axis is used first. Extrapolated times that would be negative are replaced by the smallest measured time.
+    First, holes between known times are interpolated along one axis after another, the last axis first. Then, in the
+    same order, holes above known times are extrapolated linearly, and holes below them take the first known time. No
+    filled time is below the smallest measured time, which also fills the holes that are left.
     """
     result = grid.copy()
     for beyond in (False, True):
@@ -192,7 +194,10 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
 def _fill_lines(
     lines: Array, rows: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_], knots: Array, *, beyond: bool
 ) -> None:
-    """Fill the holes in some lines in place; all of these lines have holes at the same positions."""
+    """Fill the holes in some lines in place; all of these lines have holes at the same positions.
+
+    With `beyond`, holes below and above the known times are filled too.
+    """
     from scipy.interpolate import interp1d
 
     x = knots[known]

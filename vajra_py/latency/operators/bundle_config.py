@@ -98,7 +98,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         )
 
     def device_spec(self, bundle: Bundle) -> DeviceSpec | None:
-        """Return the configured device, else the bundle's; None if it is not described."""
+        """Return the configured device, else the bundle's; None if the bundle's is not described."""
         if self.device is not None:
             return load_device(self.device)
         try:

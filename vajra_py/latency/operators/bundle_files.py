@@ -2,8 +2,8 @@
 
 The layout is `MODEL/VARIANT/meta.yaml` with one folder `tpN` per tensor-parallel degree, which contains `dense.csv`,
 `per_sequence.csv`, `attention.csv` and, if they were measured, `moe.csv` and `skew.csv` (each may be gzip'd). Times are
-microseconds of one call in one layer. Every error is reported with its file and line, and an incomplete folder is
-refused.
+microseconds of one call in one layer. Errors name the file and, for a wrong value, its line. An incomplete folder is an
+error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A calibration: corrections of a latency model from a measured run, and its errors on data that was not fitted."""
+"""A calibration: corrections of a latency model from a measured run, and its errors on data outside the fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Calibration:
     host: Mapping[str, float]
     """Host overhead in seconds, by field of `HostOverhead`."""
     scales: Mapping[str, float]
-    """Factors on parts of a step."""
+    """Factors on parts of a step, by name in `profile_bundle.SCALES`."""
     fitted_on: str
     """Description of the measurements that the values were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Times of a step's dense layers by number of tokens, summed over the operators of a bundle.
 
 Matrix products are computed in tiles of 16 to 256 rows, so their times are a staircase with steps at multiples of 16
-tokens. Where samples are that close, a size between two samples takes the time of the larger one. Elsewhere times are
-linear between samples.
+tokens. Where samples of matrix products are at most 16 tokens apart, a size between two of them takes the time of the
+larger one. All other times are linear between samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DenseTimes:
 
 def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64], size: float) -> float:
     """Return the time at `size`: linear between samples; above them, on the line through the sample at about half the
-    largest size and the largest sample.
+    largest size and the largest sample, or in proportion to the size if there is no such sample.
     """
     if size <= sizes[-1]:
         return float(np.interp(size, sizes, times))

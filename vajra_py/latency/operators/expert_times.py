@@ -78,7 +78,7 @@ class ExpertTimes:
         columns = [_line(self._tokens, self._grid[:, column], tokens) for column in range(len(self._activated))]
         fewest = float(self._activated[0])
         if activated < fewest and len(columns) > 1:
-            # Rows start at the experts of one token; a rank may activate fewer.
+            # Measurements start at the number of experts that one token activates; one rank may activate fewer.
             slope = max(0.0, (columns[1] - columns[0]) / (float(self._activated[1]) - fewest))
             return max(columns[0] - slope * (fewest - activated), columns[0] * activated / fewest)
         return _line(self._activated, np.array(columns), activated)

@@ -24,7 +24,7 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
-"""Fraction of the slots, counted as two per multiprocessor; contexts are split if blocks fill less than it."""
+"""Fraction of the slots, counted as two per multiprocessor. If blocks fill at least as much, contexts are not split."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
 """Peak bandwidth of one block if a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
@@ -60,7 +60,7 @@ class DecodeKernel:
     def of(cls, device: DeviceSpec, kv_heads: int, head_dim: int) -> DecodeKernel:
         """Return the kernel for a described device, in 16-bit precision."""
         share = min(1.0, BLOCK_BYTES_PER_S / device.attainable_bandwidth)
-        # A block keeps its queries and one block of keys and values in shared memory.
+        # A thread block keeps its queries and one tile of keys and of values in shared memory.
         held_kib = 2 * head_dim * (BLOCK_ROWS + 2 * key_block(head_dim)) / 1024
         resident = int(SHARED_KIB.get(device.sm_version, 100) // held_kib)
         return cls(kv_heads, device.num_sms, share, max(1, resident))
@@ -80,7 +80,8 @@ class DecodeKernel:
         """
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
-        # All running blocks have received equal shares since the last one started: `served` is the sum of these shares.
+        # Running blocks share the bandwidth equally. `served` is how much a block would have read that had run from the
+        # start; `running` has the value of `served` at which each running block ends.
         slots = self.num_slots
         running = blocks[:slots]
         heapq.heapify(running)
@@ -97,7 +98,7 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """Return the ratio of a measured batch's time to that with equal contexts; the long contexts come first."""
+        """Return the predicted ratio of a measured batch's time to that with equal contexts, long contexts first."""
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)
@@ -171,7 +172,7 @@ def spread_orders(values: Sequence[float]) -> list[list[float]]:
 
 
 def key_block(head_dim: int) -> int:
-    """Return the number of keys per block of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
+    """Return the number of keys per tile of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
 

@@ -1,8 +1,8 @@
 """Factors by which unequal decode contexts lengthen attention, from batches with unequal contexts in the profile.
 
-The ratio between unequal and equal contexts is not a constant of the GPU. It falls with the size of a chunk beside the
-decodes, whose own attention is not affected, and with that chunk's context; it grows with the decodes' mean context. So
-measured ratios are interpolated over all of these and the number of decodes.
+The ratio of the times with unequal and with equal contexts is not a constant of the GPU. A chunk beside the decodes
+lowers it, since the chunk's own attention is not affected: the more, the larger the chunk and its context are. The
+decodes' mean context raises it. So measured ratios are interpolated over all of these and the number of decodes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Largest difference between the variation of contexts in a measured batch and the wanted one, for the batch to be
-used.
+"""Largest difference between the variation of contexts in a measured batch and the requested variation, for the batch
+to be used.
 """
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")

@@ -41,7 +41,7 @@ class Split:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Tensor and expert parallelism of the experts."""
+        """(Tensor-parallel degree, expert-parallel degree) of the experts."""
         ranks = self.tensor * self.data
         return (1, ranks) if self.expert_parallel else (ranks, 1)
 
@@ -256,7 +256,10 @@ def _mla(
 
 
 def _experts(tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision) -> Array:
-    """Return rows of (tokens of all ranks, 1, microseconds) for one layer's routed experts on one GPU."""
+    """Return rows of (tokens of all ranks, 1, microseconds) for one layer's routed experts on one GPU.
+
+    The 1 takes the place of the number of activated experts, which the tables do not have.
+    """
     experts = model.experts
     assert experts is not None
     tensor, ranks = split.experts

@@ -41,7 +41,7 @@ class OperatorTablesModel(ProfileBundleModel):
 
     @property
     def filled_fraction(self) -> float:
-        """Fraction of the time of all steps so far that follows from rules instead of measurements.
+        """Fraction of the time of all steps executed so far that follows from rules instead of measurements.
 
         Predictions do not depend on it.
         """

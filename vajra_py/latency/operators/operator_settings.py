@@ -79,7 +79,7 @@ class MeasuredOperatorsConfig(SettingsModel):
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device that ran the operators; None if it is not described."""
+        """Name of the device that ran the operators, whether it is described or not; None if it is unknown."""
         raise NotImplementedError
 
     def options(
@@ -115,9 +115,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         )
 
     def _host_overhead(self, calibration: Calibration | None) -> HostOverhead:
-        """Return the named host overhead, with its values replaced by calibrated ones, and all of these by configured
-        ones.
-        """
+        """Return the named host overhead; calibrated values replace its values, and configured values replace both."""
         figures = dict(calibration.host) if calibration else {}
         given = {
             "step_base_s": self.host_step_us,
@@ -130,7 +128,9 @@ class MeasuredOperatorsConfig(SettingsModel):
         return host_overhead(self.host, **figures)
 
     def _roofline(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
-        """Return the fallback model for steps beyond the reach. Raises `ConfigError` if the device is not described."""
+        """Return the fallback model for steps beyond the reach. Raises `ConfigError` if the device is not described, or
+        if there are several data-parallel ranks.
+        """
         if self.fallback is None:
             return None
         if device is None:

@@ -151,7 +151,10 @@ class OperatorTables:
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:
-        """Return the configured version if it has this operation's table, else the newest that does."""
+        """Return the configured version if it has this operation's table, else the newest that does.
+
+        If the configured version lacks the table of matrix products (`gemm`), raise `ConfigError`.
+        """
         folder = self.root / operation / engine
         versions = [one for one in _folders(folder) if (folder / one / f"{name}.parquet").is_file()]
         if not versions:

@@ -2,8 +2,8 @@
 
 A step is the sum of its operators: dense layers by computed tokens (decode batches are padded to the sizes of CUDA
 graphs), attention by chunk, contexts and decodes, experts by tokens and activated experts, the head by sequences,
-all-reduces by a model of the link, and the host's overhead. docs/reference/latency-models.md describes tables,
-extrapolation and values.
+all-reduces by bytes (measured, or by a model of the link), and the host's overhead. docs/reference/latency-models.md
+describes tables, extrapolation and values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BundleOptions:
     """Settings of a bundle's model other than its tables."""
 
     link: Link | None = None
-    """Link between the GPUs; required with more than one GPU."""
+    """Link between the GPUs; required for the collectives of several GPUs, except for measured all-reduces."""
     host: HostOverhead = NO_OVERHEAD
     context_variation: float = 0.0
     """Standard deviation of the contexts of a batch's decodes divided by their mean."""
@@ -80,7 +80,7 @@ class _DecodeBatch:
 
     fixed_s: float
     least_s: float
-    """Lower bound of the step's time, if the host's work overlaps the GPU's: the host's time."""
+    """Lower bound of the step's time: the host's time if it overlaps the GPU's, else 0."""
     per_us_s: float
     """Seconds of the step per microsecond of one layer's attention."""
     row: DecodeRow
@@ -113,7 +113,8 @@ class ProfileBundleModel:
     """A `LatencyModel` of one replica from a profile bundle; also provides `breakdown_s` and runs of decodes.
 
     Raises:
-        ConfigError: several GPUs without a link, an unknown scale, or a bundle of a model other than `model`.
+        ConfigError: several GPUs without a link, an unknown scale, a bundle whose experts or MLP layers do not fit
+            `model`, or data-parallel ranks of a model without experts.
     """
 
     num_stages = 1
@@ -233,7 +234,7 @@ class ProfileBundleModel:
         """Return the number of KV blocks that fit on the replica's GPUs beside the weights.
 
         Raises:
-            ConfigError: the device is unknown.
+            ConfigError: the device is unknown, or not even one block fits.
         """
         if self.device is None:
             message = "cannot be computed: the memory size of the GPU is unknown"
@@ -301,7 +302,7 @@ class ProfileBundleModel:
         return batch
 
     def _mixed_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of a step with prompts, or with KV blocks to swap."""
+        """Return the seconds of a step with prompts, with drafts, or with KV blocks to swap."""
         if self._is_sum_of_parts(features):
             gpu, (added, least) = sum(self._parts(features).values()), self._host_s(features.num_requests)
             return max(gpu + added, least)

@@ -70,7 +70,10 @@ class QuantileLengths:
         self._tokens = [quantiles[fraction] for fraction in self._fractions]
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return mean, median and 90th percentile of the lengths above the generated tokens."""
+        """Return mean, median and 90th percentile of the lengths above the generated tokens.
+
+        For a request that has generated at least the largest length, all three are its generated tokens.
+        """
         view = cast(RequestView, request)
         passed = self._fraction(view.num_output_tokens)
         if passed >= 1.0:
@@ -97,7 +100,9 @@ class QuantileLengths:
         return _interpolate(self._fractions, self._tokens, fraction)
 
     def _mean_above(self, fraction: float) -> float:
-        """Return the mean length of the requests above a fraction: the area under the quantile curve there."""
+        """Return the mean length of the requests above a fraction: the area under the quantile curve from there to 1,
+        divided by its width.
+        """
         points = [(fraction, self._value(fraction))]
         points += [(f, t) for f, t in zip(self._fractions, self._tokens, strict=True) if f > fraction]
         area = sum((f2 - f1) * (t1 + t2) / 2 for (f1, t1), (f2, t2) in pairwise(points))
@@ -114,10 +119,10 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 class HistoryLengths:
-    """Predictor from the last lengths, conditioned on the tokens that a request has generated.
+    """Predictor from the outputs that ended last, conditioned on the tokens that a request has generated.
 
-    `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first
-    request has ended, nor for a request that has generated more than all kept lengths.
+    `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first output
+    has ended, nor for a request that has generated at least as many tokens as the longest of these outputs.
     """
 
     def __init__(self, window: int, *, by_tenant: bool) -> None:
@@ -137,7 +142,7 @@ class HistoryLengths:
         return _within(estimate, view)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record the lengths of outputs that ended by themselves."""
+        """Record the lengths of outputs that ended at a stop token or at their maximum length."""
         for request in requests:
             if request.end_reason in _BY_ITSELF:
                 recent = self._recent.setdefault(self._owner(request), deque(maxlen=self._window))
@@ -188,9 +193,9 @@ class NoisyOracleLengths(Struct, frozen=True):
 
 
 def refuse_oracle(kind: str, where: str) -> None:
-    """Raise `ConfigError` for an oracle (`kind`) with requests from clients, whose lengths are unknown.
+    """Raise `ConfigError` if `kind` is an oracle, since the output lengths of clients' requests are unknown.
 
-    `where` is its setting.
+    `where` is the name of the setting with the kind.
     """
     if kind in ORACLES:
         message = f"the output lengths of clients' requests are not known in advance (got {kind!r})"

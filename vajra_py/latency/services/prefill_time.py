@@ -28,8 +28,8 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # Chunk in which the table's last entry ends: its first token and start time; then the same for the previous
-        # chunk.
+        # First token and start time of the chunk in which the table's last entry ends; the same for the chunk before
+        # it; and the size of the former, 0 until it is known.
         self._done = 0
         self._done_s = 0.0
         self._previous = (0, 0.0)
@@ -62,8 +62,8 @@ class PrefillTimeTable:
             time = self._done_s + self._chunk_s(self._done, num_tokens - self._done)
             start, start_s = self._previous
             if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
-                # Shortly after a chunk's end, a prompt may finish within that chunk if the scheduler allows a larger
-                # last chunk.
+                # A prompt that is slightly longer than the previous chunks may need no further chunk, if the scheduler
+                # allows a larger last chunk.
                 left = num_tokens - start
                 if self._solo_chunk_size(start, left) >= left:
                     time = start_s + self._chunk_s(start, left)
