@@ -23,6 +23,7 @@ from vajra_py.contract import (
     Refuse,
     ReplicasetView,
     RequestView,
+    WakeUps,
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError
@@ -326,12 +327,14 @@ class ScriptedConfig(PolicyConfig):
     """No parameters."""
 
 
-def system(decide: Decide, **more: Any) -> tuple[SimulatedRun, list[Scripted]]:
-    """A simulation of two replicasets (`a` takes class x, `b` the rest) behind a scripted policy."""
+def system(
+    decide: Decide, make: Callable[[Any], Scripted] | None = None, **more: Any
+) -> tuple[SimulatedRun, list[Scripted]]:
+    """A simulation of two replicasets (`a` takes class x, `b` the rest) behind a scripted policy, or that of `make`."""
     made: list[Scripted] = []
 
     def build(config: ScriptedConfig, context: Any) -> Scripted:
-        made.append(Scripted(decide))
+        made.append(Scripted(decide) if make is None else make(context))
         return made[-1]
 
     registry = load_registry().with_policies([AdmissionSpec("scripted", ScriptedConfig, build, "Scripted.")])
@@ -448,6 +451,31 @@ def test_a_broken_policy_takes_the_whole_system_out_of_service_until_a_swap_buil
     assert late
     assert all(one.end_reason is EndReason.STOP for one in late)
     assert made[1].arrived == [one.request_id for one in sorted(late, key=lambda one: one.index)]
+
+
+@pytest.mark.parametrize("error", [PolicyError("scripted", "broken"), ValueError("broken")])
+def test_a_policy_that_fails_when_it_is_woken_takes_the_whole_system_out_of_service(error: Exception) -> None:
+    class Waking(Scripted):
+        def __init__(self, wake: WakeUps) -> None:
+            super().__init__(self.decide)
+            self.wake = wake
+
+        def decide(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+            self.wake.at(0.1)
+            return ACCEPT
+
+        def on_wake(self, key: str, now: float) -> None:
+            raise error
+
+    run, _ = system(lambda *_: ACCEPT, make=lambda context: Waking(context.wake))
+    simulator = run._simulator
+    simulator._driver._options = type(simulator._driver._options)(check_every_steps=1, isolates_policies=True)
+    requests = ended(run)
+    run.start()
+    run.controller.check_conservation()
+    assert {name for _, name, _ in simulator.violations} == {"a", "b"}
+    assert len(requests) == 12
+    assert all(one.end_reason is not EndReason.STOP for one in requests if one.arrived_at > 0.1)
 
 
 def test_deferred_requests_survive_a_swap_of_another_layer() -> None:

@@ -279,8 +279,10 @@ def test_a_long_prompt_follows_itself_through_the_stages() -> None:
     bench = Bench(replace(OPTIONS, pipeline_stages=3))
     a = bench.submit("a", 12, 2)
     plans = []
-    for _ in range(3):
+    for done in (0, 4, 8):
+        assert bench.replica.num_pending_tokens == 12 - done
         plan = bench.form(lambda replica, batch: batch.add(a, 4))
+        assert bench.replica.num_pending_tokens == 8 - done, "the rest of a prompt in flight is still to be computed"
         bench.replica.first_stage_completed(plan)
         plans.append(plan)
     assert a.num_computed_tokens == 12

@@ -191,6 +191,16 @@ class Machine(RuleBasedStateMachine):
             self.memory.forget(request)
             self.requests.remove(request)
 
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.resident))
+        self.memory.withdraw_blocks(request, 0)
+        self.memory.free(request, request.num_computed)
+        self.memory.forget(request)
+        self.resident.remove(request)
+        self.requests.remove(request)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), seconds=st.sampled_from([1.5, 4.0]))
     def pin_any(self, data: st.DataObject, seconds: float) -> None:
@@ -299,6 +309,28 @@ def test_continuations_go_with_content_that_was_never_computed_again() -> None:
     memory.check()
     assert memory.lookup_prefix(early.hashes, 8) == 0
     assert memory.lookup_prefix(other.hashes, 8) == 6, "another prompt's content stays"
+    assert memory.free_blocks == NUM_BLOCKS
+
+
+def test_content_that_continues_a_failed_requests_blocks_goes_with_them_though_it_is_in_use() -> None:
+    memory = PagedKvMemory(
+        NUM_BLOCKS, BLOCK_SIZE, prefix_cache=PrefixCacheOptions(), retention=Retention(POLICIES["lfu"](), "lfu")
+    )
+    failed, longer, twin, later = (Request(index, [0] * count) for index, count in enumerate((5, 9, 9, 9)))
+    for request in (failed, longer, twin):
+        memory.register(request, request.hashes)
+        assert memory.allocate(request, len(request.tokens)) == (0 if request is failed else 4)
+        memory.cache_blocks(request, 4)
+    memory.cache_blocks(longer, 8)
+    memory.cache_blocks(twin, 8)  # copies of the same content
+    memory.withdraw_blocks(failed, 0)
+    memory.check()
+    memory.register(later, later.hashes)
+    assert memory.cached_tokens(later) == 0
+    for request in (failed, longer, twin):
+        memory.free(request, len(request.tokens), for_good=True)
+        memory.check()
+    assert memory.cached_tokens(later) == 0
     assert memory.free_blocks == NUM_BLOCKS
 
 

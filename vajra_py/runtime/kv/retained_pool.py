@@ -229,22 +229,25 @@ class RetainedBlockPool(BlockPool):
                 self._remove(entry, now)
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
-        """Drop unused content that continues a withdrawn entry, because lookups can no longer find it.
+        """Remove all content that continues a withdrawn entry, because lookups can no longer find it.
 
-        There is such content only if a request recomputed cached content and its block replaced the idle one. This is
-        rare, so a search through all entries is acceptable.
+        There is such content only if another request shares the withdrawn block, or if a request recomputed cached
+        content and its block replaced the idle one. This is rare, so a search through all entries is acceptable.
         """
         behind = [one for one in self._entry_of.values() if one is not entry and _continues(one, entry)]
         for one in sorted(behind, key=lambda each: -each.depth):
             block = one.block
             if one.is_idle:
                 self._leave_idle(block)
-            else:
+                self._freed.append(block)
+            elif block in self._kept:
                 del self._kept[block]
                 self.num_free += 1
+                self._freed.append(block)
+            for copy in tuple(self._copies.get(one.block_hash, ())):
+                self._forget_copy(copy)
             self._notify("on_withdrawn", one, now)
             self._remove(one, now)
-            self._freed.append(block)
         self.idle_version += 1
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:

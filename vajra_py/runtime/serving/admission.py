@@ -249,6 +249,9 @@ class AdmissionGate:
             return
         try:
             on_wake(key, now)
+        except PolicyError as error:
+            self.error = error
+            raise
         except VajraError:
             raise
         except POLICY_EXCEPTIONS as error:

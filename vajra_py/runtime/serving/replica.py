@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -405,7 +405,8 @@ class Replica:
     @property
     def num_pending_tokens(self) -> int:
         """Number of tokens left to prefill, of waiting and running requests."""
-        return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.running_set.partial)
+        prefills = chain(self.running_set.partial, self.running_set.in_flight)  # decodes in flight have no token left
+        return self.queue.num_tokens + sum(one.num_remaining_tokens for one in prefills)
 
     @property
     def num_context_tokens(self) -> int:
