@@ -47,7 +47,7 @@ def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
 
 
 class SizeFacts(NamedTuple):
-    """Tokens of the prompt and of the predicted output, blocks of the adapter, and arrival of a request."""
+    """Facts of one request: numbers of prompt tokens and predicted output tokens, blocks of its adapter, and arrival."""
 
     prompt: float
     output: float
@@ -60,10 +60,10 @@ class SizeFacts(NamedTuple):
 
 
 class SizeQueues:
-    """Queues by the size WRS = (A p / p_max + B d / d_max) a / a_max, each with a quota of KV tokens to which its
-    requests are charged.
+    """Queues by the weighted request size (WRS) of `Chameleon`, each with a quota of KV tokens to which its requests
+    are charged.
 
-    `weights`: A and B. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a request may
+    `weights`: A and B of the WRS. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a request may
     take, and `refresh_s`: time after which queues are rebuilt, in seconds.
     """
 

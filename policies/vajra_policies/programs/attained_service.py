@@ -75,13 +75,15 @@ class Plas:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """`STATIC`; `PROGRESS` with queues, and `ARBITRARY` if calls can starve."""
+        """`STATIC`; `PROGRESS` with `queue_bounds_s`, and `ARBITRARY` with `starvation_ratio`."""
         if self._ratio is not None:
             return KeyMotion.ARBITRARY
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the call's queue, or without queues its service in seconds; -1, below all others, if it starves."""
+        """Return the index of the call's queue, or without queues its program's attained service at the call's arrival
+        in seconds; -1, below all other keys, if the call starves.
+        """
         if self._ratio is not None and self._starves(request, now):
             return -1.0
         if not self._bounds:
@@ -111,7 +113,7 @@ class Plas:
             self._calls.pop(request, None)
 
     def _call(self, request: RequestView) -> _Call:
-        """Return the record of a call; for a call that arrived before this policy was in use, it begins now."""
+        """Return the record of a call; a call that arrived before this policy was in use is recorded as arriving now."""
         call = self._calls.get(request)
         if call is None:
             program = request.program

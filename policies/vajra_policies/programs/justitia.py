@@ -43,7 +43,7 @@ class FluidShares:
         return tag
 
     def serve(self, work: float) -> None:
-        """Advance the virtual time by this work, in the unit of costs."""
+        """Do `work`, in the unit of costs, shared evenly by the agents; agents whose finish tags are reached leave."""
         tags = self._tags
         while tags:
             needed = (tags[0] - self.virtual_time) * len(tags)
@@ -96,7 +96,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Advance the virtual time by one step of a replica: the KV tokens of its memory."""
+        """Count one step of a replica as work: as many KV tokens times steps as its memory holds tokens."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
