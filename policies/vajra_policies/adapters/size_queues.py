@@ -47,7 +47,7 @@ def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
 
 
 class SizeFacts(NamedTuple):
-    """Facts of one request: numbers of prompt tokens and predicted output tokens, blocks of its adapter, and arrival."""
+    """Facts of one request: numbers of prompt tokens, predicted output tokens and adapter blocks; time of arrival."""
 
     prompt: float
     output: float
@@ -63,8 +63,8 @@ class SizeQueues:
     """Queues by the weighted request size (WRS) of `Chameleon`, each with a quota of KV tokens to which its requests
     are charged.
 
-    `weights`: A and B of the WRS. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a request may
-    take, and `refresh_s`: time after which queues are rebuilt, in seconds.
+    `weights`: A and B of the WRS. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a
+    request may take, in seconds. `refresh_s`: time after which queues are rebuilt, in seconds.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Order of deferred requests: the most urgent first, and within a priority first come, first served.
 
-While a request is deferred, the less urgent and the later requests of its replicaset wait too, as in llm-d's flow control. Requests for
+While a request is deferred, the requests behind it in this order wait too, as in llm-d's flow control. Requests for
 different replicasets do not wait for each other.
 """
 
@@ -70,7 +70,7 @@ class Line:
 
 
 class Holding:
-    """Base class of policies that may defer requests: holds these by replicaset, and sets the wake-ups to retry them."""
+    """Base class of policies that may defer requests: holds these by replicaset, and wakes the policy to retry them."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed

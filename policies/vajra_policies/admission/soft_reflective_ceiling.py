@@ -14,7 +14,7 @@ _ROUND_OFF = 1e-9
 
 
 class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
-    """Parameters of `soft_reflective_ceiling`; while requests are deferred, a cycle begins at least every `recheck_s`."""
+    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the longest time between cycles while any is deferred."""
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:

@@ -113,7 +113,7 @@ class Plas:
             self._calls.pop(request, None)
 
     def _call(self, request: RequestView) -> _Call:
-        """Return the record of a call; a call that arrived before this policy was in use is recorded as arriving now."""
+        """Return the record of a call; a call that arrived before this policy was in use is recorded now."""
         call = self._calls.get(request)
         if call is None:
             program = request.program

@@ -9,8 +9,8 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, ProgramView, RequestView
 
 _MOST_TOOLS = 1_000
-"""Maximum number of remembered tools; the least recently used ones are dropped. Needed since clients choose the names of
-tools, so that there may be any number of them.
+"""Maximum number of remembered tools; the least recently used ones are dropped. Needed since clients choose the names
+of tools, so that there may be any number of them.
 """
 
 

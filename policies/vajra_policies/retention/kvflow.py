@@ -62,8 +62,8 @@ class Kvflow:
         self._last: dict[ProgramView, str] = {}
         """Stage of the latest call of each program."""
         self._steps: dict[ProgramView, Mapping[str, int]] = {}
-        """Steps to execution by stage, cached for each program until one of its calls arrives or ends, or any stage gets
-        a new successor.
+        """Steps to execution by stage, cached for each program until one of its calls arrives or ends, or a successor
+        of a stage is learned.
         """
         self._agents: dict[CachedBlock, dict[tuple[ProgramView, str], None]] = {}
 

@@ -103,7 +103,10 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica of the second part if the first part is computed; otherwise None."""
+        """Return the replica of the second part if the first part is computed and that replica is up.
+
+        Otherwise None: the request continues where it is.
+        """
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None

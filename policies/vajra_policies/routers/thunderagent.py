@@ -97,7 +97,7 @@ class ThunderAgent:
         self._ticks.woken(now, goes_on=bool(self._table.programs))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Record that a request of the shared queue was admitted."""
+        """Stop offering the request to replicas, if it was in the shared queue."""
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -127,7 +127,7 @@ class ThunderAgent:
     # Replicas and their programs
 
     def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
-        """Update the capacities in tokens of the replicas that are up."""
+        """Add the capacities, in tokens, of replicas that came up, and remove replicas that are no longer up."""
         capacity = self._table.capacity
         for replica in replicas:
             if replica.is_up and replica.replica_id not in capacity:

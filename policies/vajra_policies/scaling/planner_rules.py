@@ -84,7 +84,7 @@ class PoolRules:
     least: int = 1
     """Minimum number of replicas."""
     thresholds: Thresholds | None = None
-    """Load thresholds of the pool; None if the targets are latency SLOs."""
+    """Load thresholds of the pool; None if the targets are latency SLOs, or no thresholds are given."""
     sizes: EngineSizes = UNKNOWN_SIZES
 
 

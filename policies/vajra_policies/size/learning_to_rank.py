@@ -24,7 +24,7 @@ _ROUNDING_S = 1e-6
 
 
 class LearningToRankConfig(LengthConfig):
-    """Parameters of `ltr`. The paper's code has no defaults for either, and counts the wait in steps."""
+    """Parameters of `ltr`. The paper's code has no defaults for wait and boost, and counts the wait in steps."""
 
     starvation_s: float = Field(
         10.0, gt=0, description="Time without running after which a request is boosted, seconds."

@@ -80,7 +80,7 @@ class Scorpio(FixedChunk):
         if self._rejects and replica.num_waiting:
             self._reject_late(replica, batch, now)
         add_prompts(replica, batch, self._next_chunk)
-        if not batch.num_requests:  # partial prefills hold all memory, and none can grow
+        if not batch.num_requests:  # if partial prefills hold all memory and none can grow, `fill` preempts some
             fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

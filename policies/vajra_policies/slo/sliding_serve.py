@@ -127,7 +127,7 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Return the prompts to skip, of the first `candidates` with a TTFT SLO; empty if all can be in time."""
+        """Return the prompts to skip among the first `candidates` prompts; empty if all or none can be in time."""
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():
             if len(heads) >= self._config.candidates:
