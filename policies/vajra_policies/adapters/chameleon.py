@@ -63,8 +63,8 @@ class Chameleon(FixedChunk):
       last use, 0 to 1) and size a / a_max.
 
     a and a_max are in blocks (`num_blocks`); if adapters occupy none, a / a_max is 1, as for requests without an
-    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time the number
-    of known requests has doubled, and later every `refresh_s`.
+    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time
+    `refresh_s` have passed or the number of requests seen has doubled.
 
     Left out: the choice of K by the elbow method, prefetching of adapters for waiting requests, memory for the cache
     beyond the slots, and the rule that a request may overtake one that waits for its adapter only if it ends before the

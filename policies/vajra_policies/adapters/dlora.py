@@ -34,7 +34,7 @@ class DloraConfig(PreemptiveConfig):
 
 class Thresholds:
     """Numbers of requests that one adapter must have for merged mode to begin (`begin`) and to continue (`stay`), as
-    fractions of the size of the batch in the prioritizer's order.
+    fractions of the number of requests that unmerged mode would run.
 
     After each phase in one mode, a threshold is adapted: the throughput of that mode, in requests per second, is
     compared with an estimate for the other mode.
@@ -85,7 +85,7 @@ class Thresholds:
 
 class Dlora(Preemptive):
     """Runs either requests of one adapter (merged mode) or F, the first B requests in the prioritizer's order (unmerged
-    mode); n_a running or waiting requests have adapter a.
+    mode); B is the batch limit, and n_a running or waiting requests have adapter a.
 
     - Merged mode runs the requests of one adapter alone. It begins if n_a >= `begin` |F| for the adapter with the most
       requests, and lasts while n_a >= `stay` |F|. Unmerged mode runs F. `Thresholds` learns both shares.

@@ -44,11 +44,11 @@ class DloraMigrationConfig(PolicyConfig):
 
 
 class DloraMigration(BindsOnArrival):
-    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * 0.6, + floor(rest /
-    B), + `load_cost` if the replica lacks the request's adapter.
+    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * `merged_ratio`, +
+    floor(rest / B), + `load_cost` if the replica lacks the request's adapter.
 
-    n_a requests with adapter a wait or run on the replica; the rest are the requests that do not fill a batch of one
-    adapter. Ties go to the replica with the fewest requests.
+    B is the batch limit, and n_a requests with adapter a wait or run on the replica; the rest are the requests that do
+    not fill a batch of one adapter. Ties go to the replica with the fewest requests.
 
     In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
     full; otherwise those with the most and the fewest requests, if the first exceeds the mean by `more_requests`.
@@ -94,8 +94,8 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Return the cost of the batches, full ones of a single adapter and mixed ones, that requests with these counts
-        by adapter form.
+        """Return the cost of running requests with these counts by adapter: in full batches of a single adapter, and
+        mixed batches of the rest.
         """
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())

@@ -95,7 +95,7 @@ class SizeQueues:
         self._num_seen += 1
 
     def num_tokens_of(self, request: RequestView) -> int:
-        """Return the number of tokens of its prompt and predicted output."""
+        """Return the number of tokens of the request's prompt and predicted output."""
         return self._facts[request].num_tokens
 
     def queue_of(self, request: RequestView) -> int:

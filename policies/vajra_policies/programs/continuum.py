@@ -15,9 +15,10 @@ class ContinuumConfig(ToolGapConfig):
 class Continuum:
     """Key = (0 if the call came while its program's content was pinned, else 1; arrival of the program's first call).
 
-    After a call that is not the program's last, its content is pinned for `ttl_s`, unless the mean time of the tool
-    that runs next exceeds `max_mean_gap_s`. A call that arrives in time goes before all others and hits the pinned
-    content. Other calls are served in order of their programs' arrival, so that tools do not set a program back.
+    After a call that is not the program's last, the program's content is pinned for `ttl_s`, unless the mean time of
+    the tool that runs next exceeds `max_mean_gap_s`. A call that arrives before the pin ends goes before all others and
+    hits the pinned content. Other calls are served in order of their programs' arrival, so that tools do not set a
+    program back.
 
     The retention policy `continuum_pins` does the pinning, by the same rule. Left out: prolonging a pin that expires
     while its program's next call waits; and the paper's time to live, which maximises the expected gain over the

@@ -35,7 +35,7 @@ class LeastAttainedServiceConfig(PolicyConfig):
 
 
 class LeastAttainedService:
-    """Key of a program = minus its score w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
+    """Key of a program = -score, with score = w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
 
     - A request that ends adds its weighted tokens, cached ones included, to its program's service, which halves every `half_life_s`.
     - norm maps the values of programs with waiting requests to 0 .. 1, from the least to the greatest; it is 0 for all

@@ -85,7 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached counts, which refer to a request that may have ended; the index refers to none."""
+        """Drop the cached counts, since they refer to a request that may have ended; the index refers to none."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

@@ -1,6 +1,6 @@
 """Rules by which ThunderAgent's router places, pauses and resumes whole programs, from the tokens of their contexts.
 
-All rules are operations on a table of programs, which get the time in seconds as an argument.
+All rules are operations on a table of programs; they get the present time, in seconds, as an argument.
 `thunderagent.py` calls them for each event.
 
 Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); the rules follow

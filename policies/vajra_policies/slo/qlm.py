@@ -91,8 +91,9 @@ class Qlm:
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
-        """Return the group's number; its deadline from the time a group is predicted to be late until no request
-        waits.
+        """Return the group's number, or its deadline while the order is by deadline.
+
+        The order is by deadline after a group was predicted to be late, until no request waits.
         """
         own = self._alive.get(int(group))
         if own is None:

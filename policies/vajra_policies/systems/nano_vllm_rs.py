@@ -93,8 +93,8 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request that did not fit although a step had preempted all requests admitted in that step, and stayed empty;
-        no request is preempted for it again.
+        """Waiting request for which a step preempted all requests that it had admitted, in vain: the step stayed empty.
+        No request is preempted for it again.
         """
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:

@@ -83,8 +83,8 @@ class VllmV1:
       request that lacks blocks preempts a victim, possibly itself, and possibly one already in this step: the victim
       leaves the step and its tokens return to the budget. The needing request keeps the chunk size with which it was
       first tried.
-    2. If none was preempted, waiting requests are admitted from the head until budget, limit or blocks are used up.
-      Requests behind the head are not considered, and no request is preempted for it.
+    2. If no request was preempted, waiting requests are admitted from the head until budget, limit or blocks are used
+      up. Requests behind the head are not considered, and no request is preempted for it.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts
     it); exact ties of priority and arrival go by submission, not by the text of the id; blocks cached for tokens that a
@@ -134,7 +134,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step with preemptions admits no request, so it does not show if requests queue up
+            if not holds:  # a step that preempts, or holds prompts back, does not show whether requests queue up
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
