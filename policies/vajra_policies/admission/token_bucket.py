@@ -60,7 +60,7 @@ class _Bucket:
 
 
 class TokenBucket:
-    """Charges each request's cost to the bucket of its tenant, which starts full.
+    """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
     A request that the bucket does not cover is refused with the time until it would be covered, or deferred to exactly
     that time: its cost is charged in advance, so that later requests wait behind it, and returned if it leaves first. A

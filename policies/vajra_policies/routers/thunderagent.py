@@ -29,11 +29,11 @@ class ThunderAgent:
     """Binds a program to the replica with the fewest tokens at its first call, and keeps it there.
 
     The tokens of a program are those of its context, also while a tool runs. If the tokens of a replica's programs
-    exceed its memory, programs whose tools are running are paused, the smallest first; if that is not enough, the other
-    programs are paused when their turns end. The next call of a paused program waits in the shared queue until the
-    program is resumed. For a program with several concurrent calls, all their contexts count. Requests without a
-    program go to the replica with the fewest tokens. The change of a call's priority is emitted as `priority_jump_s`,
-    and orders the calls that a replica takes from the shared queue.
+    exceed `pause_threshold` of its memory, programs whose tools are running are paused, the smallest first; if that is
+    not enough, the other programs are paused when their turns end. The next call of a paused program waits in the
+    shared queue until the program is resumed. For a program with several concurrent calls, all their contexts count.
+    Requests without a program go to the replica with the fewest tokens. The change of a call's priority is emitted as
+    `priority_jump_s`, and orders the calls that a replica takes from the shared queue.
 
     Left out: parts of the paper that Dynamo's router lacks.
 
