@@ -56,15 +56,15 @@ class Chameleon(FixedChunk):
       lambda_i the arrival rate. KV memory is divided by need, queues of the smallest sizes first; the rest is divided
       equally.
     - Phase 1: each queue, the smallest sizes first, admits while the sum of p + d of its admitted requests is within
-      its quota; a queue without running requests admits its first one, whatever its size. Phase 2: queues in which no
+      its quota; a queue whose quota is unused admits its first request, whatever its size. Phase 2: queues in which no
       request waits lend their unused quota to the others, the smallest first. When a request ends or is preempted, its
       tokens return to the queues that were charged. Steps are formed as by `fixed_chunk`.
     - The idle adapter with the least score is evicted: the weighted sum of frequency f / f_max, recency (rank of the
       last use, 0 to 1) and size a / a_max.
 
     a and a_max are in blocks (`num_blocks`); if adapters occupy none, a / a_max is 1, as for requests without an
-    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time the number
-    of known requests has doubled, and later every `refresh_s`.
+    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time
+    `refresh_s` have passed or the number of requests seen has doubled.
 
     Left out: the choice of K by the elbow method, prefetching of adapters for waiting requests, memory for the cache
     beyond the slots, and the rule that a request may overtake one that waits for its adapter only if it ends before the
@@ -76,8 +76,8 @@ class Chameleon(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues matter only if a request waits and the batch has room; a queue without admitted requests admits its first
-    request.
+    """Queues matter only if a request waits and the batch has room. If nothing runs, no quota is in use, so the first
+    waiting request is admitted.
     """
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
@@ -141,7 +141,7 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            # It may still be charged for an admission on a replica that was lost, or from which its KV was moved.
+            # It may still be charged for an earlier admission here: this replica was lost since, or its KV moved away.
             queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):

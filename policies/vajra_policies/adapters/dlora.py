@@ -33,10 +33,11 @@ class DloraConfig(PreemptiveConfig):
 
 
 class Thresholds:
-    """Share of the batch in arrival order that one adapter needs for merging to begin (`begin`), and to continue
-    (`stay`).
+    """Numbers of requests that one adapter must have for merged mode to begin (`begin`) and to continue (`stay`), as
+    fractions of the number of requests that unmerged mode would run.
 
-    After each phase in one mode, its requests per second are compared with an estimate for the other mode.
+    After each phase in one mode, a threshold is adapted: the throughput of that mode, in requests per second, is
+    compared with an estimate for the other mode.
     """
 
     def __init__(self, config: DloraConfig) -> None:
@@ -47,7 +48,10 @@ class Thresholds:
         self._favourite: str | None = None
 
     def count(self, num_merged: int, num_unmerged: int, favourite: str, *, is_merged: bool) -> None:
-        """Add the numbers of requests that a step would run in each mode. `favourite`: the adapter to merge."""
+        """Count a step, with the numbers of requests that it would run in each mode.
+
+        `favourite` is the adapter that merged mode would run; in unmerged mode, each change of it counts as a switch.
+        """
         self._num_steps += 1
         self._num_merged += num_merged
         self._num_unmerged += num_unmerged
@@ -81,7 +85,7 @@ class Thresholds:
 
 class Dlora(Preemptive):
     """Runs either requests of one adapter (merged mode) or F, the first B requests in the prioritizer's order (unmerged
-    mode); n_a running or waiting requests have adapter a.
+    mode); B is the batch limit, and n_a running or waiting requests have adapter a.
 
     - Merged mode runs the requests of one adapter alone. It begins if n_a >= `begin` |F| for the adapter with the most
       requests, and lasts while n_a >= `stay` |F|. Unmerged mode runs F. `Thresholds` learns both shares.
@@ -177,7 +181,12 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Transfer credit to adapters of requests that are passed over, from those of requests that run instead."""
+        """Transfer `price` of credit for each request of `by_arrival` that is passed over: its adapter gets it from
+        the adapter of a request that runs instead.
+
+        If the numbers of these requests differ, half the price is transferred, from the adapter of the first chosen
+        request.
+        """
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]
         instead = [one.adapter for one in chosen if one not in due]

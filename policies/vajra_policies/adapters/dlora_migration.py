@@ -44,11 +44,11 @@ class DloraMigrationConfig(PolicyConfig):
 
 
 class DloraMigration(BindsOnArrival):
-    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * 0.6, + floor(rest /
-    B), + `load_cost` if the replica lacks the request's adapter.
+    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * `merged_ratio`, +
+    floor(rest / B), + `load_cost` if the replica lacks the request's adapter.
 
-    n_a requests with adapter a wait or run on the replica; the rest are the requests that do not fill a batch of one
-    adapter. Ties go to the replica with the fewest requests.
+    B is the batch limit, and n_a requests with adapter a wait or run on the replica; the rest are the requests that do
+    not fill a batch of one adapter. Ties go to the replica with the fewest requests.
 
     In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
     full; otherwise those with the most and the fewest requests, if the first exceeds the mean by `more_requests`.
@@ -76,7 +76,7 @@ class DloraMigration(BindsOnArrival):
         """Number of ended requests of each adapter, and the sum of their times in seconds."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the active replica of least cost."""
+        """Return the replica of least cost among those that are up; None if none is."""
         self._looks.start(now)
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
@@ -94,13 +94,15 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Return the cost of the batches of these requests: full batches of a single adapter, and mixed batches."""
+        """Return the cost of running requests with these counts by adapter: in full batches of a single adapter, and
+        mixed batches of the rest.
+        """
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())
         return full * self._config.merged_ratio + rest // self._max_batch
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Return the requests to move from one replica to another of its pool."""
+        """Return moves between replicas of one pool; in each pool, from at most one replica to one other."""
         return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
@@ -108,7 +110,7 @@ class DloraMigration(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Start the request's time on its replica."""
+        """Record the request's replica, and at its first admission the start of its time."""
         self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 

@@ -47,7 +47,7 @@ def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
 
 
 class SizeFacts(NamedTuple):
-    """Tokens of the prompt and of the predicted output, blocks of the adapter, and arrival of a request."""
+    """Facts of one request: numbers of prompt tokens, predicted output tokens and adapter blocks; time of arrival."""
 
     prompt: float
     output: float
@@ -60,11 +60,11 @@ class SizeFacts(NamedTuple):
 
 
 class SizeQueues:
-    """Queues by the size WRS = (A p / p_max + B d / d_max) a / a_max, each with a quota of KV tokens to which its
-    requests are charged.
+    """Queues by the weighted request size (WRS) of `Chameleon`, each with a quota of KV tokens to which its requests
+    are charged.
 
-    `weights`: A and B. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a request may
-    take, and `refresh_s`: time after which queues are rebuilt, in seconds.
+    `weights`: A and B of the WRS. `num_tokens`: tokens of the KV memory, divided into quotas. `slo_s`: time that a
+    request may take, in seconds. `refresh_s`: time after which queues are rebuilt, in seconds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SizeQueues:
         self._num_seen += 1
 
     def num_tokens_of(self, request: RequestView) -> int:
-        """Return the number of tokens of its prompt and predicted output."""
+        """Return the number of tokens of the request's prompt and predicted output."""
         return self._facts[request].num_tokens
 
     def queue_of(self, request: RequestView) -> int:

@@ -1,6 +1,6 @@
 """Order of deferred requests: the most urgent first, and within a priority first come, first served.
 
-A request that is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
+While a request is deferred, the requests behind it in this order wait too, as in llm-d's flow control. Requests for
 different replicasets do not wait for each other.
 """
 
@@ -70,7 +70,7 @@ class Line:
 
 
 class Holding:
-    """Base of policies that defer requests: deferred requests by replicaset, and the time of the next attempt."""
+    """Base class of policies that may defer requests: holds these by replicaset, and wakes the policy to retry them."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed

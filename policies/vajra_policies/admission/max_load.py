@@ -35,7 +35,7 @@ class MaxLoad(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Defer or refuse the request if it exceeds the bound, or if a deferred request comes before it."""
+        """Defer or refuse the request if the load with it exceeds the bound, or a deferred request comes before it."""
         line, replicaset = self._line_of(request), replicaset_of(request, replicasets)
         if line.waits_behind(request) or not self._has_room(request, replicaset):
             return self._closed(line, request, now, f"replicaset {replicaset.name} is full")

@@ -52,10 +52,11 @@ class Mooncake:
     the duration of a decode step of the least loaded replica that decodes, with this request added. Mooncake also
     considers copying the prefix from another replica; that is left out.
 
-    The rules `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` compares the
-    present TTFT and TBT of whole pools: decode replicas then fill up only a prefill time after the decision, so that
-    load oscillates. `predicted_load` predicts the decode replicas' load at the end of this request's prefill: requests
-    whose prompt is computed by then have arrived, and those that have decoded for `decode_s` have left.
+    The rules `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` predicts TTFT and
+    TBT from the present load, without this request: decode replicas then fill up only a prefill time after the
+    decision, so that load oscillates. `predicted_load` predicts the decode replicas' load at the end of this request's
+    prefill: requests whose prompt is computed by then have arrived, and those that have decoded for `decode_s` have
+    left.
 
     Predictions are recorded among the run's emitted figures.
 
@@ -126,7 +127,7 @@ class Mooncake:
         return min(self._wait_s(one, queued_s, num_pending) + self._own_s(request, one) for one in replicas)
 
     def _queued_prefill_s(self) -> float:
-        """Return the sum of the predicted prefill times of the prompts that are not computed yet."""
+        """Return the sum of the predicted remaining prefill times of the accepted requests without a first token."""
         remaining_s = self._prefill_time.remaining_s
         waiting = (one for one in self._prompts if not one.num_output_tokens)
         return sum(remaining_s(one.num_prompt_tokens, one.num_computed_tokens) for one in waiting)
@@ -146,7 +147,9 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the predicted seconds of a decode step of the least loaded replica, by the configured rule."""
+        """Return the predicted seconds of a decode step of the least loaded replica; with the rule `predicted_load`, of
+        a replica with the mean load predicted for `prompt_done_at`.
+        """
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":

@@ -1,4 +1,4 @@
-"""Shed sheddable requests while the replicas are saturated, as llm-d does without flow control."""
+"""Shed requests of low priority while the replicas are saturated, as llm-d does without flow control."""
 
 from __future__ import annotations
 

@@ -14,14 +14,15 @@ _ROUND_OFF = 1e-9
 
 
 class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
-    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the length of a cycle."""
+    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the longest time between cycles while any is deferred."""
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:
     """Return k if every k-th cycle is open for a band; 1 means always open, 0 never.
 
-    Rank 0 is the most urgent band, which is open below a saturation of 1. Band i is open while s < 1 - i * s / (n - 1),
-    with s the saturation and n the number of bands; otherwise, every max(1, round(s / (1 - s)))-th cycle is open.
+    From a saturation of 1 on, every band is closed. Below 1, the most urgent band, of rank 0, is always open; the band
+    of rank i is always open if s < 1 - i * s / (n - 1), with s the saturation and n the number of bands, and otherwise
+    in every max(1, round(s / (1 - s)))-th cycle.
     """
     if saturation >= 1.0:
         return 0
@@ -44,7 +45,9 @@ class SoftReflectiveCeiling(Holding):
         self._config = config
         self._priorities: list[int] = []
         self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
-        """(time, number) of the latest counted cycle by replicaset and priority; cycles with period 1 do not count."""
+        """(time, number) of the latest counted cycle by replicaset and priority; only cycles with a period above 1
+        count.
+        """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
         """Defer or refuse the request if its band is closed in this cycle, or deferred requests come before it."""

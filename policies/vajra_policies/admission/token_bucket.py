@@ -54,13 +54,13 @@ class _Bucket:
     """Time at which each deferred request is accepted, by request id."""
 
     def fill(self, now: float) -> None:
-        """Add what has been refilled since the last call."""
+        """Add the refill since the last call, up to the capacity."""
         self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
         self.filled_at = now
 
 
 class TokenBucket:
-    """Charges each request's cost to the bucket of its tenant, which starts full.
+    """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
     A request that the bucket does not cover is refused with the time until it would be covered, or deferred to exactly
     that time: its cost is charged in advance, so that later requests wait behind it, and returned if it leaves first. A
@@ -101,7 +101,7 @@ class TokenBucket:
         return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Refund the buckets of deferred requests that have left."""
+        """Return the costs of deferred requests that have left to their buckets."""
         for request in requests:
             bucket = self._bucket_of(request, now)
             if bucket.due.pop(request.request_id, None) is not None:

@@ -1,4 +1,4 @@
-"""Minimum-chunk hold: while requests decode, small chunks of prompts are held until they make up a larger one."""
+"""Minimum-chunk hold: while requests decode, small chunks are held until together they have a minimum of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyConte
 
 
 class MinChunkHoldConfig(FixedChunkConfig):
-    """Parameters of `min_chunk_hold`. The pull request switches it off by default; these are round figures."""
+    """Parameters of `min_chunk_hold`. The pull request disables the rule by default; the defaults are round figures."""
 
     min_chunk: int = Field(
         512,
@@ -31,9 +31,9 @@ class MinChunkHoldConfig(FixedChunkConfig):
 class MinChunkHold(FixedChunk):
     """`fixed_chunk`, where a chunk of fewer than `min_chunk` tokens is held back while a request decodes.
 
-    Held chunks are computed together once they have `min_chunk` tokens in all, once one has been held for
-    `max_delay_steps` steps, or when no request decodes. Steps with prompts then have enough tokens to be worth their
-    fixed cost, and all other steps are pure decode steps; the delay is bounded.
+    Held chunks are computed together once they have `min_chunk` tokens in total, or when no request decodes; each is
+    held for at most `max_delay_steps` steps. Most steps with prompts then have enough tokens to be worth their fixed
+    cost, and all other steps are pure decode steps; the delay is bounded.
 
     This pays if a step with prompts has a fixed cost (kernels underused by a small chunk, no CUDA graph); if step times
     are linear in tokens, it delays first tokens for nothing.

@@ -18,7 +18,9 @@ from vajra_py.contract import (
 
 
 class MixedPrefillGovernorConfig(FixedChunkConfig):
-    """Parameters of `mixed_prefill_governor`. The fork switches all of them off by default; these are round figures."""
+    """Parameters of `mixed_prefill_governor`. The fork disables all of its limits by default; the defaults here are
+    round figures.
+    """
 
     mixed_tokens: int = Field(
         512, ge=1, description="Prompt tokens of a step with decodes.", json_schema_extra={"unit": "tokens"}

@@ -56,11 +56,11 @@ class _Call:
 
 
 class Plas:
-    """Key = running time of the program's ended calls when the call arrived, or with `queue_bounds_s` the queue for it.
+    """Key = running time of the program's ended calls when the call arrived, or with `queue_bounds_s` a queue's number.
 
     Short programs go before long ones, although their lengths are unknown: a program's urgency falls as it is served.
-    With `queue_bounds_s`, a call's urgency also falls with its own running time. A request without a program is its own
-    program.
+    With `queue_bounds_s`, the queue is chosen by this time plus the call's own running time. A request without a
+    program is its own program.
 
     Left out: Autellix's router (short calls to the least used replica, long ones to their program's), decisions only
     every few steps, and bulk swaps. The paper states no defaults for queues and ratio.
@@ -75,13 +75,15 @@ class Plas:
 
     @property
     def key_motion(self) -> KeyMotion:
-        """`STATIC`; `PROGRESS` with queues, and `ARBITRARY` if calls can starve."""
+        """`STATIC`; `PROGRESS` with `queue_bounds_s`, and `ARBITRARY` with `starvation_ratio`."""
         if self._ratio is not None:
             return KeyMotion.ARBITRARY
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the call's queue, or without queues its service in seconds; -1, below all others, if it starves."""
+        """Return the index of the call's queue, or without queues its program's attained service at the call's arrival
+        in seconds; -1, below all other keys, if the call starves.
+        """
         if self._ratio is not None and self._starves(request, now):
             return -1.0
         if not self._bounds:
@@ -111,7 +113,7 @@ class Plas:
             self._calls.pop(request, None)
 
     def _call(self, request: RequestView) -> _Call:
-        """Return the record of a call; for a call that arrived before this policy was in use, it begins now."""
+        """Return the record of a call; a call that arrived before this policy was in use is recorded now."""
         call = self._calls.get(request)
         if call is None:
             program = request.program
@@ -137,7 +139,7 @@ class Plas:
 
 
 class Atlas(Plas):
-    """Key = longest chain of running times in the program when the call arrived, or with `queue_bounds_s` its queue.
+    """Key = longest chain of running times in the program when the call arrived, or a queue's number as in `Plas`.
 
     A call that ends sets its program's service to max(service, service at its arrival + its running time). Parallel
     calls thus count once, by the longest, and the graph need not be known: a program's service is that of its critical

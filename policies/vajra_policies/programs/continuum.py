@@ -15,13 +15,15 @@ class ContinuumConfig(ToolGapConfig):
 class Continuum:
     """Key = (0 if the call came while its program's content was pinned, else 1; arrival of the program's first call).
 
-    After a call that is not the program's last, its content is pinned for `ttl_s`, unless the mean time of the tool
-    that runs next exceeds `max_mean_gap_s`. A call that arrives in time goes before all others and hits the pinned
-    content. Other calls are served in order of their programs' arrival, so that tools do not set a program back.
+    After a call that is not the program's last, the program's content is pinned for `ttl_s`, unless the mean time of
+    the tool that runs next exceeds `max_mean_gap_s`. A call that arrives before the pin ends goes before all others and
+    hits the pinned content. Other calls are served in order of their programs' arrival, so that tools do not set a
+    program back.
 
     The retention policy `continuum_pins` does the pinning, by the same rule. Left out: prolonging a pin that expires
-    while its program's next call waits. The paper's time to live maximises the expected gain over the tool's
-    distribution; this is the threshold rule of its code.
+    while its program's next call waits; and the paper's time to live, which maximises the expected gain over the
+    distribution of the tool's durations. The rule above, with a threshold for the mean time, is that of the paper's
+    code.
 
     Source: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache Time-to-Live"
     (arXiv:2511.02230); its code for the rule.
@@ -35,7 +37,9 @@ class Continuum:
         self._came_in_time: dict[RequestView, bool] = {}
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return (0 if the call arrived in time, else 1; arrival of its program in seconds)."""
+        """Return (0 if the call arrived while its program's content was pinned, else 1; arrival of its program, or
+        without a program of the call, in seconds).
+        """
         since = request.arrived_at if request.program is None else request.program.arrived_at
         return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
 

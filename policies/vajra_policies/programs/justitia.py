@@ -43,7 +43,9 @@ class FluidShares:
         return tag
 
     def serve(self, work: float) -> None:
-        """Advance the virtual time by this work, in the unit of costs."""
+        """Divide `work`, in the unit of costs, evenly among the agents; an agent leaves when its finish tag is
+        reached.
+        """
         tags = self._tags
         while tags:
             needed = (tags[0] - self.virtual_time) * len(tags)
@@ -96,7 +98,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Advance the virtual time by one step of a replica: the KV tokens of its memory."""
+        """Count a step of a replica as work: one KV token times step for each token that its memory can hold."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

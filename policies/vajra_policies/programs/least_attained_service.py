@@ -1,4 +1,6 @@
-"""llm-d's program-aware fairness: score of a program by little attained service, which decays, and by long waiting."""
+"""llm-d's program-aware fairness: a program scores high if its attained service, which decays, is small, and if its
+first request has waited long.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class LeastAttainedServiceConfig(PolicyConfig):
 
 
 class LeastAttainedService:
-    """Key of a program = minus its score w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
+    """Key of a program = -score, with score = w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
 
     - A request that ends adds its weighted tokens, cached ones included, to its program's service, which halves every `half_life_s`.
     - norm maps the values of programs with waiting requests to 0 .. 1, from the least to the greatest; it is 0 for all
@@ -100,7 +102,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Add the served tokens to the services of their programs."""
+        """Add the weighted tokens of requests that ran to the services of their programs; drop old services."""
         config = self._config
         for request in requests:
             self._leave(request)
@@ -131,7 +133,7 @@ class LeastAttainedService:
             self._waiting.pop(program, None)
 
     def _change(self, now: float) -> None:
-        """Discard the scores, since any of them may have risen."""
+        """Discard the scores, and report that the keys of all waiting programs may have fallen."""
         self._scores, self._changed_at = None, now
         for program in self._waiting:
             self.fallen_groups.add(program)
@@ -145,7 +147,7 @@ class LeastAttainedService:
 
 
 def _normalised(values: dict[str, float]) -> dict[str, float]:
-    """Return the values mapped to 0 .. 1, from the least to the most."""
+    """Return the values mapped to 0 .. 1, from the least to the greatest; 0 for all if they are equal."""
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     span = most - least
     return {name: (value - least) / span if span > 0 else 0.0 for name, value in values.items()}

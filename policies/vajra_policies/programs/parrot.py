@@ -29,8 +29,8 @@ class Parrot:
     With N chains of two calls on one server, all arriving at once, and one unit of time per call, the mean completion
     time is N + 1; in order of arrival it is (3 N + 1) / 2.
 
-    Left out: Parrot places calls with a common successor as one unit, and calls with a common prompt together. Its
-    service derives the graph of calls from variables in prompts.
+    Left out: Parrot's placement, of calls with a common successor as one unit, and of calls with a common prompt
+    together; and its service, which derives the graph of calls from variables in prompts.
 
     Source: Lin et al., "Parrot: Efficient Serving of LLM-based Applications with Semantic Variable", OSDI'24 (arXiv:2405.19888);
     the order of the task queue in its code.

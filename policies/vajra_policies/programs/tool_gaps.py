@@ -9,7 +9,9 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, ProgramView, RequestView
 
 _MOST_TOOLS = 1_000
-"""Maximum number of tools remembered, the most recently used ones; needed since clients choose the names of tools."""
+"""Maximum number of remembered tools; the least recently used ones are dropped. Needed since clients choose the names
+of tools, so that there may be any number of them.
+"""
 
 
 class ToolGapConfig(PolicyConfig):
@@ -26,8 +28,8 @@ class ToolGapConfig(PolicyConfig):
 
 
 class ToolGaps:
-    """Mean duration of each tool, and the time to live of content that depends on it. The policy forwards its callbacks
-    to this object.
+    """Mean duration of each tool, which decides the time to live of a program's content. The policy forwards its
+    callbacks to this object.
     """
 
     def __init__(self, config: ToolGapConfig) -> None:
@@ -59,8 +61,8 @@ class ToolGaps:
         self._last.pop(program, None)
 
     def ttl_s(self, request: RequestView) -> float:
-        """Return the seconds for which the content of an ending call is kept: 0 for a last call and for tools that take
-        long.
+        """Return the seconds for which the content of an ending call is kept: 0 without a program, for a last call, and
+        for a tool whose mean time exceeds `max_mean_gap_s`.
         """
         if request.program is None or request.is_last_call:
             return 0.0

@@ -1,7 +1,8 @@
 """ARC: two lists, of content used once and of content used again, whose sizes adapt to the misses.
 
 Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with the rules of vLLM 0.33's offloading
-manager: new content enters the first list even if it was there before, and there is one victim for each new block.
+manager: content that returns after its eviction enters the first list like new content, and there is one victim for
+each new block.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class AdaptiveReplacement:
         return block.last_used_at
 
     def segment(self, block: CachedBlock) -> int:
-        """Return the list that holds the block."""
+        """Return the number of the list that holds the block: `ONCE` or `AGAIN`."""
         return AGAIN if block in self.again else ONCE
 
     def next_segment(self, now: float) -> int:
-        """Return the list from which the next block is evicted."""
+        """Return the number of the list from which the next block is evicted."""
         return ONCE if len(self.once) >= int(self.target) else AGAIN
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
@@ -95,7 +96,7 @@ class AdaptiveReplacement:
                 again.move_to_end(one)
 
     def enter(self, blocks: Iterable[CachedBlock]) -> None:
-        """Put new content into the first list."""
+        """Put new content into the first list, and forget its earlier evictions."""
         for block in blocks:
             for gone in self.gone:
                 gone.pop(block.block_hash, None)

@@ -26,7 +26,7 @@ class ContinuumPins(LeastRecentlyUsed):
         self._gaps = ToolGaps(config)
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Return the seconds for which to pin a call's content; 0 for requests without a program."""
+        """Return the seconds for which to pin a call's content. See `ToolGaps.ttl_s`."""
         return self._gaps.ttl_s(request)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:

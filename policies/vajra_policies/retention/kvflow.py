@@ -62,7 +62,9 @@ class Kvflow:
         self._last: dict[ProgramView, str] = {}
         """Stage of the latest call of each program."""
         self._steps: dict[ProgramView, Mapping[str, int]] = {}
-        """Steps to execution by stage, cached for each program until one of its calls arrives or ends."""
+        """Steps to execution by stage, cached for each program until one of its calls arrives or ends, or a successor
+        of a stage is learned.
+        """
         self._agents: dict[CachedBlock, dict[tuple[ProgramView, str], None]] = {}
 
     def key(self, block: CachedBlock, now: float) -> tuple[float, float]:
@@ -75,7 +77,7 @@ class Kvflow:
         return (-float(min(ranks, default=self._hold + 2)), block.last_used_at)
 
     def steps_to_execution(self, program: ProgramView) -> Mapping[str, int]:
-        """Return the number of calls until the turn of each stage that may still run, by stage."""
+        """Return the number of calls until the turn of each stage that may run within `hold_steps` calls, by stage."""
         known = self._steps.get(program)
         if known is None:
             known = self._steps[program] = self._walk(program)
@@ -110,7 +112,7 @@ class Kvflow:
             self._steps.pop(program, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record that the turns of these requests' stages are over."""
+        """Record that these calls no longer run; a stage's turn is over when none of its calls waits or runs."""
         for request in requests:
             program = request.program
             if program is not None and program in self._alive:

@@ -37,7 +37,7 @@ class TimeToLive:
         return self.expires_at(block)
 
     def expires_at(self, block: CachedBlock) -> float:
-        """Return the last use plus the time to live of the request that used the content."""
+        """Return the last use plus the time to live for the SLO class of the request that used the content last."""
         return block.last_used_at + self._by_class.get(block.request.slo_class, self._ttl_s)
 
 

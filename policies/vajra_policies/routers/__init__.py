@@ -1,7 +1,6 @@
 """Composable routing under llm-d's names, formulas and defaults, and the routers of other systems.
 
-Modules with policies define only parameters and specs, and import implementations when a policy is built, so that
-listing policies is fast.
+The modules of parts are imported only when `parts` is called, so that the import of a single router is fast.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ class ActiveSequences:
         self._holders = BlockHolders(num_replicas)
 
     def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
-        """Return the number of blocks that each replica would have with a request that has these blocks."""
+        """Return the number of blocks that each replica would have with a further request.
+
+        `blocks`: blocks of the request's prompt with known content; `num_blocks`: all full blocks of its prompt.
+        """
         total = self.blocks + num_blocks
         return total - self._holders.counts(blocks) if self._assume_reuse else total
 

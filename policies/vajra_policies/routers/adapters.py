@@ -1,6 +1,6 @@
-"""Scorer of LoRA adapters: replicas that have a request's adapter, or room for it.
+"""Scorer for LoRA adapters: prefers replicas that have loaded a request's adapter, then those with room for it.
 
-Source: llm-d-router, `scheduling/scorer/loraaffinity`; figures are those of its model server protocol.
+Source: llm-d-router, `scheduling/scorer/loraaffinity`, whose scorer reads the same figures of each replica.
 """
 
 from __future__ import annotations

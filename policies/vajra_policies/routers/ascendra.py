@@ -69,7 +69,7 @@ class Ascendra(BindsOnArrival):
         return best
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Move requests to HP replicas if they would be late on their present ones."""
+        """Return moves to HP replicas, for requests that would be late on their LP replicas."""
         _, high = self._split(replicas)
         pending = {one.replica_id: one.num_pending_tokens for one in replicas}
         targets = [one.replica_id for one in high]

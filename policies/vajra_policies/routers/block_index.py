@@ -35,8 +35,8 @@ class BlockHolders:
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
         """Return the number of the blocks that each replica holds, by id, up to the first block that no replica holds.
 
-        For replicas that hold whole prefixes, this is the length of the common prefix. For a replica that has lost
-        early blocks, later ones still count, as in llm-d's index.
+        For a replica that holds no block without all blocks before it, this is the length of the common prefix. For a
+        replica that has lost early blocks, later ones still count, as in llm-d's index.
         """
         total = np.zeros(self._num_replicas, dtype=np.int64)
         holders, run = self._holders, 0

@@ -42,8 +42,8 @@ class Cascadeinfer(BindsOnArrival):
     requests, every `plan_s` and whenever the replicas that are up change; lower ids are for shorter requests. Moves
     stay within a pool, go only to longer ranges, and wait until the target has room.
 
-    Left out: bids of replicas for requests, and the paper's cost of a range, which is fitted to a GPU. This is based on
-    the abstract alone: the cost and the defaults of the three parameters are ours.
+    Left out: bids of replicas for requests, and the paper's cost of a range, which is fitted to a GPU. Written from the
+    abstract alone: the cost and the defaults of the three parameters are ours.
 
     Source: Yuan et al., "CascadeInfer: Length-Aware Scheduling of LLM Serving with Low Latency and Load Balancing" (arXiv:2512.19179).
     """

@@ -1,4 +1,4 @@
-"""Deciders: rules for computing a prompt on another replica than the one that decodes.
+"""Deciders: rules that decide whether another replica than the one that decodes computes a prompt.
 
 Source: llm-d-router, `scheduling/profilehandler/disagg`; BLIS `--pd-decider`; Dynamo's conditional disaggregation.
 """
@@ -55,7 +55,7 @@ class PrefixBased:
         self._matches = matches
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """Return True if the prompt has enough uncached tokens on the decode replica."""
+        """Return True if the prompt is long enough and has enough uncached tokens on the decode replica."""
         config, prompt = self._config, request.num_prompt_tokens
         is_strict = config.comparison == ">"
         if not is_strict and not config.non_cached_tokens:

@@ -60,8 +60,9 @@ class CostRouterConfig(PolicyConfig):
 class CostRouter(BindsOnArrival):
     """Binds on arrival to the replica with the least cost; ties are broken uniformly at random.
 
-    cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests. Blocks
-    to compute are the active prompt tokens of the replica and the tokens of this prompt, in fractional blocks. Blocks
+    cost = `prefill_load_scale` * max(blocks to compute - credit, 0) + blocks to hold + `decode_active_request_weight` *
+    active requests. Blocks to compute are the active prompt tokens of the replica and the tokens of this prompt, in
+    fractional blocks; the credit is `overlap_score_credit` for each block of this prompt that is cached there. Blocks
     to hold are the union of the full blocks of the replica's active requests and of this request.
     """
 
@@ -105,7 +106,9 @@ class CostRouter(BindsOnArrival):
             self.sequences.free(request)
 
     def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
-        """Return the number of leading full blocks of the prompt that each replica has cached."""
+        """Return the number of leading full blocks of the prompt that each replica has cached; without KV events, that
+        were sent to it within `router_ttl_secs`.
+        """
         if self._sent is not None:
             return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]
         size = self._block_size

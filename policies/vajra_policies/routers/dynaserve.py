@@ -64,10 +64,11 @@ class Dynaserve(BindsOnArrival):
     """Cuts a request of p prompt and about d output tokens at token s, and places its parts on the two least loaded
     replicas.
 
-    The work of a request in prompt tokens is W = p + w * d. Replica a, the less loaded one, gets the first part, and s
-    is chosen so that a and b have the same load afterwards: work before s = (W + load_b - load_a) / 2. s = p separates
-    prompt and decodes, s = p + d leaves the whole request at a. If a part would be smaller than `min_part_tokens`, the
-    whole request goes to a. A replica's load is the remaining work of the requests placed there.
+    The work of a request in prompt tokens is W = p + w * d. The first part goes to replica a, the less loaded of the
+    two, and the second to replica b; s is chosen so that a and b have the same load afterwards: work before s = (W +
+    load_b - load_a) / 2. s = p separates prompt and decodes, s = p + d leaves the whole request at a. If a part would
+    be smaller than `min_part_tokens`, the whole request goes to a. A replica's load is the remaining work of the
+    requests placed there.
 
     Needs the replica scheduler `micro_requests`, which hands a request off at s. Left out: a search over predicted step
     times, since the cut that balances linear work has a closed form. Overlap of transfers with computing depends on the
@@ -103,7 +104,10 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica of the second part if the first part is computed; otherwise None."""
+        """Return the replica of the second part if the first part is computed and that replica is up.
+
+        Otherwise None: the request continues where it is.
+        """
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None

@@ -103,8 +103,8 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica that computes the prompt: the decode replica, if the decider does not disaggregate or the
-        filters leave no other replica.
+        """Return the replica that computes the prompt: the choice of the prefill profile, or the decode replica if that
+        profile is not applied or leaves no other replica. None if the decode profile is applied and leaves no replica.
         """
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)

@@ -29,7 +29,7 @@ class ProfileConfig(PolicyConfig):
 
 
 class DisaggregationConfig(PolicyConfig):
-    """Order in which the two replicas are chosen, and the decider of which prompts are disaggregated."""
+    """Order in which the two replicas are chosen, and the decider that selects the prompts to disaggregate."""
 
     order: Literal["decode-first", "prefill-first", "decode-after-prompt"] = Field(
         "decode-first",

@@ -41,7 +41,7 @@ class Lmetric(BindsOnArrival):
         self._last = -1
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the active replica with the least product."""
+        """Return the replica with the least product among those that are up; None if none is."""
         up = those_up(replicas)
         if not up:
             return None

@@ -111,14 +111,14 @@ class TokenLoadConfig(_OfProducer):
 
 
 class TokenLoadScorer:
-    """Scores 1 - min(tokens, threshold) / threshold, with the tokens in flight and those of this request."""
+    """Scores 1 - min(tokens, threshold) / threshold, where tokens are those in flight plus those of this request."""
 
     def __init__(self, config: TokenLoadConfig, load: InFlightLoads) -> None:
         self._threshold = config.queue_threshold_tokens
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores by the tokens in flight at each replica, with those of this request."""
+        """Return scores by the tokens in flight at each replica plus those that this request would add there."""
         in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
         tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
         score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold

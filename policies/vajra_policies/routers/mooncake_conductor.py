@@ -39,11 +39,13 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """Requests sent to each replica whose prompts are not computed, with their cached tokens at that time."""
+        """Requests sent to each replica whose prompts are not computed, with their prefix hits when they were sent."""
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the active replica with the least predicted time."""
+        """Return the replica with the least predicted time among those that are up; for a request with a computed
+        prompt, the one with the fewest requests.
+        """
         self._forget(request)
         up = those_up(replicas)
         if not up:
@@ -72,7 +74,7 @@ class MooncakeConductor(BindsOnArrival):
             self._queues[replica_id].pop(request, None)
 
     def _queued(self, replica_id: ReplicaId) -> tuple[float, int]:
-        """Return the total prefill time in seconds of a replica's uncomputed prompts, and the number of requests."""
+        """Return the total remaining prefill time in seconds of a replica's uncomputed prompts, and their number."""
         queue = self._queues.get(replica_id)
         if not queue:
             return 0.0, 0

@@ -55,8 +55,8 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
 
 
 class PrefixAffinityFilter:
-    """Keeps the sticky replicas, which cache most of the prompt; keeps all if there are none or the penalty would be
-    too high.
+    """Keeps the sticky replicas, which cache most of the prompt; keeps all if there are none, if the best of them is
+    slower than the best other replica by more than `max_ttft_penalty_ms`, and with `exploration_probability`.
     """
 
     def __init__(

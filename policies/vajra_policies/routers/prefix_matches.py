@@ -74,7 +74,7 @@ class ApproximatePrefixMatches:
         """Return the number of leading blocks of the prompt that were sent to each replica."""
         if self._asked is None or self._asked[0] is not request:
             self._asked = request, self._sent.counts(self._blocks(request))
-        found: Sequence[int] = self._asked[1][figures.ids(replicas)]  # type: ignore[assignment]  # an array is one
+        found: Sequence[int] = self._asked[1][figures.ids(replicas)]  # type: ignore[assignment]  # array as sequence
         return found
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
@@ -85,7 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached counts of the last request; other data are stored per replica."""
+        """Drop the cached counts, since they refer to a request that may have ended; the index refers to none."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

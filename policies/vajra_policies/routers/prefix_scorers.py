@@ -42,7 +42,9 @@ class PrefixCacheScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores: 1 if the whole prompt is cached, 0 if none of it is."""
+        """Return scores: 0 if nothing of the prompt is cached, 1 if all of it is (less for a short prompt if
+        `match_length_weight` is set).
+        """
         part = match_fractions(self._matches, request, replicas)
         weight = self._config.match_length_weight
         if not weight:
@@ -62,8 +64,8 @@ class NoHitLruConfig(OfPrefixProducer):
 class NoHitLruScorer:
     """Scores all replicas 0.5 if any of them caches a part of the prompt; otherwise 1 - rank / (n - 1).
 
-    Replicas rank by the time of their last prompt without a hit, the longest ago first; replicas that never took such a
-    prompt come before them, in the order of the candidates. Prompts without a hit are thus spread over all caches.
+    Replicas that never took a prompt without a hit rank first, in the order of the candidates; all others follow by the
+    time of their last such prompt, the longest ago first. Prompts without a hit are thus spread over all caches.
     """
 
     def __init__(self, config: NoHitLruConfig, matches: PrefixMatches) -> None:

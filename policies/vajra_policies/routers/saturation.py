@@ -1,4 +1,4 @@
-"""Filters by load: replicas that are not too busy.
+"""Filters by load, which keep replicas that are not too busy.
 
 Source: llm-d-router, `scheduling/filter/utilization`, and the saturation detectors of `flowcontrol` used as filters.
 """
@@ -88,7 +88,7 @@ class UtilizationDetector:
         self._most_usage = config.kv_cache_util_threshold * (1.0 + config.headroom)
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas that are not saturated."""
+        """Keep the replicas that are not saturated; keep all if every one is."""
         fits = (figures.waiting(replicas) < self._most_waiting) & (figures.kv_usage(replicas) < self._most_usage)
         return figures.fitting(replicas, fits, fallback=True)
 
@@ -106,7 +106,7 @@ class ConcurrencyDetectorConfig(PolicyConfig):
 
 
 class ConcurrencyDetector:
-    """Keeps replicas with fewer requests or tokens in flight than the limit; may keep none."""
+    """Keeps replicas with fewer requests or tokens in flight (mode `hybrid`: both) than the limits; may keep none."""
 
     def __init__(self, config: ConcurrencyDetectorConfig, load: InFlightLoads) -> None:
         self._config = config

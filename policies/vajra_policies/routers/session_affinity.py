@@ -79,7 +79,9 @@ class SessionAffinityScorer(_Sessions):
     """Scores the session's replica 1, all others 0."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores; all are 0 for a request without a session, and for the first request of one."""
+        """Return scores; all are 0 for a request without a session, and for one whose session is not bound (yet, or any
+        more).
+        """
         bound = self.replica_of(request, now)
         if bound is None:
             return np.zeros(len(replicas))
@@ -91,8 +93,10 @@ class SessionAffinityFilter(_Sessions):
     """Keeps only the session's replica if it is among the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the session's replica; keep all for a request without a session, for the first request of a session, and
-        if the replica is not a candidate.
+        """Keep the session's replica.
+
+        Keeps all for a request without a session, for one whose session is not bound (yet, or any more), and if the
+        session's replica is not a candidate.
         """
         bound = self.replica_of(request, now)
         return [one for one in replicas if one.replica_id == bound] or replicas

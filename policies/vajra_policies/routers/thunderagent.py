@@ -29,11 +29,11 @@ class ThunderAgent:
     """Binds a program to the replica with the fewest tokens at its first call, and keeps it there.
 
     The tokens of a program are those of its context, also while a tool runs. If the tokens of a replica's programs
-    exceed its memory, programs whose tools are running are paused, the smallest first; if that is not enough, the other
-    programs are paused when their turns end. The next call of a paused program waits in the shared queue until the
-    program is resumed. For a program with several concurrent calls, all their contexts count. Requests without a
-    program go to the replica with the fewest tokens. The change of a call's priority is emitted as `priority_jump_s`,
-    and orders the calls that a replica takes from the shared queue.
+    exceed `pause_threshold` of its memory, programs whose tools are running are paused, the smallest first; if that is
+    not enough, the other programs are paused when their turns end. The next call of a paused program waits in the
+    shared queue until the program is resumed. For a program with several concurrent calls, all their contexts count.
+    Requests without a program go to the replica with the fewest tokens. The change of a call's priority is emitted as
+    `priority_jump_s`, and orders the calls that a replica takes from the shared queue.
 
     Left out: parts of the paper that Dynamo's router lacks.
 
@@ -97,7 +97,7 @@ class ThunderAgent:
         self._ticks.woken(now, goes_on=bool(self._table.programs))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Record that a request of the shared queue was admitted."""
+        """Stop offering the request to replicas, if it was in the shared queue."""
         self._forget_ready(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -127,7 +127,7 @@ class ThunderAgent:
     # Replicas and their programs
 
     def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
-        """Update the capacities in tokens of the replicas that are up."""
+        """Add the capacities, in tokens, of replicas that came up, and remove replicas that are no longer up."""
         capacity = self._table.capacity
         for replica in replicas:
             if replica.is_up and replica.replica_id not in capacity:

@@ -88,7 +88,7 @@ class ProgramTable:
     # Figures
 
     def used(self) -> dict[ReplicaKey, int]:
-        """Return the total number of tokens that the programs of each replica count."""
+        """Return for each replica the sum of `counted` over its programs."""
         found = dict.fromkeys(self.capacity, 0)
         for one in self.programs.values():
             if not one.is_paused and one.replica in found:
@@ -96,7 +96,7 @@ class ProgramTable:
         return found
 
     def counted(self, one: AgentProgram) -> int:
-        """Return the number of tokens that a program counts at its replica, less while a tool runs."""
+        """Return the number of tokens counted for a program at its replica; fewer while its tool runs."""
         weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
         return int(one.tokens * weight) + self.rules.buffer_tokens
 

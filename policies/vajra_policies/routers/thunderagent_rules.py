@@ -1,6 +1,6 @@
 """Rules by which ThunderAgent's router places, pauses and resumes whole programs, from the tokens of their contexts.
 
-All rules are operations on a table of programs, which get the time in seconds as an argument.
+All rules are operations on a table of programs; they get the present time, in seconds, as an argument.
 `thunderagent.py` calls them for each event.
 
 Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); the rules follow
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from vajra_policies.routers.thunderagent_programs import AgentProgram, ProgramTable, ReplicaKey
 
 _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
-"""Order in which paused programs are resumed: programs with a waiting call, then programs in their first turn, then
-programs whose tool runs.
+"""Order in which paused programs are resumed: programs with a waiting call after their first turn, then programs in
+their first turn, then programs whose tool runs.
 """
 
 
@@ -33,7 +33,10 @@ class ThunderTable(ProgramTable):
     """Table of programs, with the operations on them."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
-        """Place a call of a program; None: it is held until the program is resumed. `prompt_tokens` 0: unknown."""
+        """Place a new call of a program and return its passage; None: the call is held until the program is resumed.
+
+        `prompt_tokens`: tokens of the program's calls, including this one; 0: unknown.
+        """
         program = self.programs.get(program_id)
         is_new = program is None
         if program is None:

@@ -99,7 +99,9 @@ class DynamoPlanner:
 
 
 def _groups(pools: Sequence[PoolView]) -> list[Sequence[PoolView]]:
-    """Return groups of pools that are decided on together: the prompt pool with the decode pool, all others alone."""
+    """Return groups of pools that are decided on together: a single prompt pool with a single decode pool, every other
+    pool alone.
+    """
     prompts = [pool for pool in pools if pool.role == PoolRole.PREFILL.value]
     decodes = [pool for pool in pools if pool.role == PoolRole.DECODE.value]
     if len(prompts) == len(decodes) == 1:

@@ -14,9 +14,9 @@ class EnginePredictions:
     """`CapacityModel` of a replica, by the run's latency model.
 
     A queue is modelled as prompts of the mean length with the same total of tokens, computed one after another. Running
-    decodes add the time of a decode step to each step of prompts. A replica's highest rate is that of the largest batch
-    that meets the SLO for the time between tokens and fits into its KV memory. A replica of role `mixed` alternates
-    between prompts and decodes.
+    decodes add the time of a decode step to each step of prompts. The highest rate of a replica that decodes is that of
+    the largest batch that meets the SLO for the time between tokens and fits into its KV memory; a replica of role
+    `mixed` alternates between prompts and decodes. A replica of role `prefill` computes one prompt after another.
     """
 
     def __init__(self, context: PolicyContext, slos: LatencySlos, prompt_tokens: float) -> None:

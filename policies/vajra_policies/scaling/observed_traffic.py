@@ -26,7 +26,7 @@ class ObservedTraffic:
         self._prompts += sum(one.num_prompt_tokens for one in requests)
 
     def admit(self, request: RequestView) -> None:
-        """Count a request's prompt and its cached tokens, at its first admission."""
+        """Count a request's prompt and its cached tokens, unless it was admitted before and preempted."""
         if request.num_preemptions == 0:
             self._admitted += request.num_prompt_tokens
             self._cached += min(request.num_cached_tokens, request.num_prompt_tokens)

@@ -1,7 +1,8 @@
 """Budget of devices over two pools: decisions are reduced to fit it, never reversed.
 
-No pool exceeds its requested number or changes in the opposite direction; if one pool is to grow while the other
-shrinks, both change or neither does.
+The number of replicas of each pool stays between the present and the requested one; if one pool is to grow while the
+other shrinks, both change or neither does. Only if the present replicas do not fit the budget, or a pool has fewer
+than its minimum, the budget replaces the decision (`RECONCILE`).
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -97,8 +98,8 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Yield counts within the budget: for each count of the pool with the shorter range, the best of the other
-        pool.
+        """Yield counts within the budget: for each count of the pool with the shorter range, the count of the other
+        pool that is nearest to its wanted one.
         """
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1
@@ -140,8 +141,8 @@ class PairBudget:
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
     def decide(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Apply the budget as `guard` does; if a pool is below its minimum, raise the wanted counts to the minima
-        first.
+        """Return the result of `guard`; but if a pool is below its minimum, raise the wanted counts to the minima and
+        clamp them.
         """
         if self._is_short(current):
             return self.clamp(self.raised(wanted)), RECONCILE

@@ -84,7 +84,7 @@ class PoolRules:
     least: int = 1
     """Minimum number of replicas."""
     thresholds: Thresholds | None = None
-    """Load thresholds of the pool; None if the targets are latency SLOs."""
+    """Load thresholds of the pool; None if the targets are latency SLOs, or no thresholds are given."""
     sizes: EngineSizes = UNKNOWN_SIZES
 
 
@@ -168,7 +168,7 @@ class EngineModel(Protocol):
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
         """Return the time between tokens in seconds with the decodes, including waiting ones, multiplied by `scale`.
-        With `counts_prefill`, queued prompts count as decodes too.
+        With `counts_prefill`, tokens of queued prompts count as context of the decodes too.
         """
 
 

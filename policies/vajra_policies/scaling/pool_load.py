@@ -1,8 +1,9 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-Scale up if the load of one engine is above the upper threshold; with latency SLOs, if every engine is predicted to miss
-one. Scale down if the loads of all engines are below the lower threshold, and the remaining engines would not exceed
-the upper threshold with the load redistributed.
+With thresholds, scale up if the load of one engine is above the upper threshold; scale down if the loads of all engines
+are below the lower threshold, and the remaining engines would not exceed the upper threshold with the load
+redistributed. With latency SLOs, scale up if every engine is predicted to miss the same SLO; scale down if the
+remaining engines are predicted to stay within a fraction of the SLOs.
 
 Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
 """
@@ -39,8 +40,9 @@ class Opinion:
     """Number of replicas; None if it is unknown or unchanged, for `reason`."""
     reason: str = ""
     ttft_s: float | None = None
+    """Largest predicted TTFT of any engine, seconds; None if it was not predicted."""
     itl_s: float | None = None
-    """Largest predicted time between tokens of any engine, as `ttft_s` for the TTFT; None if not predicted."""
+    """Largest predicted time between tokens of any engine, seconds; None if it was not predicted."""
 
     @property
     def is_refusal(self) -> bool:

@@ -59,8 +59,8 @@ class TargetUtilization:
 
     Starting replicas count as idle for decisions to start replicas, and do not count for decisions to stop any. The
     result is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to
-    scale down, the largest within `down_window_s`. Before the first decision, the computed number counts as the present
-    one.
+    scale down, the largest within `down_window_s`. At the first decision, the present number counts as one computed
+    before.
 
     Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
     """

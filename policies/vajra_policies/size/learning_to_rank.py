@@ -24,7 +24,7 @@ _ROUNDING_S = 1e-6
 
 
 class LearningToRankConfig(LengthConfig):
-    """Parameters of `ltr`. The paper's code has no defaults for either, and counts the wait in steps."""
+    """Parameters of `ltr`. The paper's code has no defaults for wait and boost, and counts the wait in steps."""
 
     starvation_s: float = Field(
         10.0, gt=0, description="Time without running after which a request is boosted, seconds."
@@ -41,9 +41,9 @@ class LearningToRank:
     """Key = (0 if boosted, else 1; score), with the output length expected at arrival as score.
 
     A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so no
-    request waits much longer than that. Only the order of scores matters: a predictor's rank correlation (Kendall's
-    tau) counts, not its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it is
-    shortest job first.
+    request waits much longer than `starvation_s`. Only the order of scores matters: a predictor's rank correlation
+    (Kendall's tau) counts, not its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it
+    is shortest job first.
 
     Left out: the ranking model, a small language model trained on prompts; the backend's `output_length` takes its
     place.

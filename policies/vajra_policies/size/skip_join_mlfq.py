@@ -49,8 +49,8 @@ class SkipJoinMlfq:
     """Key = (level, -time of the last step): within a level, requests that have just run continue, and new ones follow
     them.
 
-    - The quantum of level i is q * 2^i. A request joins at the first level whose quantum covers the prefill time of its
-      prompt computed alone, so the prompt itself does not demote it.
+    - The quantum of level i is q * r^i (`quantum_s`, `quantum_ratio`). A request joins at the first level whose quantum
+      covers the prefill time of its prompt computed alone, so the prompt itself does not demote it.
     - After a step: a request that has run for longer than its level's quantum goes one level down.
     - Every `promotion_steps` steps, requests that did not run for `starvation_s` go to the first level.
 

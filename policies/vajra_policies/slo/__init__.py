@@ -1,1 +1,1 @@
-"""Helpers for SLOs: requests that can still meet theirs, and the work that a step may contain."""
+"""Policies that serve requests by their SLOs, and helpers that they share."""

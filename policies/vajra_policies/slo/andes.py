@@ -67,7 +67,7 @@ class Andes:
         self._num_preemptions = 0
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return (0 if the request runs and the cap is reached, else 1; minus the gain per token of context)."""
+        """Return (0 if the request runs and the cap is exceeded, else 1; minus the gain per token of context)."""
         cap = self._config.preemption_cap
         is_capped = cap is not None and self._num_preemptions > cap * self._num_requests
         stays = is_capped and request.is_resident

@@ -55,7 +55,9 @@ class Hygen(Preemptive):
         return False
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the number of tokens as `preemptive` does, limited by the budget for an offline request."""
+        """Return the number of tokens as `preemptive` does; for an offline request, limited by the latency budget (but
+        at least 1 in an empty batch).
+        """
         num_tokens = super()._tokens(request, behind, batch)
         if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
             return num_tokens

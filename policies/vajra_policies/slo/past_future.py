@@ -56,8 +56,8 @@ def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
 class PastFuture(FixedChunk):
     """Admits a waiting request if the peak of the running requests and itself is at most M * (1 - reserve).
 
-    - a_i: known tokens; b_i: tokens still to be generated. b is redrawn in each step from the recent output lengths
-      that exceed the request's output so far; if there are none, it is the most that the request may still generate.
+    - a_i: known tokens; b_i: tokens still to be generated. The output length is redrawn in each step from the recent
+      ones that exceed the request's output so far; if there are none, it is `max_tokens`.
     - A request that does not fit waits, and no request behind it is admitted. Steps are formed as by `fixed_chunk`.
 
     Memory is counted in whole blocks. Left out: shared prefixes, which count once for each request, and requests in
@@ -105,7 +105,7 @@ class PastFuture(FixedChunk):
         return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return True if the peak fits with this request; after one that does not fit, False for the whole step."""
+        """Return True if the peak fits with this request; after one that does not fit, False for others of the step."""
         if self._is_closed or not replica.num_running:
             return not self._is_closed
         if self._entries is None:

@@ -25,7 +25,8 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
     `prompts` are ordered by deadline. The tokens of the first a admitted prompts must be at most (steps until the a-th
     deadline) * (step_tokens - num_running - (a - 1)), since each finished prompt decodes.
 
-    Dynamic programming finds the fewest tokens for each (number of prompts, number of admitted prompts) in O(n^2).
+    Dynamic programming finds, in O(n^2) steps, the least total of tokens for each number of prompts admitted from the
+    first i prompts, for each i.
     """
     least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
     num_before = 0

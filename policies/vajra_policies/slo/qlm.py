@@ -91,7 +91,10 @@ class Qlm:
         return str(self._join(request).number)
 
     def group_key(self, group: str) -> float:
-        """Return the group's deadline, or its number while no group is predicted to be late."""
+        """Return the group's number, or its deadline while the order is by deadline.
+
+        The order is by deadline after a group was predicted to be late, until no request waits.
+        """
         own = self._alive.get(int(group))
         if own is None:
             return 0.0

@@ -19,6 +19,7 @@ class Reading:
     speed: float
     ttft_s: float
     at_s: float = 0.0
+    """Time at which tokens were last received."""
     num_tokens: int = 0
     """Number of tokens received."""
     num_read: float = 0.0
@@ -33,8 +34,8 @@ class Reading:
         self.num_tokens += num_tokens
 
     def area_after(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Return the integral of the tokens read until `seconds` after the last event, if `rate` tokens per second
-        arrive after `delay_s`.
+        """Return the integral of the tokens read until `seconds` after `at_s`, if `rate` tokens per second arrive from
+        `delay_s` after `at_s` on.
         """
         return self.area + self._read(seconds, delay_s, rate)
 

@@ -45,9 +45,9 @@ class Scorpio(FixedChunk):
     - A request with twice the tightest TPOT SLO thus runs in every second step.
     - TPOT guard: a request is admitted if a decode step of the virtual batch size, the sum of TRP over the running
       requests and itself, is predicted to take at most the tightest TPOT SLO.
-    - TTFT guard: in order of urgency, a waiting request that would miss its TTFT SLO after the prompts before it is
-      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all waiting
-      requests.
+    - TTFT guard: in order of urgency, a waiting request is rejected if it would miss its TTFT SLO even directly after
+      the prompts ahead of it. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all
+      waiting requests.
 
     Left out: predicted output lengths, with which the paper bounds memory. Decodes that do not run keep their KV.
 
@@ -80,7 +80,7 @@ class Scorpio(FixedChunk):
         if self._rejects and replica.num_waiting:
             self._reject_late(replica, batch, now)
         add_prompts(replica, batch, self._next_chunk)
-        if not batch.num_requests:  # partial prefills hold all memory, and none can grow
+        if not batch.num_requests:  # if partial prefills hold all memory and none can grow, `fill` preempts some
             fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -127,7 +127,10 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Return the prompts to skip, of the first `candidates` with a TTFT SLO; empty if all can be in time."""
+        """Return the prompts to skip: those of the first `candidates` that have a TTFT SLO and are not chosen.
+
+        Empty if all of these, or none of them, can be in time.
+        """
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():
             if len(heads) >= self._config.candidates:

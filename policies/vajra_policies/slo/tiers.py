@@ -1,4 +1,4 @@
-"""PolyServe's tiers of TPOT SLOs, and its checks that a replica still meets its SLOs with one more request."""
+"""PolyServe's tiers of TPOT SLOs, and its checks that a replica with one more request would still meet the SLOs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class Tiers:
         return len(self._tpots_s) - 1, False
 
     def _in_time(self, request: RequestView, tier: int, prefill_s: float, step_s: float, now: float) -> bool:
-        """Return True if the first token meets its TTFT SLO, and the second arrives within that SLO plus one TPOT."""
+        """Return True if the first token meets its TTFT SLO, and the second arrives within that SLO plus one TPOT; also
+        without a TTFT SLO.
+        """
         if request.ttft_slo_s is None:
             return True
         left_s = request.arrived_at + request.ttft_slo_s - now

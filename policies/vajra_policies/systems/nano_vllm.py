@@ -68,7 +68,7 @@ class NanoVllm:
         self._chunks_first = config.prefill == "chunk_first"
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget or, without chunks, all remaining tokens."""
+        """Return the whole budget, or the remaining tokens if these are fewer or prompts are not cut."""
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:

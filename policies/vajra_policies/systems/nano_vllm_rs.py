@@ -84,7 +84,7 @@ class NanoVllmRs:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
-    """No request is admitted to a full batch, and none is preempted for a request that could not be admitted."""
+    """While decodes fill the batch, no waiting request is considered: none is admitted, and none causes preemptions."""
 
     def __init__(self, config: NanoVllmRsConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens
@@ -93,7 +93,9 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Request that did not fit even after a step had preempted all requests admitted in that step."""
+        """Waiting request for which a step preempted all requests that it had admitted, in vain: the step stayed empty.
+        No request is preempted for it again.
+        """
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""

@@ -83,8 +83,8 @@ class VllmV1:
       request that lacks blocks preempts a victim, possibly itself, and possibly one already in this step: the victim
       leaves the step and its tokens return to the budget. The needing request keeps the chunk size with which it was
       first tried.
-    2. If none was preempted, waiting requests are admitted from the head until budget, limit or blocks are used up.
-      Requests behind the head are not considered, and no request is preempted for it.
+    2. If no request was preempted, waiting requests are admitted from the head until budget, limit or blocks are used
+      up. Requests behind the head are not considered, and no request is preempted for it.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts
     it); exact ties of priority and arrival go by submission, not by the text of the id; blocks cached for tokens that a
@@ -109,7 +109,10 @@ class VllmV1:
         self._is_backed_up = False
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the whole budget, or the remaining tokens; the threshold does not apply to a prompt that is alone."""
+        """Return the whole budget, or the remaining tokens if these are fewer.
+
+        The threshold for long prompts does not apply to a prompt that is alone.
+        """
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
@@ -131,7 +134,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step with preemptions admits no request, so it does not show if requests queue up
+            if not holds:  # a step that preempts, or holds prompts back, does not show whether requests queue up
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -161,7 +164,10 @@ class VllmV1:
                 return
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
-        """Preempt requests until `stop.request` fits or is itself preempted; return True if the step goes on."""
+        """Preempt requests until `stop.request` fits or is itself preempted.
+
+        Returns True if further running requests may be added to the step.
+        """
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
         if cap is not None:
@@ -184,7 +190,7 @@ class VllmV1:
     # Waiting requests
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
-        """Admit waiting requests from the head; return True if any of them has more than its last token to compute."""
+        """Admit waiting requests from the head; return True if any admitted one has more than one token to compute."""
         has_prefill = False
         waiting = iter(replica.waiting())  # reading a request may query the KV connector, so read no more than needed
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
