@@ -108,15 +108,11 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Admitted requests whose KV is to be transferred from another replica, with the number of their tokens that
-        this replica's cache holds.
-        """
+        """Admitted requests whose KV another replica sends, with the number of their tokens in this replica's cache."""
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason why a running request cannot be handed off; None (in place of a function) if
-        hand-offs are not allowed.
-        """
+        """Function that returns why a running request cannot be handed off; None here: hand-offs are not allowed."""
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
