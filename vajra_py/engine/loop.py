@@ -412,7 +412,7 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # in another state, the request has arrived with its KV
+        if request.state is RequestState.ARRIVED:  # with its KV, so that other replicas no longer need its state
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)

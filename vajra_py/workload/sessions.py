@@ -220,7 +220,7 @@ def _session_columns(turns: _Turns, starts: F64, prompts: I64, *, closed: bool) 
 def _content(turns: _Turns, request_id: StringColumn, system_of: I64, system_tokens: I64) -> ContentColumn:
     """Return the contents of the prompts.
 
-    Nodes of the store are the system prompts, and after them the new text and the output of each turn.
+    Nodes of their `ContentStore` are the system prompts, and after them two for each turn: its new text and its output.
     """
     num_systems, size = len(system_tokens), len(turns.session)
     text_node = num_systems + 2 * np.arange(size, dtype=np.int64)

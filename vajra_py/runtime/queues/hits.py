@@ -65,8 +65,9 @@ class Readings:
         return now == self._read_at
 
     def is_read(self, request: RequestView, now: float, serial: int) -> None:
-        """Note that a request's key is read at `now`, and the time at which it may fall. Raises PolicyError if that
-        time breaks the contract.
+        """Record that a request's key is read at `now`, and the time from which the key may fall (`FallsWithTime`).
+
+        Raises `PolicyError` if that time violates the contract.
         """
         if self._times is not None:
             self._times.note(request, now, serial)

@@ -83,8 +83,8 @@ def _texts(texts: Sequence[str | None]) -> Any:
 def numpy_array(column: Any) -> NDArray[Any]:
     """Return an Arrow column as a numpy array, without a copy if its numbers are contiguous.
 
-    Equivalent to the column's `to_numpy`, which imports pandas, and is therefore called only for numbers and flags with
-    nulls, and for types other than numbers, flags and texts.
+    The values are those of the column's `to_numpy`. That method imports pandas, so it is called only for numbers or
+    flags of which some are null, and for types other than numbers, flags and texts.
     """
     import pyarrow as pa
 

@@ -699,8 +699,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                # In order of admission even after a bulk entry of decodes: among equal blocks, lookups find the one
-                # cached first.
+                # Blocks are cached in order of admission, also those of decodes that were added in bulk, because a
+                # lookup finds the first cached of several equal blocks.
                 if self._to_cache:
                     self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)

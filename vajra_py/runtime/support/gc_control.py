@@ -41,8 +41,8 @@ def existing_objects_frozen() -> Iterator[None]:
         first, *others = gc.get_threshold()
         if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
-        # A collection is cheap now, since existing objects are frozen. CPython delays the next full one until new
-        # objects reach a quarter of those examined here.
+        # CPython runs the next full collection when new objects reach a quarter of those that survived the last one.
+        # A collection now, which is cheap because existing objects are frozen, leaves them out of that number.
         gc.collect()
     try:
         yield
