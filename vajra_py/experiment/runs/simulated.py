@@ -19,7 +19,6 @@ from vajra_py.latency import (
     VariesSteps,
     combined_step_times,
     description_of,
-    step_times_of,
 )
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.runtime.records.decision_log import DecisionLog
@@ -93,7 +92,7 @@ class SimulatedRun:
     @property
     def step_times(self) -> StepTimes:
         """See `Backend`: the origin stated by the latency models, with their counts so far."""
-        return combined_step_times({name: step_times_of(latency) for name, latency in self.latency_models.items()})
+        return combined_step_times(self.latency_models)
 
     @property
     def varies_steps(self) -> bool:
