@@ -65,14 +65,10 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             for one in config.effective_replicasets.values()
         ),
         "it has memory tiers, whose results are of the whole run": any(
-            replica.memory.tiers is not None
-            for one in config.effective_replicasets.values()
-            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+            one.memory.tiers is not None for one in config.replica_settings
         ),
         "it has drafts, which are logged in one order": any(
-            replica.draft.most_tokens > 0
-            for one in config.effective_replicasets.values()
-            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+            one.draft.most_tokens > 0 for one in config.replica_settings
         ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
