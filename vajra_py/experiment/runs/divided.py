@@ -22,7 +22,7 @@ from vajra_py.experiment.device_figures import latency_models
 from vajra_py.experiment.runs.backend import Run, WriteTables
 from vajra_py.experiment.runs.part_tables import write_part
 from vajra_py.experiment.runs.simulated import SimulatedRun
-from vajra_py.latency import HasHostOverhead, ReplaysDurations
+from vajra_py.latency import CountsSteps, HasHostOverhead, ReplaysDurations
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
 from vajra_py.runtime.requests.listeners import NOBODY
@@ -79,6 +79,9 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             isinstance(one, HasHostOverhead) and one.host.asynchronous for one in latencies
         ),
         "its step times are replayed": any(isinstance(one, ReplaysDurations) for one in latencies),
+        "its latency model sums the times of all replicas' steps": any(
+            isinstance(one, CountsSteps) for one in latencies
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
