@@ -203,12 +203,16 @@ def test_a_prompt_waits_for_the_blocks_that_its_decodes_need(hollow_model: Path,
 
 def test_pools_have_sizes_and_schedulers_of_their_own(hollow_model: Path, tmp_path: Path) -> None:
     pools = {
-        "prefill": {"replica": {"max_batch_size": 2}, "replica_scheduler": "fixed_chunk"},
+        "prefill": {
+            "replica": {"max_batch_size": 2, "memory": {"tenant_salt": True}},
+            "replica_scheduler": "fixed_chunk",
+        },
         "decode": {"replica": {"memory": {"num_blocks": None}, "max_model_len": 200}},
     }
     _, made = run_it(split(hollow_model, pools=pools), tmp_path / "run")
     blocks = {one.replica_id: one.memory.num_blocks for one in made.controller.replicas()}
     assert blocks == {0: 34, 1: 64}  # the second one is what the worker has room for
+    assert made._engine.tenant_salt
     assert check(made, tmp_path / "run")["moved"] > 5
     sizes: dict[int, int] = {}
     for step in read_decisions(tmp_path / "run" / "decisions.parquet"):

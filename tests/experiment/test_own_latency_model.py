@@ -118,6 +118,10 @@ def test_parallelism_that_a_described_model_does_not_cover_is_refused(registry: 
     asked = experiment("lab_described", memory=memory, kv_parallel={"groups": 2, "group_tokens": 1600})
     with pytest.raises(ConfigError, match=r"replica.kv_parallel.groups: .* over 2 KV-parallel groups.*Allowed: 1"):
         ran(asked, registry, tmp_path / "run")
+    own = {"role": "mixed", "replica": asked.pop("replica")}
+    in_a_pool = {**asked, "replica": {"memory": memory}, "pools": {"mixed": {}, "spread": own}}
+    with pytest.raises(ConfigError, match=r"the latency model of default/spread has no times .* over 2 KV-parallel"):
+        ran(in_a_pool, registry, tmp_path / "pools")
 
 
 def test_a_model_without_a_description_works_with_memory_that_is_given(registry: Registry, tmp_path: Path) -> None:

@@ -205,6 +205,20 @@ def test_a_seed_changes_what_is_drawn_and_nothing_else_does(ran: Ran) -> None:
     assert one == again != other
 
 
+def test_a_pool_keeps_the_prefixes_of_its_tenants_apart(ran: Ran) -> None:
+    """All prompts are one system prompt and little more, so only the first one of those that share finds nothing cached."""
+    workload = (
+        "{type: sessions, num_sessions: 10, arrivals: {type: fixed, rate: 1.0}, turns: {type: constant, value: 1}, "
+        "first_turn_tokens: {type: constant, value: 4}, turn_tokens: {type: constant, value: 4}, "
+        "output_tokens: {type: constant, value: 5}, system_prompts: {tokens: {type: constant, value: 96}}, "
+        "tenants: {shares: {a: 1, b: 1}}}"
+    )
+    for salt, num_first in (("false", 1), ("true", 2)):
+        pools = f"{{prefill: {{replica: {{memory: {{tenant_salt: {salt}}}}}}}, decode: {{}}}}"
+        cached = column(ran({"workload": workload, "pools": pools}), "num_cached_tokens")
+        assert Counter(cached) == {0: num_first, 96: 10 - num_first}
+
+
 @pytest.mark.parametrize(("steps", "decisions"), [(True, False), (False, True), (False, False)])
 def test_outputs_are_left_out_when_they_are_not_wanted(steps: bool, decisions: bool, ran: Ran) -> None:
     run = ran({"output.steps": str(steps).lower(), "output.decision_log": str(decisions).lower()})

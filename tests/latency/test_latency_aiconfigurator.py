@@ -19,9 +19,11 @@ from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.experiment.measured.run import read_measured_run
 from vajra_py.experiment.measured.simulation import measured_config, simulate_measured, tables_latency
+from vajra_py.experiment.runs.divided import why_whole
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AiconfiguratorConfig, Calibration, OperatorTablesModel, step_times_of
 from vajra_py.latency.operators.calibration_file import read_calibration
+from vajra_py.plugins import load_registry
 
 BANDWIDTH, KERNEL_S = 2e12, 2e-6
 LAYERS, HIDDEN, WIDTH, VOCABULARY = 32, 4096, 14336, 128256
@@ -215,6 +217,7 @@ def test_the_share_of_steps_by_rule_is_counted_and_told(tables: Path, tmp_path: 
             "backend": {"simulator": {"latency": latency}},
         }
     )
+    assert why_whole(config, load_registry()) == "its latency model sums the times of all replicas' steps"
     summary = run_experiment(config, folder=tmp_path / "run").summary
     assert 0.0 < float(summary.value("step_times.filled_fraction")) < 0.5
     sentence = str(summary.value("step_times.sentence"))

@@ -52,8 +52,11 @@ def roofline(overlap: str, place: str = "dense") -> Model:
 MODELS = {place: {overlap: roofline(overlap, place) for overlap in FROM_FAST_TO_SLOW} for place in PLACES}
 
 
-def _shape(decodes: tuple[int, int], chunks: list[tuple[int, int]], merged: int, swap: int) -> BatchFeatures:
+def _shape(
+    decodes: tuple[int, int], drafts: int, chunks: list[tuple[int, int]], merged: int, swap: int
+) -> BatchFeatures:
     shape = BatchFeatures(num_merged_tokens=merged, swap_bytes=swap).with_decodes(decodes[0], decodes[0] * decodes[1])
+    shape = shape.with_drafts(decodes[0] * drafts)
     for tokens, context in chunks:
         shape = shape.with_chunk(tokens, context)
     return shape
@@ -62,6 +65,7 @@ def _shape(decodes: tuple[int, int], chunks: list[tuple[int, int]], merged: int,
 shapes = st.builds(
     _shape,
     st.tuples(st.integers(0, 512), st.integers(0, 8192)),
+    st.integers(0, 8),
     st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 100_000)), max_size=3),
     st.integers(0, 2048),
     st.integers(0, 1 << 30),
@@ -77,8 +81,8 @@ def test_without_the_option_the_model_is_the_plain_one() -> None:
 def test_the_sum_and_the_largest_sum_of_a_step_follow_from_the_data_sheets() -> None:
     spec, device = load_model("Llama-3.1-8B"), load_device("a100")
     num_decodes, context, chunk = 64, 2048, 480
-    shape = BatchFeatures().with_decodes(num_decodes, num_decodes * context).with_chunk(chunk, 0)
-    tokens, rows = num_decodes + chunk, num_decodes + 1
+    shape = BatchFeatures().with_decodes(num_decodes, num_decodes * context).with_chunk(chunk, 0).with_drafts(100)
+    tokens, rows = num_decodes + chunk + 100, num_decodes + 1 + 100
     keys = num_decodes * (context + 1)
     flops, attention = device.flops("bfloat16"), device.attention_flops("bfloat16")
     compute = 2 * (tokens * spec.dense_weights + rows * spec.head_weights) / flops

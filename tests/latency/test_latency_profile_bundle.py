@@ -59,6 +59,13 @@ def test_a_step_is_the_sum_of_its_operators(bundle: Path) -> None:
     assert model.batch_time_s(BatchFeatures()) == 0.0
 
 
+def test_without_tokens_only_the_swapped_bytes_take_time(bundle: Path) -> None:
+    model = of(bundle, device="a100")
+    assert model.batch_time_s(BatchFeatures(swap_bytes=26_300_000)) == pytest.approx(1e-3)
+    with_swap = model.batch_time_s(BatchFeatures(4, 400, swap_bytes=26_300_000))
+    assert with_swap - model.batch_time_s(BatchFeatures(4, 400)) == pytest.approx(1e-3)
+
+
 def test_batches_are_padded_to_the_sizes_of_cuda_graphs(bundle: Path) -> None:
     assert capture_sizes(24) == (1, 2, 4, 8, 16, 24)
     assert capture_sizes(512)[-3:] == (480, 496, 512)

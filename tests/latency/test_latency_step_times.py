@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vajra_py import api as vajra
-from vajra_py.contract.latency import ModelDescription
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.latency import (
     REAL,
     AffineModel,
@@ -17,6 +17,7 @@ from vajra_py.latency import (
     ProfileBundleModel,
     RooflineConfig,
     StepTimes,
+    combined_step_times,
     load_model,
     read_bundle,
     step_times_of,
@@ -61,6 +62,17 @@ def test_each_kind_of_model_says_what_it_is(bundle: Path) -> None:
     assert calibrated.sentence.endswith("a run; error of means where it was checked: TTFT 2.1%, TPOT 0.4%")
     assert REAL.sentence == "real: computed by the engine"
     assert "; 7 times beyond what was measured" in StepTimes("measured", "x", num_fallback=7).sentence
+
+
+def test_predictions_beyond_the_measurements_are_counted_once_for_each_model(bundle: Path) -> None:
+    options = BundleOptions(reach=1.0, fallback=RooflineConfig(model="Llama-3.1-8B", device="h100").build())
+    one, same, other = (ProfileBundleModel(read_bundle(bundle), load_model("Llama-3.1-8B"), options) for _ in range(3))
+    for model, count in ((one, 2), (same, 2), (other, 3)):
+        for _ in range(count):
+            model.batch_time_s(BatchFeatures().with_chunk(10_000, 0))
+    assert combined_step_times({"a": one, "b": one, "c": other}).num_fallback == 5
+    assert combined_step_times({"a": one, "b": same}).num_fallback == 4
+    assert combined_step_times({"a": one, "b": one}) == step_times_of(one)
 
 
 def test_summary_table_and_report_say_it(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from vajra_policies.routing import BindsOnArrival
 from vajra_py.config import system_from_mapping
 from vajra_py.contract import Move, ReplicaLoadView, RequestView
 from vajra_py.contract.observer import EndReason
+from vajra_py.errors import ConfigError
 from vajra_py.route.build import build_router
 from vajra_py.route.client import read_figures
 from vajra_py.route.core import AGAIN, NEVER, PROMPT, RouteCore, Submitted
 from vajra_py.route.exchange import StreamScan
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
+from vajra_py.route.session import RouteSession
 from vajra_py.runtime.kv import TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival, CacheReport, Input
 from vajra_py.runtime.records.json_lines import read_rows
@@ -321,3 +323,16 @@ def test_a_stream_is_counted_however_it_is_cut(num_tokens: int, cuts: list[int])
             scan.feed(whole[begin:cut])
             begin = cut
     assert (scan.num_tokens, scan.end, scan.saw_end) == (num_tokens, "length", True)
+
+
+def test_settings_of_a_pools_replicas_count() -> None:
+    servers = [{"url": f"http://{pool}", "pool": pool} for pool in ("a", "b")]
+
+    def session(memory: dict[str, Any]) -> RouteSession:
+        pools = {"a": {"role": "prefill"}, "b": {"role": "decode", "replica": {"memory": memory}}}
+        mapping = system(servers, pools=pools, hand_off="vllm-pd")
+        return RouteSession(system_from_mapping(mapping, registry=REGISTRY), REGISTRY)
+
+    assert session({"tenant_salt": True}).has_tenant_salt
+    with pytest.raises(ConfigError, match=r"are configured at the servers \(got kv_parallel or host_blocks\)"):
+        session({"host_blocks": 4})

@@ -7,7 +7,7 @@ settings determine how their requests are treated and whether they restart elsew
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
-from vajra_py.config import ReplicaConfig, SystemConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy
@@ -46,7 +46,7 @@ def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
     a memory tier.
     """
     settings: ModelBackendConfig = config.backend.settings
-    if any(one.memory.tiers is not None for one in _replica_settings(config)):
+    if any(one.memory.tiers is not None for one in config.replica_settings):
         message = "content cannot be kept in a host tier where replicas run on a cluster"
         raise ConfigError(Problem("replica.memory.tiers", message, "Allowed: null, or a run without --on"))
 
@@ -59,11 +59,6 @@ def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
         return RayWorker(cluster, replica, replace(options, num_threads=num_threads), own.placement, settings.load)
 
     return make
-
-
-def _replica_settings(config: SystemConfig) -> Iterator[ReplicaConfig]:
-    for one in config.effective_replicasets.values():
-        yield from (pool.replica for pool in one.effective_pools.values())
 
 
 class RayWorker:

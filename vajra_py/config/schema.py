@@ -426,6 +426,11 @@ class SystemConfig(Section):
         return {"default": only}
 
     @property
+    def replica_settings(self) -> list[ReplicaConfig]:
+        """Sizes of the replicas of each pool of each replicaset."""
+        return [pool.replica for one in self.effective_replicasets.values() for pool in one.effective_pools.values()]
+
+    @property
     def output_dir(self) -> Path:
         """Folder for the runs."""
         return Path(self.output.dir)

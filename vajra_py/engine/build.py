@@ -201,7 +201,7 @@ class Engine:
         for key, one in replicas.items():
             if maker.options[key].spare_blocks and not maker.options[key].max_drafts:
                 one.ahead = LookAhead(one.replica, one.executor)
-        salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
+        salted = any(one.memory.tenant_salt for one in config.replica_settings)
         return cls(controller, replicas, models, salted, config, maker)
 
     @property

@@ -48,19 +48,21 @@ LEAST_TRUSTED_FIRST: tuple[Origin, ...] = ("given", "analytic", "measured", "cal
 REAL = StepTimes("real", "computed by the engine")
 
 
-def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
-    """Return the origin for a run with several replicasets: the least trusted kind, all sources, and the largest error
-    of each metric whose error is known for all of them.
+def combined_step_times(models: Mapping[str, LatencyModel]) -> StepTimes:
+    """Return the origin for a run whose replicasets have these latency models, possibly shared: the least trusted kind,
+    all sources, and the largest error of each metric whose error is known for all of them.
     """
+    by_replicaset = {name: step_times_of(one) for name, one in models.items()}
+    num_fallback = sum(step_times_of(one).num_fallback for one in {id(one): one for one in models.values()}.values())
     distinct = list(by_replicaset.values())
     if all(one == distinct[0] for one in distinct):
-        return distinct[0]
+        return structs.replace(distinct[0], num_fallback=num_fallback)
     metrics = set.intersection(*(set(one.errors) for one in distinct))
     return StepTimes(
         next(kind for kind in LEAST_TRUSTED_FIRST if any(one.kind == kind for one in distinct)),
         "; ".join(f"{name}: {one.kind}, {one.source}" for name, one in by_replicaset.items()),
         {name: max(one.errors[name] for one in distinct) for name in sorted(metrics)},
-        sum(one.num_fallback for one in distinct),
+        num_fallback,
         max(one.filled_fraction for one in distinct),
     )
 

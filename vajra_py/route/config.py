@@ -121,10 +121,11 @@ class RouteConfig(Section):
             ):
                 message = "a server that decodes samples the first token itself (got source)"
                 problems.append(Problem(f"{name}.hand_off.first_token", message, "Allowed: recompute, as in vllm-pd"))
-            if one.replica.kv_parallel.groups > 1 or one.replica.memory.host_blocks:
+            replicas = [pool.replica for pool in one.effective_pools.values()]
+            if any(replica.kv_parallel.groups > 1 or replica.memory.host_blocks for replica in replicas):
                 message = "are configured at the servers (got kv_parallel or host_blocks)"
                 problems.append(Problem(f"{name}.replica", message, "Allowed: neither"))
-            if any(settings.replica.adapters is not None for settings in one.effective_pools.values()):
+            if any(replica.adapters is not None for replica in replicas):
                 message = "are configured at the servers; a router does not see them"
                 problems.append(Problem(f"{name}.replica.adapters", message, "Allowed: null"))
             problems += self._kv_event_problems(name, one)

@@ -26,7 +26,7 @@ def replay_route(path: Path, config: SystemConfig, registry: Registry) -> Replay
     inputs = [one for one in read_inputs(path / INPUTS_FILE) if not isinstance(one, PolicyViolation)]
     settings = route_settings(config)
     controller = build_router(config, registry)
-    salted = any(one.replica.memory.tenant_salt for one in config.effective_replicasets.values())
+    salted = any(one.memory.tenant_salt for one in config.replica_settings)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         placements = PlacementLog(Path(folder) / PLACEMENTS_FILE)
         admissions = AdmissionLog(Path(folder) / ADMISSIONS_FILE)

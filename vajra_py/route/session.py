@@ -117,7 +117,7 @@ class RouteSession:
             observers = [*self._recording.observers, self._placements]
             note = self._recording.note
         controller.watch(observers)
-        salted = any(one.replica.memory.tenant_salt for one in config.effective_replicasets.values())
+        salted = any(one.memory.tenant_salt for one in config.replica_settings)
         self.has_tenant_salt = salted
         self.core = core = RouteCore(controller, settings.max_tries, note, tenant_salt=salted)
         core.on_send, core.on_ended, core.on_taken_in = self._send, self._ended, self._submitted

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -288,10 +288,6 @@ class SeedRuns:
             bisect.insort(self.rates, rate)
         self.slacks[rate] = tuple(slacks)
         self._crossings = [None] * self.num_conditions
-
-    def of(self, condition: int) -> Mapping[float, float]:
-        """Return the slack of one condition by rate, in ascending order of rate."""
-        return {rate: self.slacks[rate][condition] for rate in self.rates}
 
     def crossing(self, condition: int) -> Crossing:
         """Return the crossing of one condition."""

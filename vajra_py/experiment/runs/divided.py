@@ -22,7 +22,7 @@ from vajra_py.experiment.device_figures import latency_models
 from vajra_py.experiment.runs.backend import Run, WriteTables
 from vajra_py.experiment.runs.part_tables import write_part
 from vajra_py.experiment.runs.simulated import SimulatedRun
-from vajra_py.latency import HasHostOverhead, ReplaysDurations
+from vajra_py.latency import CountsSteps, HasHostOverhead, ReplaysDurations
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
 from vajra_py.runtime.requests.listeners import NOBODY
@@ -65,14 +65,10 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             for one in config.effective_replicasets.values()
         ),
         "it has memory tiers, whose results are of the whole run": any(
-            replica.memory.tiers is not None
-            for one in config.effective_replicasets.values()
-            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+            one.memory.tiers is not None for one in config.replica_settings
         ),
         "it has drafts, which are logged in one order": any(
-            replica.draft.most_tokens > 0
-            for one in config.effective_replicasets.values()
-            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+            one.draft.most_tokens > 0 for one in config.replica_settings
         ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
@@ -83,6 +79,9 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             isinstance(one, HasHostOverhead) and one.host.asynchronous for one in latencies
         ),
         "its step times are replayed": any(isinstance(one, ReplaysDurations) for one in latencies),
+        "its latency model sums the times of all replicas' steps": any(
+            isinstance(one, CountsSteps) for one in latencies
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

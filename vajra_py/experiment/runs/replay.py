@@ -309,7 +309,7 @@ class _RecordedExecutor(SimulatedExecutor):
 def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer]) -> Simulator:
     controller, executor = _controller(recording, registry)
     controller.watch(logs)
-    memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
+    memories = [one.memory for one in recording.config.replica_settings]
     repeats = not recording.knows_tokens and all(one.tiers is None for one in memories)
     options = SimulationOptions(
         horizon_s=to_seconds(recording.ended_at) + 1.0,

@@ -19,7 +19,6 @@ from vajra_py.latency import (
     VariesSteps,
     combined_step_times,
     description_of,
-    step_times_of,
 )
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.runtime.records.decision_log import DecisionLog
@@ -70,11 +69,10 @@ class SimulatedRun:
             draft_times_s=(settings.drafts.step_s, settings.drafts.token_s) if settings.drafts else (0.0, 0.0),
         )
         self.controller = build_controller(run.config, services)
-        memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
         self.options = options = SimulationOptions(
             horizon_s=settings.horizon_s,
             drain=settings.drain,
-            tenant_salt=any(one.tenant_salt for one in memories),
+            tenant_salt=any(one.memory.tenant_salt for one in run.config.replica_settings),
             policy_timeout_s=run.config.policy_timeout_s,
             **request_overhead,
         )
@@ -93,7 +91,7 @@ class SimulatedRun:
     @property
     def step_times(self) -> StepTimes:
         """See `Backend`: the origin stated by the latency models, with their counts so far."""
-        return combined_step_times({name: step_times_of(latency) for name, latency in self.latency_models.items()})
+        return combined_step_times(self.latency_models)
 
     @property
     def varies_steps(self) -> bool:
@@ -122,11 +120,7 @@ def _acceptance(run: Run) -> AcceptanceModel | None:
     missing, or have fewer positions than a replica may have drafts.
     """
     settings = run.config.backend.settings.drafts
-    most = max(
-        pool.replica.draft.most_tokens
-        for one in run.config.effective_replicasets.values()
-        for pool in one.effective_pools.values()
-    )
+    most = max(one.draft.most_tokens for one in run.config.replica_settings)
     if not most:
         return None
     if settings is None:
@@ -160,17 +154,18 @@ def _by_replicaset(
 
 
 def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyModel]) -> None:
-    """Raise `ConfigError` for KV parallelism that a replicaset's latency model does not support."""
+    """Raise `ConfigError` for KV parallelism that the latency model of a replicaset or pool does not support."""
     problems = []
     for name, replicaset in config.effective_replicasets.items():
-        groups, most = replicaset.replica.kv_parallel.groups, description_of(latencies[name]).max_kv_groups
-        if most is not None and groups > most:
-            message = f"the latency model of {name} has no times for attention merged over {groups} KV-parallel groups"
-            problems.append(
-                Problem(
-                    "replica.kv_parallel.groups", message, f"Allowed: {most}" if most == 1 else f"Allowed: 1 to {most}"
-                )
-            )
+        for pool, own in replicaset.effective_pools.items():
+            key = model_key(name, pool) if replicaset.pools else name
+            groups = own.replica.kv_parallel.groups
+            most = description_of(latencies.get(key, latencies[name])).max_kv_groups
+            if most is not None and groups > most:
+                merged = f"attention merged over {groups} KV-parallel groups"
+                message = f"the latency model of {key} has no times for {merged}"
+                allowed = f"Allowed: {most}" if most == 1 else f"Allowed: 1 to {most}"
+                problems.append(Problem("replica.kv_parallel.groups", message, allowed))
     if problems:
         raise ConfigError(problems)
 

@@ -172,7 +172,7 @@ class OverlappedRooflineModel:
             operators.append(Work(tokens * layers.expert_flops_s, reading, 0.0))
         if features.num_merged_tokens:
             operators.append(Work(0.0, 0.0, features.num_merged_tokens * layers.merge_token_s))
-        rows = features.num_requests
+        rows = features.num_requests + features.num_draft_tokens
         return operators, Work(rows * step.head_flops_s, step.head_weights_s + rows * step.head_row_s, 0.0)
 
     def _prefill(self, features: BatchFeatures) -> Work:

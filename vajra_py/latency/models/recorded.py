@@ -79,10 +79,6 @@ class RecordedDurations:
         self._next[replica_id] = index + 1
         return steps[index]
 
-    def num_left(self, replica_id: int) -> int:
-        """Return the number of the replica's steps that are not replayed yet."""
-        return len(self._durations.get(replica_id, ())) - self._next.get(replica_id, 0)
-
     def restart(self) -> None:
         """Restart every replica's recording from its first step."""
         self._next = dict.fromkeys(self._durations, 0)

@@ -29,7 +29,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
     type: Literal["profile_bundle"] = "profile_bundle"
     path: str = Field(description="Folder with the bundle's meta.yaml: PROFILES/HARDWARE/MODEL/VARIANT.")
     expert_routing: Literal["uniform", "balanced"] = Field(
-        "uniform", description="Distribution of tokens over experts: at random, or uniform."
+        "uniform", description="Distribution of tokens over experts: at random (uniform), or equal (balanced)."
     )
     expert_imbalance: Annotated[float, Field(ge=1)] = Field(
         1.0, description="Tokens of the most loaded rank over the mean of the ranks (expert_parallel)."

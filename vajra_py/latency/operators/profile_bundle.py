@@ -178,16 +178,16 @@ class ProfileBundleModel:
         return self.options.host
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step; 0 for an empty batch.
+        """Return the seconds of the step; without tokens, those of copying the swapped bytes.
 
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
         """
         num_decodes = features.num_decodes
-        if features.prefill_tokens or features.swap_bytes or features.num_draft_tokens:
+        if features.prefill_tokens or features.num_draft_tokens or (features.swap_bytes and num_decodes):
             return self._mixed_s(features) if self.covers(features) else self._beyond(features)
         if not num_decodes:
-            return 0.0
+            return self._swap_s(features.swap_bytes) if features.swap_bytes else 0.0
         mean, batch = features.decode_context_tokens / num_decodes, self._decodes(num_decodes)
         return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(features)
 
@@ -361,9 +361,7 @@ class ProfileBundleModel:
             batch = self._decodes(decodes)
             parts["decode_attention"] = batch.per_us_s * batch.row.at(mean)
         if features.swap_bytes:
-            if self.device is None:
-                raise ExecutorError("profile_bundle: the bandwidth of swapping KV blocks is unknown. Set `device`.")
-            parts["swap"] = features.swap_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
+            parts["swap"] = self._swap_s(features.swap_bytes)
         return parts
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
@@ -396,6 +394,11 @@ class ProfileBundleModel:
     def _head_s(self, sequences: int) -> float:
         microseconds = interpolated(self._head.sizes, self._head.times_us, max(1, sequences))
         return 1e-6 * microseconds * self._scale["head"]
+
+    def _swap_s(self, num_bytes: int) -> float:
+        if self.device is None:
+            raise ExecutorError("profile_bundle: the bandwidth of swapping KV blocks is unknown. Set `device`.")
+        return num_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
 
     def _gathered_s(self, sequences: int) -> float:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
