@@ -151,6 +151,10 @@ class ReplicaLoadView(Protocol):
         """State in its life cycle."""
 
     @property
+    def limits(self) -> ReplicaLimits:
+        """Its sizes."""
+
+    @property
     def is_up(self) -> bool:
         """True if it takes requests (`ReplicaState.UP`)."""
 
