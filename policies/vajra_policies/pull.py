@@ -37,20 +37,17 @@ class Pull:
     traits = SchedulerTraits(reads_load=False, is_work_conserving=True)
     """`assign` reads no load; a replica with room may take any waiting request."""
 
-    def __init__(self, num_batches: int = 1) -> None:
-        self._num_batches = num_batches
-
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return None: every request waits in the shared queue."""
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Return the ids of the whole queue, most urgent first, if the replica has room."""
-        return whole_queue(replica, queued, self._num_batches)
+        return whole_queue(replica, queued)
 
 
 def _build(config: PullConfig, context: PolicyContext) -> Pull:
-    return Pull(context.limits.pipeline_stages)
+    return Pull()
 
 
 SPEC = PolicySpec(

@@ -39,15 +39,14 @@ def by_pool(replicas: Iterable[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
     return list(pools.values())
 
 
-def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 1) -> Iterable[str]:
-    """Return the ids of all requests of the shared queue, lazily, if the replica is up and has a free slot and a free
-    KV block; otherwise nothing.
+def whole_queue(replica: ReplicaLoadView, queued: QueueView) -> Iterable[str]:
+    """Return the ids of all requests of the shared queue, lazily, if the replica has room (`has_room`); otherwise
+    nothing.
 
-    A full replica is offered nothing, since it would search the queue in vain at every step. `num_batches`: the most
-    steps that a replica has in flight (its pipeline stages), each with its own slots. Policies that bind on arrival
-    call this function for requests that arrived while no replica was up.
+    A full replica is offered nothing, since it would search the queue in vain at every step. Policies that bind on
+    arrival call this function for requests that arrived while no replica was up.
     """
-    return (request.request_id for request in queued) if has_room(replica, num_batches) else ()
+    return (request.request_id for request in queued) if has_room(replica) else ()
 
 
 class BindsOnArrival:
@@ -60,9 +59,13 @@ class BindsOnArrival:
         return whole_queue(replica, queued)
 
 
-def has_room(replica: ReplicaLoadView, num_batches: int = 1) -> bool:
-    """Return True for a replica that is up and has a free slot and a free KV block; `num_batches` as in `whole_queue`."""
-    return replica.is_up and replica.num_running < num_batches * replica.max_batch_size and replica.free_blocks > 0
+def has_room(replica: ReplicaLoadView) -> bool:
+    """Return True for a replica that is up and has a free slot and a free KV block.
+
+    With pipeline stages, the slots are those of all steps in flight, one per stage.
+    """
+    num_slots = replica.limits.pipeline_stages * replica.max_batch_size
+    return replica.is_up and replica.num_running < num_slots and replica.free_blocks > 0
 
 
 class PeriodicWakeUps:

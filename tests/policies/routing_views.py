@@ -13,6 +13,7 @@ from vajra_py.contract import (
     PolicyContext,
     PredictedLatency,
     ProducerChoice,
+    ReplicaLimits,
     ReplicaState,
     RoutingContext,
     RoutingPartKind,
@@ -45,6 +46,10 @@ class Replica:
     @property
     def state(self) -> ReplicaState:
         return ReplicaState.UP if self.is_up else ReplicaState.DOWN
+
+    @property
+    def limits(self) -> ReplicaLimits:
+        return ReplicaLimits(16, self.num_blocks, self.max_batch_size, None, 1000)
 
     def prefix_hit_tokens(self, request: Any) -> int:
         return self.hit_tokens

@@ -15,7 +15,7 @@ from vajra_policies.prefix_affinity import PrefixAffinity, PrefixAffinityConfig
 from vajra_policies.pull import Pull
 from vajra_policies.random_replica import RandomReplica
 from vajra_policies.round_robin import RoundRobin
-from vajra_py.contract import ReplicasetScheduler
+from vajra_py.contract import ReplicaLimits, ReplicasetScheduler
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import PromptContent, RequestSpec
@@ -35,8 +35,13 @@ class Load:
     free_blocks: int = 10
     num_blocks: int = 10
     max_batch_size: int = 4
+    num_stages: int = 1
     role: str = "mixed"
     age_s: float = 0.0
+
+    @property
+    def limits(self) -> ReplicaLimits:
+        return ReplicaLimits(16, self.num_blocks, self.max_batch_size, None, 1000, self.num_stages)
 
     def prefix_hit_tokens(self, request: object) -> int:
         return self.hit_tokens
@@ -88,6 +93,15 @@ def test_what_came_while_none_was_up_goes_to_the_first_that_comes_up(name: str) 
     queue: Any = [Prompt(request_id="a"), Prompt(request_id="b")]
     assert list(ALL[name].pull(Load(1, is_up=False), queue, 0.0)) == []
     assert list(ALL[name].pull(Load(1), queue, 0.0)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("num_running", "pulled"), [(7, ["a"]), (8, [])])
+def test_a_replica_with_pipeline_stages_has_the_slots_of_all_steps_in_flight(
+    name: str, num_running: int, pulled: list[str]
+) -> None:
+    queue: Any = [Prompt(request_id="a")]
+    assert list(ALL[name].pull(Load(1, num_running=num_running, num_stages=2), queue, 0.0)) == pulled
 
 
 def two_replicas(**sizes: Any) -> HarnessOptions:

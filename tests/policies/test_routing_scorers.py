@@ -299,7 +299,11 @@ def test_predictions_follow_the_latency_model() -> None:
     assert for_busy.tpot_s > for_idle.tpot_s > 0
     assert (for_idle.num_dispatched, for_busy.num_dispatched) == (0, 3)
     assert for_idle.is_met
-    assert not predictor.latencies(Request(100), [idle], 0.0)[0].is_met, "no SLO: headroom is minus the prediction"
+    for slos in ({}, {"tpot_slo_s": 1e9}):
+        without_ttft = predictor.latencies(Request(100, **slos), [idle], 0.0)[0]
+        assert (without_ttft.is_met, without_ttft.ttft_headroom_s) == (False, -for_idle.ttft_s)
+        assert without_ttft.tpot_headroom_s >= 0
+    assert predictor.latencies(Request(100, ttft_slo_s=1e9), [idle], 0.0)[0].is_met
 
 
 # Any attribute

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from tests.golden.readers.retention import built
 from vajra_py.contract import CachedBlock, Key, KeyMotion, RetentionPolicy
 from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, Retention, TokenBlockHashes
+from vajra_py.runtime.kv.block_hashes import PrivateBlockHashes
 from vajra_py.runtime.kv.content_events import ContentChange, ContentEvent, ContentEvents
 from vajra_py.runtime.kv.pins import Pins
 from vajra_py.runtime.kv.retained_pool import RetainedBlockPool
@@ -332,6 +333,21 @@ def test_content_that_continues_a_failed_requests_blocks_goes_with_them_though_i
         memory.check()
     assert memory.cached_tokens(later) == 0
     assert memory.free_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("hashes", [None, PrivateBlockHashes("r2")])
+def test_a_pin_of_content_that_no_other_request_can_find_ends_the_earlier_one(hashes: Any) -> None:
+    memory = PagedKvMemory(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=PrefixCacheOptions())
+    pinned, unnamed = Request(1, [0] * 8), Request(2, [1] * 8)
+    memory.register(pinned, pinned.hashes)
+    memory.register(unnamed, hashes)
+    assert memory.allocate(pinned, 8) == 0
+    memory.free(pinned, 8)
+    assert memory.pin("session", pinned, 9.0)
+    assert memory.free_blocks < NUM_BLOCKS
+    assert memory.pin("session", unnamed, 9.0)
+    assert memory.free_blocks == NUM_BLOCKS
+    assert not memory.unpin("session")
 
 
 def test_a_policy_is_told_of_uses_in_the_order_of_the_chain() -> None:

@@ -72,6 +72,23 @@ def test_requests_are_held_until_a_decode_replica_is_up() -> None:
     assert ended[2] > 1.1 + 0.2
 
 
+def test_prompts_held_back_for_blocks_of_a_decode_replica_wait_in_the_prefill_pool() -> None:
+    world = split({0.1: (1, 1)}, (1, 1), chooser="round_robin", hand_off={"reserve": "before_prompt"}, num_blocks=8)
+    replicaset = world.controller.replicasets["default"]
+    assert replicaset.scaling is not None
+    queued: list[tuple[Any, ...]] = []
+
+    def targets(pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        assert replicaset.num_queued == sum(pool.num_queued for pool in pools)
+        assert replicaset.num_queued_tokens == sum(pool.num_queued_tokens for pool in pools)
+        queued.append((now, *((pool.num_queued, pool.num_queued_tokens) for pool in pools)))
+        return {}
+
+    replicaset.scaling.scaler.targets = targets  # type: ignore[method-assign]
+    world.run(requests(5))
+    assert (0.1, (3, 120), (0, 0)) in queued
+
+
 def test_a_decode_pool_without_replicas_is_named() -> None:
     world = split({0.0: (1, 0)}, (1, 1), chooser="round_robin")
     with pytest.raises(

@@ -220,6 +220,13 @@ def test_files_of_each_kind_hold_programs(name: str, write: Callable[[Path], Pat
     assert sorted(one.arrived_at for one in late if not one.parents) == [0.0, 100.0]
 
 
+def test_a_recorded_prompt_not_longer_than_its_parents_begins_with_the_answer(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(HEADER + "p,a,,0,10,5,1,\np,b,a,0,10,5,,\np,c,a,0,11,5,,\n")
+    contents = [one.content.segments for one in read_programs(file, context="grow") if one.content is not None]
+    assert contents[1:] == [((("out", "p/a"), 5), (("text", "p/b"), 5)), ((("text", "p/a"), 10), (("out", "p/a"), 1))]
+
+
 @pytest.mark.parametrize(
     ("rows", "line", "text"),
     [

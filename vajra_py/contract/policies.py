@@ -116,8 +116,8 @@ class CountsKeyChanges(RequestPrioritizer, Protocol):
     def key_epoch(self) -> int:
         """Return a number that changes whenever the key of any waiting request may have changed, for any reason.
 
-        If the number is unchanged, keys are not re-read. A request's own progress needs no new number, nor do its
-        prefix hits with `PREFIX_HITS`.
+        If the number is unchanged, keys are not re-read, except, with `PREFIX_HITS`, those of requests whose prefix
+        hits may have changed. These need no new number, nor does a request's own progress.
         """
 
 

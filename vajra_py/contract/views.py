@@ -151,6 +151,10 @@ class ReplicaLoadView(Protocol):
         """State in its life cycle."""
 
     @property
+    def limits(self) -> ReplicaLimits:
+        """Its sizes."""
+
+    @property
     def is_up(self) -> bool:
         """True if it takes requests (`ReplicaState.UP`)."""
 
@@ -254,8 +258,8 @@ class PoolView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its replicas' queues, and in the shared queue if its replicas may pull from
-        it.
+        """Number of requests that wait in its replicas' queues, for blocks of a decode replica before their prompt is
+        computed on one of its replicas, and in the shared queue if its replicas may pull from it.
         """
 
     @property
@@ -280,7 +284,9 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests in all of its queues, without deferred ones."""
+        """Number of waiting requests, in all of its queues or for blocks of a decode replica before their prompt is
+        computed, without deferred ones.
+        """
 
     @property
     def num_queued_tokens(self) -> int:

@@ -137,7 +137,9 @@ class WorkloadOptions(WorkloadSection):
     )
     too_long: Literal["drop", "clip", "error"] = Field(
         "drop",
-        description="Treatment of requests over a limit of length: left out, shortened (prompt first), or an error.",
+        description=(
+            "Treatment of requests over a limit of length: left out, an error, or shortened: prompts to `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to what the prompt leaves of `max_total_tokens`."
+        ),
     )
     rate: Positive | None = Field(
         None,

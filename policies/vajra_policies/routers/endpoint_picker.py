@@ -45,10 +45,9 @@ class EndpointPicker:
     placements.
     """
 
-    def __init__(self, parts: Parts, profile: Profile, num_batches: int) -> None:
+    def __init__(self, parts: Parts, profile: Profile) -> None:
         self._entry = profile
         """Profile of the replicas that take arriving requests."""
-        self._num_batches = num_batches
         self._learners = parts.learners()
         for name, notify in parts.listeners().items():
             setattr(self, name, notify)
@@ -67,7 +66,7 @@ class EndpointPicker:
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Yield the ids of queued requests for which the filters keep this replica, if it has room."""
-        if has_room(replica, self._num_batches):
+        if has_room(replica):
             for request in queued:
                 if self._entry.filtered(request, [replica], now):
                     yield request.request_id
@@ -84,13 +83,7 @@ class EndpointPicker:
 class DisaggregatedEndpointPicker(EndpointPicker):
     """Chooses the replica that computes the prompt and the one that decodes, each by its own profile."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        profiles: Mapping[str, Profile],
-        how: DisaggregationConfig,
-        num_batches: int,
-    ) -> None:
+    def __init__(self, parts: Parts, profiles: Mapping[str, Profile], how: DisaggregationConfig) -> None:
         self._decode = profiles[DECODE]
         self._prefill = profiles.get(PREFILL)
         self._order = how.order
@@ -98,7 +91,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self._decode_of: dict[RequestView, ReplicaId] = {}
         """Decode replica of each live request for which one was chosen."""
         is_decode_first = self._prefill is None or how.order == "decode-first"
-        super().__init__(parts, self._decode if is_decode_first else profiles[PREFILL], num_batches)
+        super().__init__(parts, self._decode if is_decode_first else profiles[PREFILL])
         self._forward_departures = getattr(self, "on_departures", None)
         self.on_departures = self._forget
 
@@ -178,19 +171,19 @@ def _profile(
 
 def build(config: EndpointPickerPolicyConfig, context: PolicyContext) -> EndpointPicker:
     """Build the router of these parameters."""
-    parts, num_batches = Parts(config.producers, context), context.limits.pipeline_stages
+    parts = Parts(config.producers, context)
     if not config.profiles:
         assert config.scorers is not None
         assert config.picker is not None
         profile = _profile(config.filters, config.scorers, config.picker, parts)
-        return EndpointPicker(parts, profile, num_batches)
+        return EndpointPicker(parts, profile)
     if context.limits.kv_parallel_groups > 1:
         raise ValueError("profiles move requests with their KV, which is spread over KV-parallel groups here")
     profiles: dict[str, Profile] = {
         name: _profile(one.filters, one.scorers, one.picker, parts) for name, one in config.profiles.items()
     }
     assert config.disaggregation is not None
-    return DisaggregatedEndpointPicker(parts, profiles, config.disaggregation, num_batches)
+    return DisaggregatedEndpointPicker(parts, profiles, config.disaggregation)
 
 
 SPEC = PolicySpec(

@@ -41,6 +41,9 @@ class LatencyPredictions:
     - TTFT: time of the replica's pending tokens, at the rate of a long prompt alone, plus time of the uncached rest of
       this prompt alone.
     - TPOT: duration of a step with all running requests of the replica and this request as decodes.
+
+    As in llm-d, a missing TTFT SLO counts as 0, so that no replica meets it and the least TTFT is best, also for a
+    request with a TPOT SLO. A missing TPOT SLO is met, as outside llm-d's streaming mode.
     """
 
     def __init__(self, config: LatencyProducerConfig, context: PolicyContext, matches: PrefixMatches) -> None:

@@ -23,10 +23,12 @@ def within_bounds(pool: PoolView, wanted: int) -> int:
 
 
 def shared_requests(pool: PoolView) -> int:
-    """Return the number of requests in the shared queue, if the pool's replicas may pull from it."""
+    """Return the number of requests in no replica's queue: in the shared queue, if the pool's replicas may pull from it,
+    and those that wait for blocks of a decode replica before their prompt is computed here.
+    """
     return max(0, pool.num_queued - sum(one.num_waiting for one in pool.replicas))
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return a lower bound on the shared queue's tokens, since pending tokens include those of running requests."""
+    """Return a lower bound on the tokens of `shared_requests`, since pending tokens include those of running requests."""
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

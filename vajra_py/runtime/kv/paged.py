@@ -621,6 +621,7 @@ class PagedKvMemory:
         entry = self._tables[request]
         hashes, pool = entry.hashes, self._pool
         if hashes is None or entry.is_private or pool.options is None or not pool.options.retain_freed:
+            self.unpin(name)
             return True  # there is nothing that another request could find
         num_blocks = entry.num_cached if entry.blocks else len(self._found(request, entry))
         wanted = hashes.block_hashes(0, num_blocks)

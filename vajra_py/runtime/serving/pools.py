@@ -13,6 +13,7 @@ from vajra_py.runtime.queues import RequestQueue
 
 if TYPE_CHECKING:
     from vajra_py.config import SystemConfig
+    from vajra_py.runtime.requests.request import Request
     from vajra_py.runtime.serving.controller import Controller
     from vajra_py.runtime.serving.replicaset import Replicaset
 
@@ -41,12 +42,16 @@ class PoolLoad:
     @property
     def num_queued(self) -> int:
         """Number of requests that wait for one of the pool's replicas."""
-        return sum(len(queue) for queue in self._queues())
+        return sum(len(queue) for queue in self._queues()) + len(self._held_back())
 
     @property
     def num_queued_tokens(self) -> int:
         """Number of tokens of the queued requests that are left to compute."""
-        return sum(queue.num_tokens for queue in self._queues())
+        held_back = sum(one.num_remaining_tokens for one in self._held_back())
+        return sum(queue.num_tokens for queue in self._queues()) + held_back
+
+    def _held_back(self) -> list[Request]:
+        return [one for one in self._replicaset.held_back if one.replica_id in self._ids]
 
     def _queues(self) -> list[RequestQueue]:
         """Return the queues of the pool's replicas, and the shared queue unless the pool only decodes."""

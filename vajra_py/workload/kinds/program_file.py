@@ -27,7 +27,7 @@ class ProgramFileConfig(FileOptions):
     context: ContextRule = Field(
         "none",
         description=(
-            "grow: a prompt begins with that of its first parent and its parents' answers, up to its length; none: prompts share nothing."
+            "grow: a prompt begins with that of its first parent, if that is shorter, and goes on with its parents' answers, as far as there is room; none: prompts share nothing."
         ),
     )
 
