@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,13 +265,17 @@ def test_settings_of_others_in_additional_config_are_left_alone() -> None:
     assert vajra_options_of({"theirs": 1}, {}) == vajra_options_of(None, {}) == VajraOptions()
 
 
-def test_its_own_classes_are_known_by_name_and_as_classes() -> None:
+def test_its_own_classes_are_known_by_name_and_as_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = type("Theirs", (), {"__module__": "elsewhere"})
     ours = type(
         "Ours", (type("Scheduler", (), {"__module__": "vajra_py.vllm.scheduler"}),), {"__module__": "elsewhere"}
     )
+    monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(Ours=ours, Theirs=theirs))
     assert is_own("vajra_py.vllm.Scheduler")
+    assert is_own("elsewhere.Ours")
     assert is_own(ours)
+    assert not is_own("elsewhere.Theirs")
+    assert not is_own("elsewhere.Missing")
     assert not is_own(theirs)
     assert not is_own("vllm.v1.core.sched.scheduler.Scheduler")
     assert not is_own(None)

@@ -17,6 +17,7 @@ from tests.sim.split_pools import settings, simulate
 from vajra_policies.routers import figures
 from vajra_policies.routers.endpoint_picker import EndpointPicker, EndpointPickerPolicyConfig, build
 from vajra_policies.routers.pickers import MaxScorePicker
+from vajra_policies.routers.profile import LISTENING
 from vajra_py.contract import (
     Layer,
     PlacesAfterPrompt,
@@ -29,6 +30,7 @@ from vajra_py.contract import (
 from vajra_py.contract.context import no_routing_parts
 from vajra_py.errors import PolicyError
 from vajra_py.plugins import load_registry, routing_part_builder
+from vajra_py.plugins.shapes import CACHE_METHODS, LISTENING_METHODS
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.request import PromptContent
@@ -192,6 +194,10 @@ def test_parts_are_told_what_they_listen_to() -> None:
         ("wake", "tick", 2.0),
         ("departures", 1, 3.0),
     ]
+
+
+def test_the_router_forwards_whatever_a_part_may_listen_to() -> None:
+    assert set(LISTENING) == {*LISTENING_METHODS, *CACHE_METHODS} - {"on_step_run"}
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,16 @@ class Misspelt(Plain):
         """Never called."""
 
 
+class Wakes(Plain):
+    def on_wake(self, key: str, now: float) -> None:
+        """Never called."""
+
+
+class FollowsCaches(Plain):
+    def on_blocks_stored(self, replica_id: int, hashes: Sequence[object], now: float) -> None:
+        """Never called."""
+
+
 class NoExpiry(Plain):
     def expires_at(self, block: CachedBlock) -> Any:
         return "soon"
@@ -119,6 +129,8 @@ class NoExpiry(Plain):
         (HalfSegmented, "segment and next_segment belong together"),
         (OddSegment, "segment() is not a whole number (got 'old')"),
         (Misspelt, "nothing calls 'on_evict'"),
+        (Wakes, "nothing calls 'on_wake'. Allowed: "),
+        (FollowsCaches, "nothing calls 'on_blocks_stored'"),
         (NoExpiry, "expires_at() is not a time (got 'soon')"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import EndReason, KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec
+from vajra_py.contract import EndReason, FallenRequests, KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ConformanceWarning, Harness, HarnessOptions, check_policy, conformance_checks
 from vajra_py.testing.hash_seeds import HASH_SEEDS
@@ -203,6 +204,39 @@ def test_a_policy_that_cannot_be_built_a_second_time_is_a_failure_that_names_it(
 
     with pytest.raises(AssertionError, match=r"request_prioritizer 'specimen' breaks the contract:(\n.*)*IndexError"):
         check_policy(spec_of(PRIORITIZER, build))
+
+
+class FollowsCaches(InTurn):
+    """Takes the replica that has stored the fewest blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_stored: Counter[int] = Counter()
+
+    def on_blocks_stored(self, replica_id: int, hashes: Sequence[Any], now: float) -> None:
+        self.num_stored[replica_id] += len(hashes)
+
+    def assign(self, request: Any, replicas: Any, now: float) -> int | None:
+        return min((one.replica_id for one in replicas if one.is_up), key=self.num_stored.__getitem__, default=None)
+
+
+def test_a_policy_that_listens_to_caches_gets_their_events_behind_strict_views() -> None:
+    run_check("reads what the contract offers", ROUTER, lambda context: FollowsCaches())
+
+
+class PeeksForFalls(ByArrival):
+    key_motion = KeyMotion.NAMED_FALLS
+
+    def __init__(self) -> None:
+        self.fallen_requests = FallenRequests()
+
+    def falls_at(self, request: Any, now: float) -> float | None:
+        return None if request.spec else now
+
+
+def test_falls_at_gets_strict_views() -> None:
+    with pytest.raises(AssertionError, match=r"reads request\.spec, which policies must not read"):
+        run_check("reads what the contract offers", PRIORITIZER, lambda context: PeeksForFalls())
 
 
 class Reasons(ByArrival):

@@ -148,6 +148,20 @@ def test_what_breaks_the_contract_is_told(kind: RoutingPartKind, make: Callable[
     assert str(caught.value).startswith(f"{kind.value} 'under-test' breaks the contract:")
 
 
+class ListensToCaches(Part):
+    num_stored = 0
+
+    def on_blocks_stored(self, replica_id: int, hashes: Sequence[Any], now: float) -> None:
+        ListensToCaches.num_stored += len(hashes)
+
+
+@pytest.mark.usefixtures("hash_seeds_at_once")
+@pytest.mark.filterwarnings("ignore::vajra_py.testing.ConformanceWarning")
+def test_a_part_under_test_gets_the_events_of_caches() -> None:
+    check_routing_part(spec(RoutingPartKind.SCORER, ListensToCaches))
+    assert ListensToCaches.num_stored
+
+
 ROUTERS: list[tuple[str, dict[str, Any]]] = [
     (
         "endpoint_picker",

@@ -18,6 +18,7 @@ from tests.vllm.core import kv_cache, vllm_config
 from vajra_py.config import system_from_mapping
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
+from vajra_py.vllm import Scheduler
 from vajra_py.vllm.mechanism import check_policies
 from vajra_py.vllm.plugin import abort_at_once, check_early
 from vajra_py.vllm.support import check_cache, check_options
@@ -253,10 +254,15 @@ def test_a_policy_that_misses_a_setting_is_refused_before_weights_are_looked_for
         vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler", additional_config=wanted)
 
 
+class Subclass(Scheduler):
+    """A user's scheduler, given by name."""
+
+
 @pytest.mark.usefixtures("checked")
-def test_a_recording_gets_time_to_end(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["vajra_py.vllm.Scheduler", f"{__name__}.Subclass"])
+def test_a_recording_gets_time_to_end(model: Path, tmp_path: Path, name: str) -> None:
     """vLLM's own types keep the time as it is sent to the process that schedules."""
-    given: dict[str, Any] = {"max_model_len": 256, "scheduler_cls": "vajra_py.vllm.Scheduler"}
+    given: dict[str, Any] = {"max_model_len": 256, "scheduler_cls": name}
     recorded = vllm_config(str(model), additional_config={"vajra": {"save_run": str(tmp_path / "run")}}, **given)
     sent = pickle.loads(pickle.dumps(recorded))
     assert sent.shutdown_timeout > 10

@@ -113,7 +113,7 @@ class SchedulingConfig(Section):
     retention: PolicyChoice | None = Field(
         None,
         description=(
-            "Which idle cached content is evicted first? A retention policy by name; null: the order of `memory.prefix_cache`, by default `lru`."
+            "Retention policy that selects the idle cached content to evict; null: the order of `memory.prefix_cache`, by default `lru`."
         ),
     )
 

@@ -5,8 +5,8 @@ this order: every filter narrows the candidates, every scorer rates the remainin
 selects one by the weighted sums. Packages register parts with `vajra_routing_parts`; users select them by name in a
 policy's parameters. Parts have no base class.
 
-Any part may also listen to requests (`ListensToRequests`) and to placements (`LearnsPlacements`); the router forwards
-both.
+Any part may also listen to requests (`ListensToRequests`), caches (`ListensToCaches`) and placements
+(`LearnsPlacements`); the router forwards all of them.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ RETENTION_OPTIONS: Mapping[str, int] = {
     "on_evicted": 2,
     "on_withdrawn": 2,
     "on_cleared": 1,
+    **{name: count for name, count in LISTENING_METHODS.items() if name != "on_wake"},
 }
-"""Optional methods of a retention policy, with the number of arguments of each call."""
+"""Optional methods of a retention policy, with the number of arguments of each call; it cannot be woken."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
@@ -182,17 +183,17 @@ def check_retention_shape(policy: object, what: str, plugin: str) -> None:
 
 
 def _check_shape_beside(
-    policy: object, methods: Mapping[str, int], what: str, plugin: str, others: Mapping[str, int] | None = None
+    policy: object, methods: Mapping[str, int], what: str, plugin: str, optional: Mapping[str, int] = LISTENING_METHODS
 ) -> None:
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     check_methods(policy, methods, what, plugin)
-    optional = {**LISTENING_METHODS, **(others or {})}
     present = {name: count for name, count in optional.items() if _has(policy, name)}
     check_methods(policy, present, what, plugin)
     _check_step_runs(policy, what, plugin)
-    hooks = hooks_beside(methods).union(others or ())
-    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
+    hooks = frozenset((*methods, *optional))
+    layers = [one for one in _layers_served(policy) if not LAYER_METHODS[one].keys() <= methods.keys()]
+    own = frozenset().union(*map(hooks_of, layers))
     for name in dir(policy):
         if name.startswith("_") or name in own or name in hooks:
             continue

@@ -18,7 +18,7 @@ from typing import Any
 from vajra_py.contract import CachedBlock, EndReason, KeyMotion, PolicyContext, RequestView, RetentionSpec
 from vajra_py.contract.observer import Observer
 from vajra_py.plugins import check_retention_shape
-from vajra_py.plugins.shapes import LISTENING_METHODS, RETENTION_OPTIONS
+from vajra_py.plugins.shapes import RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system
@@ -72,7 +72,7 @@ class _Watched:
         self._read: dict[CachedBlock, tuple[Any, Any]] = {}
         """Facts and key of each block at the last reading of its key."""
         self.key_motion = inner.key_motion
-        for name in (*RETENTION_OPTIONS, *LISTENING_METHODS):
+        for name in RETENTION_OPTIONS:
             if getattr(inner, name, None) is not None and name not in vars(type(self)):
                 setattr(self, name, getattr(inner, name))
         self._notify_evicted = getattr(inner, "on_evicted", None)

@@ -28,7 +28,7 @@ from vajra_py.contract import (
     RoutingPartSpec,
 )
 from vajra_py.plugins import check_part_shape, load_registry
-from vajra_py.plugins.shapes import LISTENING_METHODS
+from vajra_py.plugins.shapes import CACHE_METHODS, LISTENING_METHODS
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, require
 from vajra_py.testing.conformance import check_policy
 
@@ -95,7 +95,7 @@ class PartProbe:
         self._part = part
         self._learners = [one.on_placement for one in reversed(parts) if hasattr(one, "on_placement")]
         self._count = 0
-        for name in LISTENING_METHODS:
+        for name in (*LISTENING_METHODS, *CACHE_METHODS):
             methods = [getattr(one, name) for one in parts if hasattr(one, name)]
             if methods:
                 setattr(self, name, _notify_all(methods))

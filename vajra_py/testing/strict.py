@@ -13,6 +13,7 @@ from typing import Any, cast
 from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
+    Layer,
     LocalReplicaView,
     Move,
     PoolView,
@@ -25,50 +26,24 @@ from vajra_py.contract import (
     RequestView,
 )
 from vajra_py.contract.policies import traits_of
+from vajra_py.plugins.shapes import ADMISSION_METHODS, hooks_beside, hooks_of
 
-_DECLARATIONS = ("key_motion", "fallen_groups", "fallen_requests", "traits")
-_METHODS = (
-    "key",
-    "line",
-    "falls_at",
-    "key_epoch",
-    "group",
-    "group_key",
-    "slack_s",
-    "slack_fraction",
-    "admit",
-    "assign",
-    "pull",
-    "place_after_prompt",
-    "moves",
-    "schedule",
-    "solo_chunk_size",
-    "refuses",
-    "evict_adapter",
-    "on_arrivals",
-    "on_admission",
-    "on_preemption",
-    "on_moved",
-    "on_step_end",
-    "on_step_run",
-    "on_departures",
-    "on_program_end",
-    "on_wake",
-)
 LOADLESS = frozenset({"replica_id", "is_up"})
 """Attributes that a replicaset scheduler with the trait `reads_load=False` may read."""
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a policy with those members of `policy` that are in `_DECLARATIONS` and `_METHODS`.
+    """Return a policy with those members of `policy` that the mechanism reads or calls.
 
     Its methods that are in `replacements` are replaced.
     """
-    members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
-    for name in _METHODS:
-        method = getattr(policy, name, None)
-        if callable(method):
-            members[name] = staticmethod(replacements.get(name, method))
+    members: dict[str, Any] = {}
+    for name in hooks_beside(ADMISSION_METHODS).union(*map(hooks_of, Layer)):
+        member = getattr(policy, name, None)
+        if callable(member):
+            members[name] = staticmethod(replacements.get(name, member))
+        elif member is not None:
+            members[name] = member
     return type(type(policy).__name__, (), members)()
 
 
@@ -116,7 +91,7 @@ class StrictViews:
         return AttributeError(message)
 
     def policy(self, policy: Any) -> Any:
-        """Return the policy with strict views in every method that gets requests or replicas, except `falls_at`."""
+        """Return the policy with strict views in every method that gets requests or replicas."""
         loadless = not traits_of(policy).reads_load
 
         def assign(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:
@@ -151,6 +126,7 @@ class StrictViews:
             policy,
             {
                 "key": lambda request, now: policy.key(self.request(request), now),
+                "falls_at": lambda request, now: policy.falls_at(self.request(request), now),
                 "line": lambda request: policy.line(self.request(request)),
                 "group": lambda request: policy.group(self.request(request)),
                 "slack_s": lambda request, now: policy.slack_s(self.request(request), now),

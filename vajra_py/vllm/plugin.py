@@ -8,6 +8,7 @@ with this package's scheduler as soon as the configuration is complete.
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 from typing import Any
 
@@ -74,9 +75,14 @@ def _check_requests_early() -> None:
 
 
 def is_own(scheduler_cls: Any) -> bool:
-    """Return whether `--scheduler-cls` is this package's scheduler; a subclass counts only if given as a class."""
+    """Return whether `--scheduler-cls` is this package's scheduler or a subclass."""
     if isinstance(scheduler_cls, str):
-        return scheduler_cls.startswith("vajra_py.vllm.")
+        if scheduler_cls.startswith(("vajra_py.vllm.", "vllm.")):  # known without an import
+            return scheduler_cls.startswith("vajra_py.vllm.")
+        try:
+            scheduler_cls = pkgutil.resolve_name(scheduler_cls)
+        except Exception:  # vLLM imports the class as well, and reports the error
+            return False
     return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
 
 

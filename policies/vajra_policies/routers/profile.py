@@ -25,10 +25,11 @@ from vajra_py.contract import (
 )
 
 LISTENING = (
-    *("on_arrivals", "on_admission", "on_preemption", "on_moved", "on_step_end", "on_departures", "on_wake"),
-    *("on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
+    *("on_arrivals", "on_admission", "on_preemption", "on_moved", "on_step_end", "on_departures", "on_program_end"),
+    *("on_wake", "on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
+    *("on_tier_blocks_stored", "on_tier_blocks_removed", "on_tier_cleared"),
 )
-"""Callbacks that the router forwards to its parts."""
+"""Callbacks that the router forwards to its parts; without `on_step_run`, every step is reported by `on_step_end`."""
 
 
 class Parts:

@@ -173,6 +173,25 @@ def test_models_whose_adapters_cannot_be_computed_are_refused(
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda", "are computed on a CPU alone (got cuda)"), ("cpu", "are computed by a single rank")]
+)
+def test_adapters_of_several_ranks_and_of_a_gpu_are_refused(
+    small_models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, device: str, said: str
+) -> None:
+    from vajra_py.engine.compute.model import loading, prepare
+    from vajra_py.engine.compute.model.ranks import Ranks
+    from vajra_py.engine.compute.model.shard import Shard
+
+    for module in (loading, prepare):
+        monkeypatch.setattr(module, "find_device", torch.device)
+    source = AdapterSource("one", "nowhere")
+    options = RunnerOptions(small_models("llama"), device=device, adapters=(source,), max_loras=1)
+    with pytest.raises(ConfigError) as refused:
+        prepare.prepare(options, Ranks(Shard(0, 2)))
+    assert said in str(refused.value)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tokens_are_those_of_peft(compute_kit: Any, small_models: Callable[[str], str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from vajra_py.engine.compute.model.inspect import inspect_model, readable_bytes
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
@@ -185,6 +185,23 @@ def test_absent_device(copied: Path, device: str) -> None:
     message = refusal(copied, device=device)
     assert message.startswith("device: ")
     assert repr(device) in message
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "float16"), ("bfloat16", "bfloat16"), (None, "float32")])
+def test_on_a_host_a_divided_model_has_the_dtype_of_its_gpus(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, stored: str | None, dtype: str
+) -> None:
+    from vajra_py.engine.compute.model import loading, prepare
+    from vajra_py.engine.compute.model.ranks import Ranks
+    from vajra_py.engine.compute.model.shard import Shard
+
+    edit_config(copied, dtype=stored)
+    for module in (loading, prepare):
+        monkeypatch.setattr(module, "find_device", torch.device)
+    monkeypatch.setattr(prepare, "_prepared", lambda loaded, *rest: loaded)
+    loaded: Any = prepare.prepare(RunnerOptions(str(copied), device="cuda", tensor_parallel_size=2), Ranks(Shard(0, 2)))
+    assert (loaded.device.type, str(loaded.dtype)) == ("cpu", f"torch.{dtype}")
+    assert {(one.device.type, one.dtype) for one in loaded.model.parameters()} == {("cpu", loaded.dtype)}
 
 
 @pytest.mark.parametrize(

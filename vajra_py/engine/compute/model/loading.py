@@ -51,29 +51,31 @@ class LoadedModel:
     max_model_len: int
 
 
-def load_model(options: RunnerOptions, tp_plan: str | None = None) -> LoadedModel:
+def load_model(options: RunnerOptions, *, on_host: bool = False) -> LoadedModel:
     """Load the model that `options` names. Steps of other models in this process wait meanwhile.
 
-    `tp_plan`: transformers' plan for dividing the model among ranks; None: the whole model is loaded.
+    `on_host`: load it into host memory, in the dtype of the device.
 
     Raises:
         ConfigError: the model cannot be loaded; one line per problem.
     """
     with LOADING.exclusively():
-        return _load_model(options, tp_plan)
+        return _load_model(options, on_host)
 
 
-def _load_model(options: RunnerOptions, tp_plan: str | None) -> LoadedModel:
+def _load_model(options: RunnerOptions, on_host: bool) -> LoadedModel:
     files = inspect_model(options.model, options.random_weights)
     device = find_device(options.device)
     config = _read_config(files)
     dtype = _choose_dtype(options.dtype, config, device)
+    if on_host:
+        device = torch.device("cpu")
     max_model_len = _choose_length(options.max_model_len, config, str(files.directory))
     num_parameters = files.num_elements or _count_parameters(config, str(files.directory))
     ranks = options.tensor_parallel_size
     _check_memory(num_parameters * dtype.itemsize // ranks, device, f"model {files.directory}")
     register()
-    model = _build(files, config, dtype, device, options.seed, tp_plan)
+    model = _build(files, config, dtype, device, options.seed)
     model.eval().requires_grad_(False)
     return LoadedModel(model, config, str(files.directory), device, dtype, max_model_len)
 
@@ -199,9 +201,7 @@ def _check_memory(num_bytes: int, device: torch.device, where: str) -> None:
         )
 
 
-def _build(
-    files: ModelFiles, config: Any, dtype: torch.dtype, device: torch.device, seed: int, tp_plan: str | None
-) -> torch.nn.Module:
+def _build(files: ModelFiles, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> torch.nn.Module:
     where = str(files.directory)
     try:
         if not files.weight_files:
@@ -211,7 +211,6 @@ def _build(
                     config, dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False
                 )
             return made
-        placement = {"tp_plan": tp_plan} if tp_plan else {}
         with quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
                 files.directory,
@@ -222,7 +221,6 @@ def _build(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                **placement,
             )
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(Problem(where, f"the weights do not fit on {device} ({error})")) from error
@@ -238,5 +236,5 @@ def _build(
                 where, f"the weight files lack {len(missing)} tensors ({', '.join(missing[:3])}, …)", "Copy them again"
             )
         )
-    loaded: torch.nn.Module = model if tp_plan else model.to(device)
+    loaded: torch.nn.Module = model.to(device)
     return loaded

@@ -49,8 +49,7 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
     """
     device = find_device(options.device)
     # If ranks divide the layers, each rank moves its part from the host: no device ever holds the whole model.
-    divided = replace(options, device="cpu", dtype=_dtype_name(options))
-    loaded = load_model(divided if ranks.divides_layers else options)
+    loaded = load_model(options, on_host=ranks.divides_layers)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)
     # A fused pass that cannot be used has already moved the weights out of the model, so they must be read again.
@@ -96,14 +95,11 @@ def _adapters(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, where: 
     if not options.fused or loaded.config.model_type not in ADAPTED_TYPES:
         known = ", ".join(sorted(ADAPTED_TYPES))
         raise unsupported(where, loaded.model, f"adapters need the fused forward pass of one of these types: {known}")
-    if not ranks.is_alone or loaded.device.type != "cpu":
-        raise unsupported(where, loaded.model, "adapters on a CPU are supported with a single rank only")
+    if options.device != "cpu":
+        raise unsupported(where, loaded.model, f"adapters are computed on a CPU alone (got {options.device})")
+    if not ranks.is_alone:
+        raise unsupported(where, loaded.model, "adapters are computed by a single rank")
     return AdapterSlots(options)
-
-
-def _dtype_name(options: RunnerOptions) -> str:
-    # On the host, where the model is loaded first, "auto" would mean float32; GPUs compute in bfloat16 instead.
-    return options.dtype if options.dtype != "auto" or options.device == "cpu" else "bfloat16"
 
 
 def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, fused: bool, where: str) -> None:
