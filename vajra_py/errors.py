@@ -170,7 +170,7 @@ def check_is_own_fault(error: BaseException) -> None:
 
 
 class PolicyError(VajraError):
-    """Breach of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, an exception
+    """Violation of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, an exception
     of its own.
 
     `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run (None if

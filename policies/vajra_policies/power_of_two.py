@@ -66,7 +66,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the less loaded of two replicas drawn at random.",
     source="Mitzenmacher (IEEE TPDS 2001)",
     advice=(
-        "Use it where reading loads is expensive, or loads are stale: two of them do nearly as well as all. Not with "
-        "a few replicas whose loads are up to date (`least_loaded`)."
+        "Use it where reading loads is expensive, or loads are stale: to compare two loads is nearly as good as to "
+        "compare all. Not with a few replicas whose loads are up to date (`least_loaded`)."
     ),
 )

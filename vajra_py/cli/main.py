@@ -84,8 +84,8 @@ def vajra(traceback: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: 0 if it succeeded, 1 if not, 5 if a run rejected most requests, or
-    the code of the error (see `vajra_py.errors`): 2 wrong input, 3 a breach of the contract, 4 a step that could not be
-    executed, 130 an interruption.
+    the code of the error (see `vajra_py.errors`): 2 wrong input, 3 a violation of the contract by a policy, 4 a step
+    that could not be executed, 130 an interruption.
     """
     skip_collection_at_exit()
     # Otherwise each of NumPy's threads spins for 25 ms before it sleeps, at the start and after every matrix product.

@@ -207,7 +207,8 @@ SPEC = PolicySpec(
     summary="Steps with one merged adapter if it has most of the load; credits for requests that are passed over.",
     source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
     advice=(
-        "Use it where a few adapters have most of the load and steps with several take longer. Not on backends that "
-        "never merge, or with many adapters of equal load: steps with one adapter then only cost throughput."
+        "Use it where a few adapters have most of the load and steps with several adapters take longer. Not on "
+        "backends that never merge, or with many adapters of equal load: steps with one adapter then only cost "
+        "throughput."
     ),
 )

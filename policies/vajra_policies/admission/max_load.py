@@ -68,7 +68,7 @@ SPEC = AdmissionSpec(
     ),
     source="Concurrency limit of serving gateways",
     advice=(
-        "Use it where a replica serves a limited number of requests well, and the others should wait by priority, "
-        "outside its queue. Not where requests differ widely in size, unless `max_tokens` is set too."
+        "Use it where a replica serves a limited number of requests well, and further requests should wait by "
+        "priority, outside its queue. Not where requests differ widely in size, unless `max_tokens` is set too."
     ),
 )

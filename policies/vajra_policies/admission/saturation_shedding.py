@@ -55,6 +55,6 @@ SPEC = AdmissionSpec(
     source="llm-d router: utilization-detector, concurrency-detector, admission without flow control",
     advice=(
         "Use it where less urgent requests can be sent again later, and urgent ones need room. Not where all requests "
-        "have one priority: if that is protected, all of them are accepted."
+        "have one priority: if this priority is protected, all of them are accepted."
     ),
 )

@@ -81,7 +81,7 @@ SPEC = AdmissionSpec(
     summary="Accepts requests of lower priorities less and less often as saturation rises.",
     source="llm-d router: soft-reflective-ceiling-policy",
     advice=(
-        "Use it for several priorities where less urgent requests should be slowed down rather than stopped as load "
+        "Use it with several priorities, if less urgent requests should be slowed down rather than stopped as load "
         "rises. Not where results have to be explained: how often a priority is accepted depends on how often the "
         "policy is called."
     ),

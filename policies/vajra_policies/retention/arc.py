@@ -114,7 +114,7 @@ SPEC = RetentionSpec(
     summary="Two lists, of content used once and of content used again, whose sizes adapt to the misses.",
     source="Megiddo and Modha (FAST 2003), with the rules of vLLM's offloading manager",
     advice=(
-        "Use it where the mix of new and returning prompts changes, and no fixed threshold suits all of it. Not where "
-        "results have to be explained: an eviction depends on all earlier ones."
+        "Use it where the mix of new and returning prompts changes, so that no fixed threshold suits it for long. Not "
+        "where results have to be explained: an eviction depends on all earlier ones."
     ),
 )

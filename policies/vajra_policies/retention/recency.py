@@ -55,7 +55,7 @@ LRU = RetentionSpec(
     follows_release=True,
     advice=(
         "Use it as the default and the baseline. Not where prompts that are never repeated evict shared ones "
-        "(`slru`), or more content than fits is used in a cycle (`mru`)."
+        "(`slru`), or where more content than fits is used in a cycle (`mru`)."
     ),
 )
 MRU = RetentionSpec(

@@ -121,6 +121,6 @@ SPEC = PolicySpec(
     source="Ascendra (arXiv:2504.20828)",
     advice=(
         "Use it where bursts or long prompts delay first tokens on some replicas at a time. Not near full load: the "
-        "other replicas then lack the capacity of the reserved ones."
+        "reserved replicas are then missing for ordinary requests."
     ),
 )

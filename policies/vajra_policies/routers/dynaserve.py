@@ -203,8 +203,8 @@ SPEC = PolicySpec(
     advice=(
         "Use it with the replica scheduler `micro_requests` and fast links, where there are few replicas, requests "
         "are large, and their mix of prompt and output lengths changes, so that no ratio of pools suits for long. Not "
-        "where many requests run on each replica: loads are balanced anyway then, and the second part of a request "
-        "has to wait for its first one."
+        "where many requests run on each replica: loads are then balanced anyway, and the second part of a request "
+        "has to wait for the first."
     ),
 )
 REPLICA_SPEC = PolicySpec(

@@ -53,7 +53,7 @@ SPEC = PolicySpec(
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),
     advice=(
-        "Use it for most of the gain of `sjf` without starvation, and as cheaply: keys are straight lines in time. "
+        "Use it for most of the gain of `sjf` without starvation, at about the same CPU time: keys are linear in time. "
         "Not for tight deadlines (`lrs`, `edf`)."
     ),
 )

@@ -102,7 +102,7 @@ SPEC = PolicySpec(
     summary="Decodes first, then as many prompt tokens, by urgency, as the tightest slack of a decode allows.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     advice=(
-        "Use it with `qoserve` where requests have TBT SLOs: decodes that are ahead of theirs leave time to prompts. "
-        "Not without SLOs: every step then has the largest size."
+        "Use it with `qoserve` where requests have TBT SLOs: decodes that are ahead of their TBT SLO leave time to "
+        "prompts. Not without SLOs: every step then has the largest size."
     ),
 )
