@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.policies.plain_fairness import PlainDrr, PlainVtc
 from vajra_policies.fairness.accounts import added
-from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobinConfig
+from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobin, DeficitRoundRobinConfig
+from vajra_policies.fairness.dlpm import Dlpm, DlpmConfig
 from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
-from vajra_policies.fairness.vtc import VtcConfig
+from vajra_policies.fairness.vtc import Vtc, VtcConfig
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 
@@ -180,6 +182,36 @@ def test_decisions_are_those_of_the_plain_definitions(
     options = HarnessOptions(num_blocks=num_blocks, max_batch_size=4, num_replicas=num_replicas)
     reference = plain(kind(**params))
     assert decisions((name, params), specs, others, options) == decisions(reference, specs, others, options)
+
+
+@dataclass(eq=False)
+class Job:
+    """What these policies read of a request."""
+
+    tenant: str
+    num_prompt_tokens: int = 10
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    admitted_index: int = 0
+    is_resident: bool = False
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Vtc(VtcConfig()), [10.0, 10.0]),  # the new tenant is lifted to the one that waits, not to the last admitted
+        (DeficitRoundRobin(DeficitRoundRobinConfig(), 1000), [2.0, 3.0]),
+        (Dlpm(DlpmConfig(quantum=5.0), 1000), [0.0, 1.0]),
+    ],
+)
+def test_the_tenant_of_a_moved_request_waits_again(policy: Any, expected: list[float]) -> None:
+    moved, running, new = Job("moved"), Job("running", 100), Job("new")
+    for one in (moved, running):
+        policy.on_arrivals([one], 0.0)
+        policy.on_admission(one, 0, 0.0)
+    policy.on_moved(moved, 0, 1, 1.0)
+    policy.on_arrivals([new], 1.0)
+    assert [policy.group_key(tenant) for tenant in ("moved", "new")] == expected
 
 
 def test_a_counter_is_kept_while_it_matters_and_no_longer() -> None:

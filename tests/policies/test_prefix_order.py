@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_policies.fairness.deficits import refill
+from vajra_policies.prefixes.longest_prefix_match import LongestPrefixMatch, LongestPrefixMatchConfig
 from vajra_policies.prefixes.preflow import Preflow, PreflowConfig, attention_work
 from vajra_policies.prefixes.residual_shortest_job import ResidualShortestJob, ResidualShortestJobConfig
 from vajra_py.runtime.kv import PrefixCacheOptions
@@ -73,6 +74,16 @@ def test_the_longest_match_goes_first_unless_too_many_wait(limit: int | None, or
     one.submit("cold", SHARED + 40, 1, content=content("b", "own cold"))
     one.submit("hot", SHARED + 40, 1, content=content("a", "own hot"))
     assert admitted(one) == order
+
+
+def test_a_moved_request_waits_again() -> None:
+    policy: Any = LongestPrefixMatch(LongestPrefixMatchConfig(fcfs_above=0), num_replicas=1)
+    request = Prompt(hit=10)
+    policy.on_arrivals([request], 0.0)
+    policy.on_admission(request, 0, 0.0)
+    epoch = policy.key_epoch()
+    policy.on_moved(request, 0, 1, 1.0)
+    assert policy.key_epoch() == epoch + 1, "keys by order of arrival"
 
 
 def test_what_others_compute_meanwhile_counts_as_soon_as_it_is_there() -> None:

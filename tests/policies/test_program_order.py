@@ -86,6 +86,16 @@ def test_the_score_weighs_little_service_against_a_long_wait() -> None:
     assert scores["mid"] == pytest.approx(0.8 * 0.5 + 0.2 / 3)
 
 
+def test_a_program_whose_only_request_was_moved_waits_again() -> None:
+    policy = LeastAttainedService(LeastAttainedServiceConfig())
+    moved, other = Call(Program("moved")), Call(Program("other"))
+    policy.on_departures([Call(Program("other"))], 0.0)  # type: ignore[list-item]
+    policy.on_arrivals([moved, other], 0.0)  # type: ignore[list-item]
+    policy.on_admission(moved, 0, 0.0)  # type: ignore[arg-type]
+    policy.on_moved(moved, 0, 1, 1.0)  # type: ignore[arg-type]
+    assert [policy.group_key(name) for name in ("moved", "other")] == [-0.8, 0.0]
+
+
 def test_a_program_that_was_served_little_overtakes_one_that_was_served_much_until_they_are_even() -> None:
     one = Harness("las", "round_robin", "fixed_chunk", HarnessOptions(max_batch_size=1))
     one.submit("a0", 100, 5, program_id="a")

@@ -110,7 +110,12 @@ def test_a_call_that_runs_beyond_its_bound_goes_to_the_next_queue() -> None:
     assert [policy.key(request, now) for now in (1.0, 6.0, 6.5, 21.5)] == [0.0, 0.0, 1.0, 2.0]
     policy.on_preemption(request, 0, 7.0)
     assert policy.key(request, 100.0) == 1.0, "waiting is no service"
-    policy.on_departures([request], 101.0)
+    policy.on_admission(request, 0, 100.0)
+    policy.on_moved(request, 0, 1, 110.0)
+    assert policy.key(request, 200.0) == 1.0, "16 s of service"
+    policy.on_admission(request, 1, 200.0)
+    assert [policy.key(request, now) for now in (204.0, 204.5)] == [1.0, 2.0], "service before the move counts"
+    policy.on_departures([request], 205.0)
 
 
 def test_a_call_that_starves_goes_first() -> None:

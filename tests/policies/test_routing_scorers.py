@@ -396,6 +396,8 @@ def test_loads_in_flight_follow_a_request() -> None:
     load.on_admission(request, 1, 0.0)
     assert list(load.num_tokens(views)) == [50, 0, 0]
     assert list(load.num_requests(views)) == [1, 0, 1], "the prefill share ends with the first token"
+    load.on_admission(request, 2, 0.0)
+    assert list(load.num_tokens(views)) == [50, 0, 0], "the prompt of a request that is admitted again was subtracted"
     load.on_departures([request, other], 0.0)
     assert list(load.num_requests(views)) == [0, 0, 0]
     assert list(load.num_tokens(views)) == [0, 0, 0]

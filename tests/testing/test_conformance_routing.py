@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from vajra_py.contract import Layer, PolicyConfig, RoutingPartKind, RoutingPartSpec
-from vajra_py.plugins import load_registry
+from vajra_py.errors import PluginError
+from vajra_py.plugins import check_part_shape, load_registry
 from vajra_py.testing import check_policy, check_routing_part, routing_parts_under_test
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -160,6 +161,15 @@ class ListensToCaches(Part):
 def test_a_part_under_test_gets_the_events_of_caches() -> None:
     check_routing_part(spec(RoutingPartKind.SCORER, ListensToCaches))
     assert ListensToCaches.num_stored
+
+
+class HearsRunsAlone(Part):
+    def on_step_run(self, run: Any) -> None: ...
+
+
+def test_a_part_that_listens_to_runs_of_steps_alone_is_refused() -> None:
+    with pytest.raises(PluginError, match="on_step_end is missing"):
+        check_part_shape(RoutingPartKind.SCORER, HearsRunsAlone(), "scorer", "under test")
 
 
 ROUTERS: list[tuple[str, dict[str, Any]]] = [

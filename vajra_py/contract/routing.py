@@ -6,7 +6,7 @@ selects one by the weighted sums. Packages register parts with `vajra_routing_pa
 policy's parameters. Parts have no base class.
 
 Any part may also listen to requests (`ListensToRequests`), caches (`ListensToCaches`) and placements
-(`LearnsPlacements`); the router forwards all of them.
+(`LearnsPlacements`); the router forwards all of them, except that every step is reported by `on_step_end`.
 """
 
 from __future__ import annotations

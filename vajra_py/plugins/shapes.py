@@ -131,6 +131,7 @@ def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str
     check_methods(part, PART_METHODS[kind], what, plugin)
     optional = {**LISTENING_METHODS, **CACHE_METHODS, "on_placement": 3}
     check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
+    _check_step_runs(part, what, plugin)
     for name in dir(part):
         if name.startswith("on_") and name not in optional:
             allowed = did_you_mean(name, optional)

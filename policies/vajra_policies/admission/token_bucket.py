@@ -140,7 +140,7 @@ SPEC = AdmissionSpec(
     name="token_bucket",
     config=TokenBucketConfig,
     build=_build,
-    summary="Limits the rate of prompt tokens or requests of each tenant; excess requests are refused or deferred.",
+    summary="Limits the rate of prompt tokens or requests of each tenant or SLO class; excess is refused or deferred.",
     source="Token bucket, defaults of BLIS",
     advice=(
         "Use it where each tenant has bought a rate of tokens or requests. Not to protect replicas from overload: it "

@@ -56,8 +56,8 @@ class Accounts:
     A prompt is charged once, since recomputation after a preemption is free; with `charges_cached` False, its cached
     prefix is not charged. `charge` is called with (tenant, cost, times), and adds `cost` to the tenant's charges
     `times` times: for a prompt at its admission; for generated tokens when they are collected, at the latest before
-    another prompt of the tenant is charged, or when their own request is preempted or leaves. The policy forwards its
-    callbacks to this object.
+    another prompt of the tenant is charged, or when their own request is preempted, is moved or leaves. The policy
+    forwards its callbacks to this object.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Accounts:
         return stops
 
     def preempt(self, request: RequestView) -> bool:
-        """Count a preempted request as waiting. Returns True if its tenant begins to wait."""
+        """Count a preempted or moved request as waiting. Returns True if its tenant begins to wait."""
         charged = self._take_admitted(request)
         return charged is not None and self._wait(request, charged)
 

@@ -79,6 +79,10 @@ class DeficitRoundRobin:
             self._enter(request.tenant)
         self._turn()
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Count the request as waiting; its charges are kept."""
+        self.on_preemption(request, source, now)
+
     def on_step_end(self, step: EndedStep) -> None:
         """Pass the turn on if the step's generated tokens have ended it."""
         self._turn()

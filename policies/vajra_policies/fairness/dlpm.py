@@ -86,6 +86,10 @@ class Dlpm:
             self._left[request.tenant] = None
         self._refill()
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Count the request as waiting; its charges are kept."""
+        self.on_preemption(request, source, now)
+
     def on_step_end(self, step: EndedStep) -> None:
         """Charge the generated tokens, which may have used up the deficits of tenants."""
         self._collected.clear()

@@ -96,6 +96,10 @@ class Vtc:
         if self._accounts.preempt(request) and self._lifts:
             self._least_waiting.add(request.tenant)
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Count the request as waiting; its charges are kept."""
+        self.on_preemption(request, source, now)
+
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Charge for the last tokens, and forget counters that cannot matter any more."""
         self._accounts.depart(requests)

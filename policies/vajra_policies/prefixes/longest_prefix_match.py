@@ -70,6 +70,10 @@ class LongestPrefixMatch:
         """Count the request among the waiting ones again."""
         self._waiting[request] = None
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Count the request among the waiting ones again."""
+        self._waiting[request] = None
+
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""
         for request in requests:

@@ -102,10 +102,11 @@ class Plas:
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Add the call's time since its admission to its running time."""
-        call = self._call(request)
-        if call.admitted_at is not None:
-            call.run_s += now - call.admitted_at
-            call.admitted_at = None
+        self._stop(request, now)
+
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Add the call's time since its admission, the transfer included, to its running time."""
+        self._stop(request, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget ended calls."""
@@ -119,6 +120,12 @@ class Plas:
             program = request.program
             call = self._calls[request] = _Call(0.0 if program is None else self._attained_s(program))
         return call
+
+    def _stop(self, request: RequestView, now: float) -> None:
+        call = self._call(request)
+        if call.admitted_at is not None:
+            call.run_s += now - call.admitted_at
+            call.admitted_at = None
 
     def _attained_s(self, program: ProgramView) -> float:
         """Return the service in seconds that counts for a program now."""

@@ -101,6 +101,11 @@ class LeastAttainedService:
         self._wait(request)
         self._change(now)
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Count the request among the waiting ones again."""
+        self._wait(request)
+        self._change(now)
+
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Add the weighted tokens of requests that ran to the services of their programs; drop old services."""
         config = self._config
@@ -166,7 +171,7 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=LeastAttainedServiceConfig,
     build=_build,
-    summary="The program with the least recent service first, combined with the wait of its first request.",
+    summary="The program that recently received the least service goes first; its first request's wait counts too.",
     source="llm-d's program-aware fairness, strategy las",
     aliases=("las", "program_aware_fairness"),
     advice=(

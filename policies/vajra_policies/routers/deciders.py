@@ -136,7 +136,7 @@ SPECS = (
         kind=RoutingPartKind.DECIDER,
         config=IslBoundingConfig,
         build=_isl_bounding,
-        summary="Short or mostly cached prompts are computed where they decode.",
+        summary="Prompts with few uncached tokens, in number and as a fraction, are computed where they decode.",
         source="Dynamo conditional disaggregation, isl_bounding",
     ),
 )

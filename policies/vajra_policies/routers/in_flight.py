@@ -120,7 +120,7 @@ class InFlightLoad:
             sent = self._sent[request]
             self._take_back(sent.shares.pop(PREFILL, None) if len(sent.shares) > 1 else None)
             for share in sent.shares.values():
-                self._tokens[share.replica_id] -= share.prompt_tokens
+                self._tokens[share.replica_id] -= share.prompt_tokens * share.is_computing
                 share.is_computing = False
 
     def _take_back(self, share: _Share | None) -> None:
