@@ -55,11 +55,11 @@ class Preemptive(FixedChunk):
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return
-        running = sorted(replica.running(), key=replica.urgency)  # `_run` removes each request that it adds or preempts
+        running = sorted(replica.running(), key=replica.urgency)  # a copy, as `_run` removes what it adds or preempts
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            # Otherwise, the other running requests are in flight, and may free enough blocks when their step ends.
+            # If some are missing from `running`, they are in flight, and may free enough blocks when their step ends.
             if len(running) == replica.num_running:
                 self._free_the_earliest(running, batch)
 

@@ -106,7 +106,7 @@ class SpaceSharing:
             if self._long_prefill is not None and self._long_prefill in batch:
                 return 0
             slack = replica.slack_fraction(request)
-            assert slack is not None  # `needs_slack`
+            assert slack is not None  # because the trait `needs_slack` is set
             spared = spared_fraction(slack)
             batch.note(request, spared_fraction=spared)
             target_s *= 1.0 - spared

@@ -145,7 +145,8 @@ class ChunkSizes:
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
     """Return the largest size that fits, or the smallest if none does, by doubling from `guess` and then bisecting."""
-    low, high = 0, sizes.count  # the size at `low` fits or is the smallest; the one at `high` does not fit or exist
+    # The size at `low` fits, or is the smallest; the size at `high` does not fit, or does not exist.
+    low, high = 0, sizes.count
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):
         low, position = position, min(2 * position, sizes.count - 1)

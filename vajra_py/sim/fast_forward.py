@@ -129,7 +129,7 @@ class DecodeFastForward:
         if num_done:
             self._complete(one, plan, ends[:num_done])
             del ends[:num_done]
-        # A step that ends now is the run's last one, because the next is formed after the other events of this tick.
+        # A step that ends now becomes the run's last one: the next is formed after the other events of this tick.
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:
             del ends[1:]
             driver.end_run_at(one, driver.now)

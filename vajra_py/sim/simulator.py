@@ -238,7 +238,7 @@ class Simulator(Backend[SimReplica]):
                 return
         else:
             spec, arrived_at, salt, reads = payload, None, None, True
-            if not spec.parents:  # pushed first, so that no step is formed between arrivals of the same tick
+            if not spec.parents:  # push the next arrival first: no step may be formed between arrivals of a tick
                 self._next_arrival()
             options = self._options
             if options.asynchronous or options.arrival_delay_s:

@@ -397,7 +397,7 @@ class Connector:
             record = self._known.get(name)
             own = None if record is None else record.own
             if own is None:
-                own = self._connected.find(name)  # the connector was notified of its end, but it still holds blocks
+                own = self._connected.find(name)  # the request has ended, but still holds blocks
             if own is None:
                 _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
             else:

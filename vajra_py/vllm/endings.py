@@ -90,11 +90,11 @@ class RefusedStreams:
         """Return True if a new request must be ignored, because it ends a refused stream or its id is in use."""
         name = request.request_id
         is_known = name in self._names
-        if is_known and not request.resumable:  # the end of the stream
+        if is_known and not request.resumable:  # this request ends the refused stream
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # refusals of chunks are not logged, because the client receives them
+            if not is_known:  # known ones are chunks of a refused stream, whose client gets the refusal
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

@@ -498,7 +498,8 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # Output outdates the proposals of the step's requests; with a connector, failed loads may prevent the output.
+            # Output outdates the proposals of the step's requests. With a connector, they are kept: failed loads
+            # may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

@@ -230,7 +230,7 @@ class VllmRunner:
         if not chunk.samples and not row.keeps:
             return _DISCARDED
         # On a CPU, vLLM draws a number from a request's own generator even for a chunk that samples nothing, and cannot
-        # undo that. So a request that stays the same through all its chunks gets no seed.
+        # undo that. So a request that the workers keep as the same one for all its chunks (`keeps`) gets no seed.
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
@@ -287,7 +287,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         logit_bias=dict(params.logit_bias) or None,
     )
-    if params.bad_words_token_ids:  # vLLM's own field takes strings, which would have been converted by now
+    if params.bad_words_token_ids:  # vLLM's public field takes strings, which are converted before this point
         sampling._bad_words_token_ids = [list(word) for word in params.bad_words_token_ids]
     return sampling
 

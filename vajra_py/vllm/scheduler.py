@@ -120,7 +120,7 @@ class Scheduler(WithoutExtras):
         records = self._records = dict[str, Record]()
         self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
-        self._stopping: list[Request] = []  # a token of the step being processed ends them
+        self._stopping: list[Request] = []  # requests that end with a token of the step being processed
         resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
         self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
         self._held: list[Record] = []
@@ -711,7 +711,7 @@ class Scheduler(WithoutExtras):
             self._events.publisher.shutdown()
         if self.connector is not None:
             self.connector.shutdown()
-        if self._recording is not None:  # so that the recording contains pending inputs, and that no step follows
+        if self._recording is not None:  # it must contain the pending inputs, and no further step
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()
         self._watchdog.close()

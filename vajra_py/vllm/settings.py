@@ -187,9 +187,9 @@ def _experiment_of_file(
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_system(path, overrides, registry)
     replica = only_replicaset(config).replica
-    if sizes.max_loras:  # vLLM loads and computes the adapters, so they are no problem
+    if sizes.max_loras:  # vLLM itself loads and computes the adapters, so do not reject them
         replica = replica.model_copy(update={"adapters": None})
-    if sizes.drafts.num_tokens:  # vLLM proposes and verifies the drafts, so they are no problem
+    if sizes.drafts.num_tokens:  # vLLM itself proposes and verifies the drafts, so do not reject them
         replica = replica.model_copy(update={"draft": DraftConfig()})
     problems = problems_of(f"{path} replica", replica)
     if problems:

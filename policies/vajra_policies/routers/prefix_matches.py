@@ -90,7 +90,7 @@ class ApproximatePrefixMatches:
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:
         hashes = request.block_hashes()
-        return hashes[self._group - 1 :: self._group][: self._max_blocks]  # each hash covers all earlier ones
+        return hashes[self._group - 1 :: self._group][: self._max_blocks]  # each hash covers all earlier blocks
 
 
 def _max_blocks(config: ApproximateConfig, block_size: int) -> int | None:

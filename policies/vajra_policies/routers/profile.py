@@ -136,7 +136,7 @@ def _clamped(one: WeightedScorer, scores: Scores, num_replicas: int) -> Floats:
     if len(scores) != num_replicas:
         raise ValueError(f"scorer {one.name!r} returned {len(scores)} scores for {num_replicas} replicas")
     values: Floats = np.asarray(scores, dtype=np.float64)
-    low, high = values.min(), values.max()  # NaN if any score is None or NaN
+    low, high = values.min(), values.max()  # both are NaN if any score is None or NaN
     if low >= 0.0 and high <= 1.0:
         return values
     if low != low:

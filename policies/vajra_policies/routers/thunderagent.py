@@ -64,7 +64,8 @@ class ThunderAgent:
             return self._least_loaded(request, replicas)
         self._ticks.start(now)
         name = request.program.program_id
-        if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # placed again after a failure
+        # A call that is known already is placed again after a failure.
+        if request in self._calls.get(name, ()) or request in self._held.get(name, ()):
             program = self._table.programs.get(name)
             return self._at(None if program is None else program.replica, request, replicas)
         passage = self._table.before_call(name, self._num_tokens(name) + request.num_known_tokens, now)

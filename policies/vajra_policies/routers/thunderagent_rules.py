@@ -95,7 +95,7 @@ class ThunderTable(ProgramTable):
         self.go_on(program, self.least_bad(now))
         return self._passage(program, now, was_paused=True) if program.is_reasoning else None
 
-    # Steps of a tick
+    # Actions of a tick
 
     def _demote(self, used: Mapping[ReplicaKey, int], now: float) -> None:
         rules = self.rules

@@ -24,7 +24,7 @@ class DueTimes:
         if tbt_s is None or last_at is None:
             return None
         first_at = self._first_token_at.get(request)
-        if first_at is None:  # exact at the first token; at a later one, as if tokens had come at intervals of `tbt_s`
+        if first_at is None:  # exact if the newest token is the first; else an estimate with intervals of `tbt_s`
             first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
         first_due_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
         return max(first_at, first_due_at) + num_tokens * tbt_s

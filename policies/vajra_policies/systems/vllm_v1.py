@@ -102,7 +102,7 @@ class VllmV1:
         self._interval = config.prefill_interval_steps
         steady = (
             frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # with an interval, steps are counted, so each must be formed
+        )  # with an interval, `schedule` counts steps, so none may be repeated without it
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
@@ -185,7 +185,7 @@ class VllmV1:
         running = replica.running()
         if self._config.victim == "latest_admitted":
             return running[-1]
-        return max(running, key=_priority_and_arrival)  # the first admitted of equals
+        return max(running, key=_priority_and_arrival)  # of equals, the one admitted first
 
     # Waiting requests
 
@@ -214,7 +214,7 @@ class VllmV1:
             if batch.blocks_needed(request, must_fit, in_steps=must_fit > end) + watermark > batch.free_blocks:
                 break
             if watermark and must_fit > end and batch.blocks_needed(request, end) + watermark > batch.free_blocks:
-                break  # with sliding windows, a chunk can need more blocks at once than the whole prompt
+                break  # with sliding windows, one chunk can need more blocks at once than the prompt in several steps
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
                 continue  # a request that waits for its KV or adapter does not block those behind it

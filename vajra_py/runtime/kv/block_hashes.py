@@ -149,7 +149,7 @@ class TokenBlockHashes:
         num_missing = self._num_before + len(self._output) - len(tokens)
         if num_missing > 0:
             missing = self._output[-num_missing:]
-            tokens.fromlist(missing if isinstance(missing, list) else list(missing))  # in half the time of `extend`
+            tokens.fromlist(missing if isinstance(missing, list) else list(missing))  # faster than `extend`
         if num_blocks * size > len(tokens):
             raise IndexError(
                 f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(tokens)} tokens, {size} a block). "
@@ -160,7 +160,7 @@ class TokenBlockHashes:
         digests, size = self._digests, self._block_size
         begin, end = len(digests) * size, num_blocks * size
         first, stop = begin - self._num_before, end - self._num_before
-        if first >= 0 and stop <= len(self._output):  # `_output` has all tokens of these blocks, so none is copied
+        if first >= 0 and stop <= len(self._output):  # `_output` has all of these tokens, so none is copied
             ids = pack(f"<{stop - first}q", *self._output[first:stop])
         else:
             self._copy_up_to(num_blocks)
@@ -372,7 +372,7 @@ class PrivateBlockHashes:
 
 def adapter_salt(salt: str, adapter: str) -> str:
     """Return the salt of content computed with an adapter (empty: the base model): KV of two adapters is never shared."""
-    # Repeated, so that the result is longer than any tenant's name and equals no salt of a tenant.
+    # The digest is repeated to make the result longer than any tenant's name, so that it equals no salt of a tenant.
     return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt
 
 

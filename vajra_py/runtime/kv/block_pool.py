@@ -385,7 +385,7 @@ class BlockPool:
         if self.events is not None:
             self.events.copy_left(block_hash)
         if isinstance(entry, int):
-            self._entries[block_hash] = entry  # a later block took over the hash
+            self._entries[block_hash] = entry  # a block cached later took over the hash (`_keeps_last`)
         elif entry is not None:
             was_first = next(iter(entry)) == block
             del entry[block]
@@ -451,7 +451,7 @@ class BlockPool:
         for block_hash in reversed(hashes):
             count = self._pins.get(block_hash)
             if count is None:
-                continue  # the content is no longer cached
+                continue  # the content has left the cache, and its pins with it
             if count > 1:
                 self._pins[block_hash] = count - 1
                 continue

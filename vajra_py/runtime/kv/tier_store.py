@@ -103,7 +103,7 @@ class TierStore:
         """
         if new.block_hash in self._blocks:
             raise ValueError(f"TierStore: {new.block_hash!r} is in tier {self.name} already")
-        self._link(new)  # before evictions, so that the new block's parent is not evicted
+        self._link(new)  # must come before evictions, which could otherwise evict the new block's parent
         evicted: list[TierBlock] = []
         while len(self._blocks) >= self.num_blocks:
             one = self._evict(now)

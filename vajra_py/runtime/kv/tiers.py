@@ -216,7 +216,7 @@ class KvTiers:
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
-            if copy is not None:  # the block was never computed
+            if copy is not None:  # the block was not computed, or its content is invalid
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one, block)
@@ -404,7 +404,7 @@ class KvTiers:
             assert source is not None
             if level and first.get(block_hash) is not None:
                 break  # the first tier is receiving this block already
-            self.stores[level].lock(source)  # before making room for earlier blocks, so that it is not evicted
+            self.stores[level].lock(source)  # now, because making room for other blocks could evict it
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
         has_room = True

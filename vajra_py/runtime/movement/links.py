@@ -438,7 +438,7 @@ class Network:
             capacity, count = left[link]
             if not count:
                 continue
-            if capacity // count != share:  # other transfers of this link are limited by other links
+            if capacity // count != share:  # the link's share has changed: other links limit some of its transfers
                 heappush(shares, (capacity // count, number, link))
                 continue
             for one in users[link]:

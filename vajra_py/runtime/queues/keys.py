@@ -131,7 +131,7 @@ class LineReader:
         if isinstance(line, tuple) and len(line) == 2:
             intercept, slope = map(_number, line)
             if intercept is not None and slope is not None:
-                with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
+                with contextlib.suppress(OverflowError):  # raised by an integer beyond the range of floats
                     return float(intercept), float(slope)
         allowed = "Allowed: (intercept, slope), two finite numbers."
         self._blame(request, f"line() is not a line (got {line!r}). {allowed}")

@@ -88,7 +88,7 @@ class SortedRanks:
             blocks.append([rank])
             lasts.append(rank)
             return
-        if lasts[-1] < rank:  # arrivals mostly come in order
+        if lasts[-1] < rank:  # the usual case: requests mostly arrive in rank order
             position = -1
             block = blocks[-1]
             block.append(rank)

@@ -119,7 +119,7 @@ class SlopeGroup:
             return False
         first = ranks.first()
         if first[KEY] == self.intercept and self.until != now:
-            self.head = first  # on the same line as the old head, so equally far from the next line
+            self.head = first  # it is on the same line as the old head, so equally far from the next line
         else:
             self.seat(now)
         return True
@@ -233,7 +233,7 @@ class Tournament:
                 lead = rival_key - key
                 if lead < 0.0 or (lead == 0.0 and tie(rival.head) < tie(group.head)):
                     group, rival, key, lead = rival, group, rival_key, -lead
-                # Two bounds on rounding: that of the lead at `now`, and that of the rate at which it shrinks.
+                # Allow for rounding twice: in the lead at `now`, and in the rate at which the lead shrinks.
                 slope_error = group.slope_error + rival.slope_error
                 lead -= group.intercept_error + rival.intercept_error + slope_error * age
                 closing = group.slope - rival.slope + slope_error

@@ -55,7 +55,7 @@ def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
     import pyarrow as pa
 
     kind, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
-    if data.dtype == np.bool_:  # Arrow's flags are bits
+    if data.dtype == np.bool_:  # Arrow stores eight booleans in a byte
         data = np.packbits(data, bitorder="little")
     known = None if is_null is None else pa.py_buffer(np.packbits(~is_null, bitorder="little"))
     return pa.Array.from_buffers(kind, len(values), [known, pa.py_buffer(data)])
@@ -142,6 +142,6 @@ def rows_with(table: Any, column: str, text: str) -> Any:
 def _compute() -> Any:
     try:
         import pyarrow._compute as compute
-    except ImportError:  # the module may move between versions of pyarrow
+    except ImportError:  # the module is private, so other versions of pyarrow may lack it
         import pyarrow.compute as compute
     return compute

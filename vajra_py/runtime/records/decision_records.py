@@ -112,7 +112,7 @@ class Records(Struct, frozen=True):
         """Return the selected records in the given order, and the selected arrivals."""
         return Records(
             self.replicasets,
-            np.asfortranarray(self.rows.take(order, axis=0)),  # columns are read one at a time
+            np.asfortranarray(self.rows.take(order, axis=0)),  # column-major: columns are read one at a time
             reordered(self.ends, self.field("num_steps"), order),
             {name: reordered(values, self.field(f"num_{name}"), order) for name, values in self.lists.items()},
             self.notes[order],

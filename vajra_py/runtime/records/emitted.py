@@ -47,7 +47,7 @@ class EmittedFigures:
             if number is None:
                 number = numbers[name] = self._number_of(replicaset, policy, name)
             figure, seconds = float(value), float(now)
-            if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # neither infinite nor NaN
+            if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # x - x is 0 only for a finite x
                 raise ValueError(f"emit({name!r}): must be finite numbers (got {value!r} at {now!r})")
             if len(self.at) >= MAX_ROWS:
                 self.num_lost += 1

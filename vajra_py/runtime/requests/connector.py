@@ -416,7 +416,7 @@ class ConnectedKv:
     def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
         kept = self._kept.get(request)
         if kept is None:
-            return  # the load was dropped when the replica lost its memory
+            return  # the replica lost its memory meanwhile, or the request ended without blocks
         kept.reasons.discard(reason)
         if not kept.reasons:
             del self._kept[request]

@@ -361,7 +361,7 @@ class Lifecycle:
         self._running_set.memory.forget(request)
         request.move_to(_HELD)
 
-    # KV comes from a lower tier, from swap space or through a connector
+    # Requests whose KV comes from a lower tier, from swap space or through a connector
 
     def bind(self, request: Request, now: float) -> None:
         """Move a request that is registered in memory from the shared queue to this replica's queue, unless it is in

@@ -113,7 +113,7 @@ class Program:
         if request.parent_calls:
             self._arrived.setdefault(request.parent_calls, []).append(request.request_id)
         if self.failed:
-            self.failed.pop(request.request_id, None)  # the call is sent again
+            self.failed.pop(request.request_id, None)  # a failed call that is sent again no longer counts as failed
 
     def end_call(self, request: Request, reason: EndReason, now: float) -> None:
         """Count a call that has ended."""

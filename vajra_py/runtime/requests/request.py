@@ -438,7 +438,7 @@ class Request(_Stated):
             self._steps = []
         self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise it was preempted without the KV of these drafts
+        if self.state is RequestState.RUNNING:  # otherwise it was preempted, and has no KV of these drafts
             self._computed += num_accepted
 
     def _enter_steps(self) -> None:
@@ -514,7 +514,7 @@ def add_outputs(
     counted here.
     """
     most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
-    counted = [  # indexed by numbers of drafts and of accepted drafts
+    counted = [  # indexed by number of drafts, then by number of accepted drafts
         [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
         for drafts in range(most_drafts + 1)
     ]

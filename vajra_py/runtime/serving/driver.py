@@ -356,7 +356,7 @@ class Driver(Generic[R]):
         """Call the admission policy again, later in this tick, for every request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # after requests that were deferred to this tick
+            self.events.push(self.now, _ADMISSION, None, 1)  # 1: after requests that were deferred to this tick
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
@@ -555,13 +555,14 @@ class Driver(Generic[R]):
     def _offer(self, replicaset: Replicaset) -> None:
         if replicaset.name not in self._offers:
             self._offers.add(replicaset.name)
-            self.events.push(self.now, _FORM, replicaset.name, self._num_replicas)  # after the replicas of this tick
+            # This rank comes after those of all replicas, so replicas that form steps in this tick come first.
+            self.events.push(self.now, _FORM, replicaset.name, self._num_replicas)
 
     def _form(self, what: R | str) -> None:
         name = what if isinstance(what, str) else what.replica.replicaset
         looks = name in self._syncs_forming and self._looks_around(name, None if isinstance(what, str) else what)
         if looks and self.fast_forward is not None:
-            self.fast_forward.sync_all(name)  # its policies may read requests of other replicas
+            self.fast_forward.sync_all(name)  # the replicaset's policies may read requests of other replicas
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
             if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica of lower rank has just become free
@@ -569,7 +570,7 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            if what.free_at <= self.now:  # otherwise the replica went down in this tick
+            if what.free_at <= self.now:  # otherwise `call_off` was called in this tick
                 self._start(what)
             return
         self._offers.discard(what)
@@ -826,7 +827,8 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # else moves may follow first
+            # With a movement, moves may follow in this event, and must come before the step is formed.
+            self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 

@@ -241,7 +241,7 @@ class HandOffs(Generic[R]):
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             self._driver.touch(one.source)
-            # When a step in flight ends, every member of the decode pool gets a token, even one that joined meanwhile.
+            # Join between steps: when a step ends, every decode pool member gets a token, even one that joined late.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING

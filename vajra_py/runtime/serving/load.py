@@ -283,7 +283,7 @@ class ReplicaViews:
             found = self._groups[key] = LiveLoads()
             for one in replicas:
                 found.add(self._live[one.replica_id])
-        if key is replicas:  # a tuple, which cannot change
+        if key is replicas:  # `replicas` is a tuple, which cannot change
             if len(self._latest) >= _MAX_GROUPS:
                 self._latest.clear()
             self._latest[id(key)] = key, found

@@ -92,7 +92,7 @@ class Migrations(Generic[R]):
                 request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
             )
         if request.state is not RequestState.RUNNING:
-            self._end(request, PREEMPTED)  # the request was preempted while it was moving
+            self._end(request, PREEMPTED)  # if it was moving, it was preempted meanwhile
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -148,7 +148,7 @@ class Migrations(Generic[R]):
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # the caller may call again later
         if self._hand_offs.is_being_sent(request):
-            return  # KV is being sent for its hand-off after the prompt
+            return  # the request's KV is being sent for its hand-off after the prompt
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
@@ -169,7 +169,7 @@ class Migrations(Generic[R]):
         size = one.source.replica.memory.block_size
         num_full = one.request.num_computed_tokens // size * size
         if one.source.replica.num_in_flight:
-            num_full = max(0, num_full - size)  # a step that writes the last block may be in flight
+            num_full = max(0, num_full - size)  # a step in flight may still write the last of these blocks
         one.num_copies += 1
         num_left = (num_full - one.num_copied) // size
         if one.num_copies >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:

@@ -82,12 +82,12 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
-    # KV that was handed off, or was to be: it was in this memory, or moving to or from it.
+    # Requests that do not run, but whose KV is here: to be handed off from here, handed off to here, or loaded.
     for request in [*leaving, *replica.running_set.arrived]:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
-    # Loads from a lower tier or from swap space; transfers from other replicas were cancelled before.
+    # Only loads are left: transfers of KV from other replicas were cancelled before.
     for request in replica.running_set.loading:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)

@@ -95,7 +95,7 @@ class ReplicaParts(Struct, frozen=True):
 class Replica:
     """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
 
-    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30
         "_awaits_reports",
         "_cache_at_end",
         "_connected",
@@ -376,7 +376,8 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is _PREFILL:  # it leaves before it decodes; if recomputed, known tokens include output
+        # The request leaves a prefill replica before it decodes; if it is recomputed, its known tokens include output.
+        if self.parts.role is _PREFILL:
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -405,7 +406,8 @@ class Replica:
     @property
     def num_pending_tokens(self) -> int:
         """Number of tokens left to prefill, of waiting and running requests."""
-        prefills = chain(self.running_set.partial, self.running_set.in_flight)  # decodes in flight have no token left
+        # Decodes in flight are included, but have no token left to compute.
+        prefills = chain(self.running_set.partial, self.running_set.in_flight)
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in prefills)
 
     @property
@@ -593,7 +595,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 if an observer gets every step, or if a request may move to or from this
         replica, or a report may come, after this step.
         """
-        # A request that leaves after this step may have to stay on this replica, so its decode steps are not repeated.
+        # A request handed off while this step was formed may have to stay, and then decodes in the next step.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
@@ -606,7 +608,7 @@ class Replica:
         """Complete `plan` and its repetitions, which ended at these ticks; `plan` then represents the next repetition,
         which is in flight.
         """
-        if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first step has its own record
+        if plan.chunks and self._step_logs and len(ended_at) > 1:  # with its chunks, the first step has its own record
             self.complete_repeats(plan, ended_at[:1], now)
             ended_at = ended_at[1:]
         pool, has_joined = plan.pool, bool(plan.chunks)
@@ -688,8 +690,8 @@ class Replica:
         if result.stopped or result.failed:
             known = done if lost is None else [*done, *lost.running]
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in known]
-        # Requests aborted while the step was computed left before those that end with the step, so they free their
-        # blocks first.
+        # Requests that were aborted while the step was computed free their blocks before requests that end with the
+        # step, because they left earlier.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if work is not None:
@@ -738,7 +740,7 @@ class Replica:
         self.running_set.unverified = {}
         requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
-        apart = [  # the other requests run and do not end
+        apart = [  # places of requests that may not run or may end; all others run and do not end
             place
             for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
             if not (one.is_skipped and count < one.end_epoch)
@@ -817,7 +819,7 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # if so, the executor releases it when its step ends
+                    is_running = request in lost.running  # if so, its end in `_finish` also releases it
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)

@@ -180,7 +180,7 @@ class Transfers(Generic[R]):
             if scheduled_at <= now:
                 self._scheduled_at = None
             elif not self._timers:
-                return  # the transfers have ended at an earlier event
+                return  # this event is outdated: an earlier one handled all that it was scheduled for
         ended = network.ended(now)
         for key in ended:
             self._ended[key] = None

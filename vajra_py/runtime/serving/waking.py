@@ -64,7 +64,7 @@ class PolicyWaker(Generic[R]):
         try:
             sleeper.count(driver.now)
             self._check_fruitless(sleeper)
-            if sleeper.slot == SCALER.key:  # recorded as the changes that the scaler makes, not as a wake-up
+            if sleeper.slot == SCALER.key:  # only the changes that the scaler then makes are recorded
                 self._elasticity.wake(sleeper.replicaset, what.key or "")
                 return
         except PolicyError as error:

@@ -291,7 +291,8 @@ class Builder(PlanDraft):
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
-        needs_room = request in self._growing or self._caches_decodes  # private blocks are cached later, by `free`
+        # Private content (`is_private_after_prompt`) is not cached now, but when `free` is called.
+        needs_room = request in self._growing or self._caches_decodes
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -343,9 +344,8 @@ class Builder(PlanDraft):
             kept = num_held(request)
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
-                    asked[request] = (
-                        num_drafts  # the next attempt gets as many drafts, whatever blocks a preemption frees first
-                    )
+                    # The next attempt gets as many drafts, even if a preemption first returns tokens to the budget.
+                    asked[request] = num_drafts
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
@@ -425,7 +425,8 @@ class Builder(PlanDraft):
         growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
         ends = [-(-to_hold[place] // size) for place in growing]
         num_new = sum(ends) - sum(held[place] for place in growing)
-        if num_new > memory.repeat_headroom:  # too few blocks, or evictions must alternate with caching
+        # Too few blocks are free, or reported evictions would precede the cachings with which they must alternate.
+        if num_new > memory.repeat_headroom:
             return None
         if num_new == len(growing):
             memory.grow_each([order[place] for place in growing])
@@ -475,7 +476,8 @@ class Builder(PlanDraft):
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._longest
-        has_room = has_room and rules.num_tokens < self._max_tokens  # a request that never fits would wait forever
+        # With more padding than a step's token budget allows, the request would wait forever.
+        has_room = has_room and rules.num_tokens < self._max_tokens
         is_uniform = bool(running or done) and all(request in self.drafts for request in running)
         return rules.num_tokens if has_room and is_uniform else 0
 
@@ -595,9 +597,8 @@ class Builder(PlanDraft):
             to_hold = done + num_tokens
         if not self._memory.can_allocate(request, to_hold):
             return Refusal.KV_BLOCKS
-        tiers.load(
-            request, done, num_tokens
-        )  # before blocks are allocated: an exclusive tier then has room for blocks that this evicts
+        # Load before blocks are allocated: an exclusive tier drops what it loads, and has room for what this evicts.
+        tiers.load(request, done, num_tokens)
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, self.now)
@@ -671,7 +672,7 @@ class Builder(PlanDraft):
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
         running_set, memory = self._running_set, self._memory
         if self._recycles and (running_set.partial or running_set.skipped):
-            return False  # go in order: blocks that one decode frees may be needed for the next
+            return False  # requests must grow in order: one may need blocks that the one before frees
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:

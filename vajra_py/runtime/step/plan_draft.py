@@ -27,7 +27,7 @@ class PlanDraft:
     entries are chunks.
     """
 
-    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30
         "_drafted",
         "_drafted_before",
         "_features",
@@ -79,7 +79,7 @@ class PlanDraft:
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._longest = limits.max_model_len
-        memory = running_set.memory  # with windows (`recycles`), every admitted request fits
+        memory = running_set.memory  # with windows (`recycles`), its blocks do not limit a request's tokens
         self._num_kv_tokens = self._longest if memory.recycles else memory.num_blocks * memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
