@@ -234,7 +234,8 @@ class Connector:
         vllms = self._look_at(record, request)
         num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
-            num_tokens = max(num_tokens, vllms.num_tokens - 1)  # includes accepted drafts not yet in the mechanism
+            # vLLM's count includes accepted drafts that are not in the mechanism yet.
+            num_tokens = max(num_tokens, vllms.num_tokens - 1)
         vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
         self._enter(name, None)

@@ -99,7 +99,7 @@ class Messages:
             request, num_tokens, computed, kind = chunk
             planned = drafts.get(request)
             record = find(request.request_id)
-            if record is None:  # it ended during the previous step, so it is left out of this one
+            if record is None:  # the request ended during the previous step, so it is left out of this one
                 continue
             if kind == "running" and record.ran_in == step - 1:  # only its new blocks are sent
                 record.ran_in = step

@@ -193,7 +193,7 @@ class DecisionLog(StepLog):
 
     def _keep(self, batch: Batch) -> None:
         """Journal the records, and write complete row groups."""
-        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # only the last batch is smaller; the file is closed after it
+        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # only the last batch is smaller: the file is closed next
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)

@@ -91,7 +91,7 @@ class Controller:
         """Return the requests that have not ended, including deferred ones, in order of submission; correct even before
         an end is settled.
         """
-        entries = list(self._alive.values())  # copied in one operation, since other threads may call this
+        entries = list(self._alive.values())  # copy in one operation: other threads may call this method
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
     def find(self, request_id: str) -> Request | None:
