@@ -228,7 +228,7 @@ class RunRecording:
                     self._write_tables(end)
         except Exception as failed:  # the server's work is done, so no error may escape
             self._stop(failed)
-        for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
+        for partial in self._place.path.glob("*.partial"):  # removed first, since this frees space on a full disk
             partial.unlink()
         reason = (
             "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
