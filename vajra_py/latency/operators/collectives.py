@@ -41,8 +41,8 @@ class Collectives:
             # An all-reduce follows the attention and the feed-forward part of every layer, and the embedding.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
-            # An all-gather before the experts and a reduce-scatter after them: each sends the tokens of all other ranks
-            # once.
+            # An all-gather precedes the experts, and a reduce-scatter follows them: each sends the tokens of all other
+            # ranks once.
             others = min((self._ranks - 1) * tokens, all_tokens)
             moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)

@@ -196,7 +196,7 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        graph.metadata.memo.decode_plans.clear()  # a plan is valid for the lengths of one replay only
+        graph.metadata.memo.decode_plans.clear()  # a plan depends on lengths, so each replay must compute its own
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)

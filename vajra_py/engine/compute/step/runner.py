@@ -311,7 +311,7 @@ class TorchRunner:
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
-        if self._ranks.groups is not None and not step.chunks:  # with groups all rows are chunks: only other groups compute this step
+        if self._ranks.groups is not None and not step.chunks:  # only other groups compute this step
             return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
