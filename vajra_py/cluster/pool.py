@@ -165,7 +165,7 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # the collector's node is lost; another one gets a new collector
+            except self._ray.exceptions.RayError:  # the collector's node is lost; Ray restarts it on another node
                 messages = []
             running = set(self._running.values())
             for message in messages:
