@@ -129,7 +129,7 @@ def _decode_cases() -> Iterator[StaticCase]:
     for device in (H200, A100):
         shape = AttentionShape(1)
         small = (_DECODE_REGISTERS, _DECODE_SHARED)
-        stack = 8 if device is A100 else 0  # with Triton 3.6; Triton 3.9 needs none
+        stack = 8 if device is A100 else 0  # Triton 3.6 needs 8 bytes of stack for it, Triton 3.9 none
         name = "decode bf16 d128 GQA4 block64"
         yield StaticCase(name, device, shape.launch(device), *small, wants_overlap=True, max_stack_bytes=stack)
         shape = AttentionShape(1, block_size=16, dtype=torch.float16)
@@ -154,7 +154,7 @@ def _ragged_cases() -> Iterator[StaticCase]:
         yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
         shape = AttentionShape(512, 256, (8, 4), 32, softcap=50.0)
         yield StaticCase("prefill bf16 d256 softcap", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
-    # 128 registers and 110 KiB: two programs of 256 threads fit on a multiprocessor.
+    # With 128 registers and 110 KiB, two programs of 256 threads fit on a multiprocessor.
     shape = AttentionShape(512, 64, block_size=16)
     yield StaticCase("prefill bf16 d64 GQA4 block16", H200, shape.launch(H200), 128, 110 * _KIB, True, True)
     shape = AttentionShape(512, 80, (32, 32), 16, torch.float16)

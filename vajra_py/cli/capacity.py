@@ -69,7 +69,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
         answers = find_capacity(config, workers=workers, overwrite=overwrite, progress=display.update, pool=pool)
     folder = config.output_dir / config.name
     asked = config.capacity
-    assert asked is not None  # True whenever there is an answer
+    assert asked is not None  # `find_capacity` raises `ConfigError` without a `capacity` section
     from vajra_py.experiment.capacity.files import write_capacity_files
 
     paths = write_capacity_files(answers, asked, folder, figure_formats)

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     that could not be executed, 130 an interruption.
     """
     skip_collection_at_exit()
-    # Otherwise each of NumPy's threads spins for 25 ms before it sleeps, at the start and after every matrix product.
+    # Otherwise OpenBLAS threads of NumPy spin for 25 ms before they sleep, at the start and after each matrix product.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 

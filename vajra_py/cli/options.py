@@ -117,7 +117,7 @@ def show_further_tables(comparison: Comparison) -> None:
     from vajra_py.metrics.comparison.reason_table import further_tables
     from vajra_py.metrics.comparison.tables import WIDE
 
-    if len(comparison.names) <= WIDE:  # for more settings, see the report or --scope
+    if len(comparison.names) <= WIDE:  # with more settings the tables are too wide; the report has them
         for table in further_tables(comparison):
             show_table(table)
 

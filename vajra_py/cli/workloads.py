@@ -61,7 +61,7 @@ def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tup
     from vajra_py.config import load_config
     from vajra_py.experiment.runs.run import load_workload
 
-    config = load_config(file, overrides)  # of a sweep, the first point
+    config = load_config(file, overrides)  # for a sweep, the experiment of its first point
     described = load_workload(config)
     statistics = described.statistics()
     if figures:

@@ -104,7 +104,7 @@ def _connect(ray: Any, on: str, *, again: bool = True) -> None:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no dedicated error for this
         message = " ".join(str(error).split())
-        if again and "Initialization failure" in message:  # the process that Ray started for this client exited at once
+        if again and "Initialization failure" in message:  # Ray's process for this client exited at once: try again
             return _connect(ray, on, again=False)
         if "ersion mismatch" in message:
             raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({message}).") from None

@@ -89,7 +89,7 @@ def execute_run(run: RemoteRun, collector: Any) -> RemoteResult:
                 error = str(problem)
             return RemoteResult(run.workspace.as_asked(packed(path)), run.workspace.text_as_asked(error))
     finally:
-        os.chdir("/")  # the workspace may be removed while this process waits for its next run
+        os.chdir("/")  # leave the workspace, which may be removed while this process waits for a run
 
 
 def remove_workspace(workspace: Workspace) -> None:

@@ -47,7 +47,7 @@ class RayPool:
         self._progress = progress
         self._shipment = Shipment(self._ray.put)
         context = self._ray.get_runtime_context()
-        # Unique to this pool: nodes may still be removing the previous pool's workspace.
+        # The name is unique to this pool: nodes may still be removing the previous pool's workspace.
         self._workspace = Workspace(f"vajra-{uuid4().hex}", os.getcwd())
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
         # The collector is placed beside this process: on a compute node it would occupy a worker process.
@@ -165,7 +165,7 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # the collector's node is lost; Ray restarts the collector on another
+            except self._ray.exceptions.RayError:  # the collector's node is lost; Ray restarts it on another node
                 messages = []
             running = set(self._running.values())
             for message in messages:

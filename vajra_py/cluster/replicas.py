@@ -161,7 +161,7 @@ class RayWorker:
             if isinstance(copy, KvExport):
                 done, content = one.export_kv.remote(copy.number, copy.block_ids)
                 self._exported[rank, copy.number] = content
-            elif isinstance(copy, KvMove):  # refused by `workers_on`
+            elif isinstance(copy, KvMove):  # not reached: `workers_on` rejects memory tiers
                 raise ExecutorError("a rank on a cluster has no memory tier")
             else:
                 done = one.import_kv.remote(copy.number, copy.block_ids, copy.copies, [copy.content[rank]])

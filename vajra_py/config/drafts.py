@@ -74,7 +74,7 @@ class SimulatedDraftsConfig(Section):
     @field_validator("table", "trace")
     @classmethod
     def _seen_from_base_folder(cls, path: str | None, info: ValidationInfo) -> str | None:
-        from vajra_py.latency.config import resolved_path  # loads numpy
+        from vajra_py.latency.config import resolved_path  # imported late, since it loads numpy
 
         return None if path is None else resolved_path(path, info)
 

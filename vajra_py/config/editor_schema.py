@@ -69,7 +69,7 @@ def json_schema(registry: Registry) -> Schema:
     for name, model in registered_backends().items():
         backend["properties"][name] = _embedded(TypeAdapter(model), definitions)
     backend.update(additionalProperties=False, minProperties=1, maxProperties=1)
-    # Backends, and the settings by which a replicaset overrides its backend.
+    # Typed choices occur in backends and in definitions (the simulator, and a replicaset's settings for its backend).
     for definition in (*backend["properties"].values(), *definitions.values()):
         own: Schema = definition.get("properties", {})
         own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})
@@ -77,7 +77,7 @@ def json_schema(registry: Registry) -> Schema:
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "SystemSchedulingConfig", "ReplicasetConfig"):
-        definitions[name].pop("required", None)  # presets and the top of the file supply the rest
+        definitions[name].pop("required", None)  # presets and the top of the file may supply missing keys
     schema["required"] = ["version", "backend"]
     schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}

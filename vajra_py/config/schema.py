@@ -33,7 +33,7 @@ from vajra_py.plugins import ADMISSION
 
 if TYPE_CHECKING:
     from vajra_py.workload.config import WorkloadConfig
-else:  # the loader validates it; importing it here would load the dependencies of every workload
+else:  # the loader validates workloads; importing the type would load the dependencies of every workload
     WorkloadConfig = Any
 
 from vajra_py.config.replica import (

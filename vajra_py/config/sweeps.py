@@ -205,7 +205,7 @@ def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
 
 def values_of_label(label: str) -> str:
     """Return a point's label without its paths, for lists in which every point sets the same ones."""
-    return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # text in parentheses belongs to a value
+    return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # `name=` in parentheses is part of a value
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:

@@ -61,7 +61,7 @@ class StatedFacts:
     Allowed types are `str`, `tuple[str, ...]`, `bool`, `int`, `int | None` and `float | None`.
     """
 
-    # No extra argument: requests of vLLM have a field for the priority.
+    # Not stated in vLLM's `extra_args`: vLLM's requests have a field for the priority.
     priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = 0
     tenant: Annotated[
         str, FactInfo("Sender of the request", body="user", headers=("x-llm-d-inference-fairness-id",))
@@ -88,7 +88,7 @@ class StatedFacts:
     adapter: Annotated[
         str,
         FactInfo("LoRA adapter of the request", has_extra_arg=False, is_only_where_stated=True),
-    ] = ""  # no extra argument: requests of vLLM have a field for the adapter
+    ] = ""  # not stated in `extra_args`: vLLM's requests have a field for the adapter
     program_id: Annotated[
         str,
         FactInfo(

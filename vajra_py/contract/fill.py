@@ -93,8 +93,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if queued is not None and (
                 in_progress is None or replica.urgency(queued)[:1] < replica.urgency(in_progress)[:1]
             ):
-                # The next waiting request is read only after this one was added: it is then the head of its queue, and
-                # reading a head is cheapest.
+                # Read the next waiting request only after this one was added: the next one is then the head of its
+                # queue, and a head is read fastest.
                 request, queued, has_looked = queued, None, False
         if request is None:
             break

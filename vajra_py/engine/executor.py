@@ -114,7 +114,7 @@ class EngineExecutor:
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
         """Sampled tokens that do not count as output unless their request stays on this replica."""
 
-    # Backend of the mechanism
+    # Called by the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return the number of tokens after which the request ends, if its submission states it."""

@@ -136,7 +136,7 @@ class KvCopier:
         error, lane = None, self._lane(move)
         try:
             cast(KvRunner, self._runner).move_kv(move.copies, after)
-        except Exception as problem:  # any error, as for a step
+        except Exception as problem:  # whatever the error, it is handled like that of a failed step
             _log.warning("a copy of KV failed", exc_info=True)
             error = problem
         with self._changed:

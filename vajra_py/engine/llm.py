@@ -44,7 +44,7 @@ CPU_MEMORY_FRACTION = 0.25
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """Return the keys of a system, from a mapping or a YAML file. Raises `ConfigError`."""
-    what: object = config  # a caller may give anything
+    what: object = config  # annotations do not guarantee the type that a caller passes
     if what is not None and not isinstance(what, str | Path | Mapping):
         message = f"is neither a mapping nor a file ({type(what).__name__})"
         raise ConfigError(Problem("config", message, "A mapping of a system's keys, or the path of its YAML file"))

@@ -202,7 +202,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), self._outages.next_due())
-            if due <= self.now:  # the event of a received message waits for the next turn
+            if due <= self.now:  # a message that was just received became an event of the next turn
                 return True
             if self._stops:
                 return False
@@ -326,7 +326,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            self._check_failed(why)  # before listeners are notified, since they may read `failed`
+            self._check_failed(why)  # may set `failed`, which listeners read once `_abandon` notifies them
             if is_hopeless:
                 self._abandon(message.replica[0], why)
         elif one.is_lost:
@@ -412,7 +412,7 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
-        if request.state is RequestState.ARRIVED:  # with its KV, so that other replicas no longer need its state
+        if request.state is RequestState.ARRIVED:  # its KV was transferred: the other replicas may forget the request
             for one in self._driver.replicas_of(request.replicaset):
                 if one not in replicas:
                     one.executor.leave(request)
@@ -494,8 +494,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; with each
-        # further failure, it stays one for twice as many tokens.
+        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; each further
+        # failure doubles the number of tokens for which the request stays a suspect.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:
@@ -544,7 +544,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _take_up_deferred(self) -> None:
         for swap in self._deferred:
-            self._events.push(self.now, Phase.POLICY, swap, rank=-1)  # before later messages
+            self._events.push(self.now, Phase.POLICY, swap, rank=-1)  # rank -1: before policy changes requested later
         self._deferred = []
 
     def refuse_swaps(self) -> None:

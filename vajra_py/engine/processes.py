@@ -172,7 +172,7 @@ def _takes_more(pipe: Connection) -> bool:
 def _send(pipe: Connection, answer: Any) -> None:
     try:
         pipe.send(answer)
-    except Exception:  # an error that cannot be pickled
+    except Exception:  # the answer is an error that cannot be pickled
         pipe.send(ExecutorError(described(answer)))
 
 
@@ -266,7 +266,7 @@ class ProcessWorker:
                     pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)
             except OSError:
-                return  # as with a step
+                return  # the process died; the receiver reports it
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """See `Worker`."""
@@ -274,7 +274,7 @@ class ProcessWorker:
             try:
                 pipe.send(("load_adapter", (load,)))
             except OSError:
-                return  # as with a step
+                return  # the process died; the receiver reports it
 
     def close(self) -> None:
         """See `Worker`; concurrent calls wait for the first."""
@@ -301,7 +301,7 @@ class ProcessWorker:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with suppress(ValueError):  # starting another process may have reaped this one
+            with suppress(ValueError):  # raised if another process's start has just reaped this one
                 process.close()
         self._processes = []
         if self._rendezvous is not None:
@@ -310,7 +310,7 @@ class ProcessWorker:
     def discard(self) -> None:
         """See `Worker`; all ranks are killed, since some may wait for one that has died."""
         for process in list(self._processes):
-            with suppress(ValueError):  # closed concurrently
+            with suppress(ValueError):  # a concurrent call has closed the process object
                 process.kill()
         self.close()
 
@@ -330,7 +330,7 @@ class ProcessWorker:
                     answer = self._pipes[rank].recv()
                 except (EOFError, OSError):
                     answer = ExecutorError(self._died(rank))
-                if isinstance(answer, BaseException):  # other ranks may wait forever for this one
+                if isinstance(answer, BaseException):  # raised at once: other ranks may wait forever for this one
                     raise answer
                 answers[rank] = answer
         return [answers[rank] for rank in range(len(self._pipes))]

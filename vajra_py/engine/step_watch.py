@@ -203,7 +203,7 @@ class StepWatch:
             num_tokens = lane.num_tokens.popleft()
             if lane.numbers:
                 lane.numbers.popleft()
-            elif num_tokens:  # not a copy
+            elif num_tokens:  # a step; a copy has 0 tokens
                 timer.num_done += 1
                 if timer.num_done > _NUM_FIRST:
                     timer.times.note(num_tokens, min(now - lane.began_at, lane.age_s + 2 * _PAUSE_S))
@@ -217,8 +217,8 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # The worker is discarded here, since the loop might be blocked until this worker accepts a step, and so
-                # not read the message.
+                # Discard the worker here, not when the loop reads the message that `_is_late` sent: the loop may be
+                # blocked until this worker accepts a step.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:

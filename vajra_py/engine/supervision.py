@@ -160,7 +160,7 @@ class Supervisor:
             record.num_pauses += 1
             if self._pause(pause_s):
                 return
-            # The start counts as failed until the replica computes a step.
+            # The start counts as failed until the replica has completed a step, or has been up for `settled_s`.
             record.num_failed += 1
             _log.warning(
                 "replica %s of %s is started again (%d starts in a row have failed, %d may)",

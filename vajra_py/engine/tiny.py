@@ -99,7 +99,7 @@ def write_tiny_model(
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        # Wide enough that attention visibly affects the logits of an untrained model.
+        # This range is wide enough that attention visibly affects the logits of an untrained model.
         "initializer_range": 0.08,
         "tie_word_embeddings": False,
     }

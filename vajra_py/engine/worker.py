@@ -242,7 +242,7 @@ class InlineWorker:
                 self._copier.begin(copy)
                 return
             done = _copied(self._replica, cast(KvRunner, self._runner), copy)
-        except Exception as error:  # any error, as for a step
+        except Exception as error:  # any error ends only this worker's requests
             _log.warning("a copy of KV failed", exc_info=True)
             done = Finished(self._replica, None, described(error))
         self._deliver(done)
@@ -260,7 +260,7 @@ class InlineWorker:
         assert self._deliver is not None
         try:
             cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
-        except Exception as error:  # any error, as for a step
+        except Exception as error:  # any error ends only this worker's requests
             _log.warning("loading an adapter failed", exc_info=True)
             self._deliver(Finished(self._replica, None, described(error)))
             return

@@ -129,7 +129,7 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await self._task  # cancelled together with the present task
+                await self._task  # cancelling this task also cancels the awaited one
             except asyncio.CancelledError:
                 if current.cancelling():
                     raise
@@ -183,7 +183,8 @@ class Exchange:
             self.routed.kv_params = None  # the decode server then computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                session.hand_on()  # before `lose`, which places requests in transfer from the server again
+                # Must precede `lose`: it places again the requests that are still in transfer from the lost server.
+                session.hand_on()
                 session.lose(place, str(fault))
             return
         session.answer(self.routed, 1, PROMPT)

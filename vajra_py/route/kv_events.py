@@ -93,7 +93,7 @@ class ServerBlocks:
     def _store(self, keys: Sequence[_Key], group: int, fields: Mapping[str, Any]) -> None:
         size, tokens = fields.get("block_size"), fields.get("token_ids")
         try:
-            ids = array("q", tokens)  # type: ignore[arg-type]  # anything may come
+            ids = array("q", tokens)  # type: ignore[arg-type]  # a server may send anything
         except (TypeError, OverflowError):
             raise ValueError("a BlockStored without token_ids") from None
         if size != self._block_size or len(ids) != len(keys) * size:

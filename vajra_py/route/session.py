@@ -30,7 +30,7 @@ from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.serve.session.output_streams import End
 from vajra_py.serve.session.session import STOP_S, SessionState
 
-if TYPE_CHECKING:  # it imports optional packages
+if TYPE_CHECKING:  # `subscription` imports optional packages
     from vajra_py.route.subscription import KvFeeds
 
 _log = logging.getLogger(__name__)

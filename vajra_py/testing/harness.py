@@ -267,7 +267,7 @@ class Harness:
         schedulers = [
             self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler, one) for one in range(options.num_replicas)
         ]
-        prefill_time.follow([self._prefill_table(one) for one in schedulers[:1]])  # all have the same table
+        prefill_time.follow([self._prefill_table(one) for one in schedulers[:1]])  # all schedulers have the same table
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
         prioritizer_name = type(self.prioritizer).__name__
         check_slack(self.prioritizer, prioritizer_name, [(type(one).__name__, one) for one in schedulers])

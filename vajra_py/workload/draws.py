@@ -38,7 +38,7 @@ class Draws:
             noted = _Noted(rng_for)
             workload = build_workload(config, noted, self._base_dir, source=self._known(config, noted))
             found.append(fingerprint(workload.columns))
-            if not noted.has_drawn:  # nothing depends on the seed
+            if not noted.has_drawn:  # no random number was drawn, so all seeds give this workload
                 return found * len(seeds)
         return found
 

@@ -91,8 +91,8 @@ class _Turns(Struct, frozen=True):
     """Turns of all sessions, session after session; arrays have one element per turn."""
 
     session: I64
-    first: BoolArray  # the session's first turn
-    fresh: BoolArray  # the prompt starts over: first turns and resets
+    first: BoolArray  # True for a session's first turn
+    fresh: BoolArray  # True if the prompt starts over: for first turns and resets
     text: I64
     output: I64
     think_s: F64

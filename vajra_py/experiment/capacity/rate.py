@@ -82,7 +82,8 @@ def search_rate(question: RateQuestion) -> Search:
     while True:
         yield from _close_in(study, num_seeds, guess, limit)
         found = study.estimate(num_seeds)
-        if limit < _needed(found) < math.inf:  # the first seed's capacity was lower than the others'
+        # Raise the limit if the first seed, from which it was computed, has a lower capacity than the others.
+        if limit < _needed(found) < math.inf:
             limit = max(_needed(found), _BEYOND * found.most)
             continue
         answer = study.answer(found, num_seeds)

@@ -74,7 +74,8 @@ def _unit_costs(
     found = known.get(counts)
     if found is None:
         decodes, context, chunks, tokens = counts
-        # Chunks are assumed equal and without earlier context; this affects only the split of the attention time.
+        # Chunks are assumed equal and without earlier context. This affects only how a step's duration is divided
+        # between attention and the rest.
         pairs = tokens * (tokens // max(1, chunks) + 1) // 2
         features = BatchFeatures(decodes, context, chunks, tokens, prefill_attention_pairs=pairs)
         parts = model.breakdown_s(features) if features.num_tokens else {}

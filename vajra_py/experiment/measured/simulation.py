@@ -85,7 +85,7 @@ def _changed(
     latency: dict[str, Any], run: MeasuredRun, calibration: str | Path | None, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     latency |= changes
-    # Data-parallel ranks that share experts run their steps in lockstep.
+    # Data-parallel ranks that share experts run their steps in lockstep, so one latency model covers all of them.
     if run.settings.data_parallel > 1 and measured_config(latency).model_spec().experts is not None:
         latency.setdefault("data_parallel", run.settings.data_parallel)
     if calibration is not None:

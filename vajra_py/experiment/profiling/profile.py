@@ -339,7 +339,7 @@ class _Journal:
         for line in lines:
             try:
                 turn, index, seconds, reference_s = json.loads(line)
-            except ValueError:  # incomplete last line of an interrupted profile
+            except ValueError:  # the last line of an interrupted profile may be incomplete
                 continue
             self.done[turn, index] = (seconds, reference_s)
 

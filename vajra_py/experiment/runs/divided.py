@@ -96,7 +96,7 @@ def why_together(
     requests.
     """
     policies = replicaset.policies
-    assert policies is not None  # built from settings
+    assert policies is not None  # a replicaset built from settings has policies
     if replicaset.hand_off is not None:
         return "requests go from one of its replicas to another"
     for layer in Layer:

@@ -35,7 +35,7 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     """Add a part's rows to these tables, and return the origin of its step times."""
     tables.requests.take(_read(path / _REQUESTS))
     tables.steps.extend(_read(path / _STEPS))
-    for batch in _read(path / _TBT).to_batches():  # each batch has one replicaset and class
+    for batch in _read(path / _TBT).to_batches():  # each batch has the gaps of one replicaset and SLO class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(numpy_array(batch.column("gap_s")), numpy_array(batch.column("weight")))
     if tables.transfers is not None and has_transfers(path):

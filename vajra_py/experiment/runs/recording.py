@@ -226,9 +226,9 @@ class RunRecording:
                 facts = self._facts(end)
                 if not self.stopped:
                     self._write_tables(end)
-        except Exception as failed:  # the server's work is done, so no error may escape
+        except Exception as failed:  # a failed recording must not fail the server, whose work is done
             self._stop(failed)
-        for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
+        for partial in self._place.path.glob("*.partial"):  # removed first, since this frees space on a full disk
             partial.unlink()
         reason = (
             "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"

@@ -276,7 +276,7 @@ class _RecordedExecutor(SimulatedExecutor):
             if drafts is not None and drafts.is_padding:
                 end -= drafts.num_tokens
             elif drafts is not None:
-                end = request.num_known_tokens  # the previous step's drafts may have been accepted since
+                end = request.num_known_tokens  # drafts may have been accepted since the step was formed
                 accepted[request] = output.accepted.get(position, 0) if drafts.num_tokens else 0
                 count += accepted[request]
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
@@ -286,7 +286,7 @@ class _RecordedExecutor(SimulatedExecutor):
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
         report = None if self.connector is None else self.connector.report(plan)
-        is_ahead = plan.step_index in self._late  # accepted drafts then arrive as an input
+        is_ahead = plan.step_index in self._late  # the number of accepted drafts then is one of the recorded inputs
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
@@ -315,7 +315,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # with known tokens every step caches blocks, and tiers copy cached blocks
+        fast_forward=repeats,  # not if each step caches blocks (known tokens), nor with tiers, which copy them
         expires=False,
         times_transfers=False,
         wakes=False,
@@ -377,7 +377,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=connector is None,  # failed loads name block ids, so blocks are assigned at once
+        reserves_growth=connector is None,  # a connector's failed loads name block ids, so blocks are assigned at once
         models=models,
         served_models=settings.served_models(engine),
     )

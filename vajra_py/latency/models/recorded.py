@@ -97,7 +97,7 @@ def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
                 return None
             table = file.read(["replica_id", *RECORD_COLUMNS])
     except (OSError, pa.ArrowException):
-        return None  # reading it as a plain table reports the error
+        return None  # the caller then reads it as a plain table, which reports the error
     records = {name: table.column(name).combine_chunks() for name in RECORD_COLUMNS}
     records["bends"] = records["bends"].flatten()
     arrays = {name: column.to_numpy(zero_copy_only=False) for name, column in records.items()}

@@ -38,11 +38,11 @@ class Collectives:
         """
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
-            # After attention and after the feed-forward part of every layer, and once for the embedding.
+            # An all-reduce follows the attention and the feed-forward part of every layer, and the embedding.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
-            # An all-gather before the experts and a reduce-scatter after them: each sends the tokens of all other ranks
-            # once.
+            # An all-gather precedes the experts, and a reduce-scatter follows them: each sends the tokens of all other
+            # ranks once.
             others = min((self._ranks - 1) * tokens, all_tokens)
             moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)
@@ -54,7 +54,7 @@ class Collectives:
         """
         if self._tensor == 1:
             return 0.0
-        # An all-gather sends half of what an all-reduce of the same bytes does.
+        # An all-gather sends half as many bytes as an all-reduce of the same size.
         return self._reduced_s(sequences * self._model.vocab_size * self._bytes_each / 2.0)
 
     def _reduced_s(self, size: float) -> float:

@@ -123,7 +123,7 @@ class UnequalContexts:
         """Return the factor for a batch of this size (the padded size if a CUDA graph is used)."""
         if self._kernel.splits(num_sequences) or not self._sigma:
             return 1.0
-        # In batches larger than all measured ones, other blocks hide the longest context at least as well.
+        # In batches larger than all measured ones, other blocks hide the longest context no worse than in the largest.
         count = min(num_sequences, self._knots[-1])
         if self._kernel.splits(count):
             return 1.0

@@ -97,7 +97,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
         variant=f"{precision.gemm}-kv{precision.kv}",
         tensor_parallel=split.tensor,
         dense=dense,
-        # Logits in 32 bits: written, scaled, and read twice for softmax and sampling.
+        # Logits have 32 bits and are moved four times: written, scaled, and read for softmax and for sampling.
         per_sequence={"lm_head": lm_head, "sampler": _traffic(figures, 4 * 4 * model.vocab_size)},
         attention=attention,
         experts=_experts(tables, model, split, precision) if model.experts else None,

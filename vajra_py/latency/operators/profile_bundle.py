@@ -260,7 +260,7 @@ class ProfileBundleModel:
             num_layers=self.model.num_layers,
         )
 
-    # Parts
+    # Parts of a step's time
 
     def _beyond(self, features: BatchFeatures) -> float:
         if self.options.fallback is not None:
@@ -381,7 +381,7 @@ class ProfileBundleModel:
         """
         padded = self._padded(rank_tokens)
         parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
-        # Ranks either replay one CUDA graph, padded alike, or each computes its own tokens.
+        # Either all ranks replay CUDA graphs of the same padded size, or each rank computes only its own tokens.
         is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
         tokens = padded * self._ranks if is_captured else all_tokens
         if self._experts is not None:

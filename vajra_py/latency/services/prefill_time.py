@@ -28,8 +28,8 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # First token and start time of the chunk in which the table's last entry ends; the same for the chunk before
-        # it; and the size of the former, 0 until it is known.
+        # `_done` and `_done_s` are the first token and the start time of the last chunk, in which the table's last
+        # entry ends; `_previous` has both for the chunk before; `_chunk` is the last chunk's size, 0 until known.
         self._done = 0
         self._done_s = 0.0
         self._previous = (0, 0.0)

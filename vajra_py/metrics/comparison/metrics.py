@@ -152,7 +152,7 @@ METRICS: tuple[Metric, ...] = (
     *_latency("held", "Held at the source", ".movement.held_s", "ms", (), ("p50", "p99")),
     *_latency("transfer", "In transfer", ".movement.transfer_s", "ms", (), ("p50", "p99")),
     *_latency("target_wait", "Waiting at the target", ".movement.target_wait_s", "ms", (), ("p50", "p99")),
-    # Metrics of pools: the only ones in the scope of a pool.
+    # The scope of a pool has only the following metrics.
     Metric("pool_replicas", "Replicas, mean", "replicas.mean", level=0),
     Metric("pool_max_replicas", "Replicas, most", "replicas.max", level=2),
     Metric("pool_replica_seconds", "Replica-seconds", "replicas.active_s", "s", level=0),

@@ -75,7 +75,7 @@ def _standard_error(values: Floats) -> float:
 
 def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
     """Return (interval of the mean difference, `above` unchanged, two-sided p-value)."""
-    if not error > abs(mean) * 1e-12:  # equal in every replication
+    if not error > abs(mean) * 1e-12:  # the difference is the same in every replication
         return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
     from scipy import stats
 

@@ -38,7 +38,7 @@ def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> li
                 run.name
             )
         for sentence in run.summary.value("warnings") or []:
-            # The reason of the stability label is already shown with the label.
+            # Sentences that begin with "The run is" give the reason for the stability label, and are shown with it.
             if not sentence.startswith("The run is ") and sentence not in notes:
                 found.setdefault(sentence, []).append(run.name)
     warnings = [

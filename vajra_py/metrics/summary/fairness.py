@@ -234,7 +234,7 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
     order = np.lexsort((begins, owner))
     owner, begins, ends = owner[order], begins[order], ends[order]
     ranked, rank = np.unique(ends, return_inverse=True)
-    # Ranks instead of times: adding an offset per owner to times would round them.
+    # Compare ranks instead of times: adding an offset per owner to times would round them.
     reach = np.maximum.accumulate(owner * len(ranked) + rank)
     reached = ranked[reach % len(ranked)]
     first = np.ones(len(owner), dtype=np.bool_)

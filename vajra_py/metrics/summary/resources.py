@@ -30,7 +30,8 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     measured = held & steady.holds(formed_at)
     if not measured.any():
         measured, steady = held, window
-    counted, inside = (slice(None) if own.all() else own for own in (held, measured))  # no copy if all are kept
+    # A slice avoids a copy if all steps are kept.
+    counted, inside = (slice(None) if own.all() else own for own in (held, measured))
     weight = duration_s[inside]
     section: dict[str, Any] = {
         "num_steps": int(held.sum()),
@@ -40,7 +41,7 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     whole_s = weight.sum()
     weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
-        # Integer counts are multiplied without a copy as floats, which would give the same products.
+        # Integer counts are multiplied as they are: converting them to floats first would only add a copy.
         column = numpy_array(steps.column(name))
         np.multiply(column[inside], weight, out=weighted)
         section[f"mean_{name}"] = float(weighted.sum() / whole_s) if whole_s > 0 else None

@@ -153,7 +153,7 @@ class MovementRows(Observer):
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
-        # Announced again, since the request leaves with fewer tokens than its open transfer was to send.
+        # An open transfer is announced again if the request leaves with fewer tokens than the transfer was to send.
         if journey.is_sent and journey.end_at != journey.end_at:
             journey.num_tokens = num_tokens
             return
@@ -174,7 +174,7 @@ class MovementRows(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
-            if journey.kind == HAND_OFF:  # its next transfer, or hold, begins a new journey
+            if journey.kind == HAND_OFF:  # the request's next transfer or hold begins a new journey
                 del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)

@@ -198,7 +198,8 @@ class StepsBuilder:
         if self._made is not None and self._made[0] == len(self._records):
             return self._made[1]
         column = self._records.column
-        ranks = self._replicasets.ranks()[column("replicaset")]  # by name: independent of completion order
+        # Order replicasets by name: their codes depend on which of them completed a step first.
+        ranks = self._replicasets.ranks()[column("replicaset")]
         order = np.lexsort((column("step_index"), column("replica_id"), ranks))
         ends = reordered(np.array(self._ends, dtype=np.int64), column("num_steps"), order)
         growth = reordered(np.array(self._growth, dtype=np.int32), column("num_growths"), order)

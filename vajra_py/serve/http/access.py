@@ -43,7 +43,7 @@ class AccessLog:
             return
         started = time.perf_counter()
         request_id = _request_id(scope)
-        # uvicorn's protocol keeps the original scope, whose method is HEAD, so it sends no body.
+        # HEAD is answered like GET: uvicorn keeps the original scope, whose method is HEAD, and so sends no body.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         inner[DIRECT_SEND] = send
         status = 0

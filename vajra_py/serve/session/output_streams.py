@@ -175,7 +175,7 @@ class LoopBridge:
         if started < self._not_before:
             self._loop.call_at(self._not_before, self._deliver)
             return
-        self._woken = False  # cleared before reading, so that a later note wakes the loop again
+        self._woken = False  # cleared before notes are read, so that a later note wakes the loop again
         responses: dict[ResponseState, None] = {}
         while self._notes:
             stream, note = self._notes.popleft()

@@ -349,7 +349,7 @@ class EngineSession:
             if self._is_abandoned:
                 return
             error = raised
-        self.client.end(error)  # before closing, which may have to wait for a step
+        self.client.end(error)  # notifies clients before `_finish`, which may have to wait for a step
         if self.is_left_behind:
             return
         self.error = error

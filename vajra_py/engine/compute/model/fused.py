@@ -175,7 +175,8 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        # The fused kernel writes K and V of every row; if requests are spread over groups, this rank writes some only.
+        # `rotate_and_write`, which rotates by the table, writes K and V of every row. It is not used if requests are
+        # spread over groups (`SplitMetadata`): this rank then writes only some rows.
         looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes

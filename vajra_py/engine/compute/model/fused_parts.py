@@ -144,7 +144,7 @@ class Norm:
             if self.weight.dim() == 1:
                 return functional.rms_norm(x, (self.width,), self.weight, self.eps)
             return functional.rms_norm(x, (self.width,), None, self.eps) * self.weight
-        # Makes fewer passes over x than torch's general function does on a CPU.
+        # On a CPU, this makes fewer passes over x than torch's `rms_norm`.
         x = x * self._inverse_length(x)
         return x if self.weight is None else x.mul_(self.weight)
 

@@ -63,7 +63,7 @@ class SelfCheck:
                 actual = _paged(self._loaded, forward, layers, device, self._routing)
             except Exception as error:  # a foreign model may raise anything
                 return f"its forward pass over paged memory failed with {type(error).__name__}: {error}"
-        if not forward.has_head:  # the last pipeline stage compares
+        if not forward.has_head:  # only the last pipeline stage has logits to compare
             return None
         scale = float(torch.cat(self._expected).std()) or 1.0
         pairs = zip(self._expected, actual, strict=True)
@@ -87,7 +87,7 @@ def _reference(loaded: LoadedModel, routing: Routing) -> list[torch.Tensor]:
     model.set_attn_implementation("eager")
     try:
         sequences = _tokens(loaded)
-        # Padding comes last, where no position of a causal model sees it.
+        # Padding comes last: in a causal model, no token of a sequence attends to it.
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         with routing.recorded(model, padded.numel()):
             logits = model(input_ids=padded, use_cache=False).logits.float()

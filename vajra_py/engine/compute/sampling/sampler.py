@@ -205,7 +205,7 @@ class Sampler:
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` if that logit is not finite."""
-    if not uses_triton(logits.device):  # numpy's search is vectorised, torch's is not
+    if not uses_triton(logits.device):  # on a CPU, numpy's argmax is vectorised, torch's is not
         values = logits.float().numpy()
         found = values.argmax(-1)
         found[~np.isfinite(values[np.arange(len(found)), found])] = NO_TOKEN
@@ -233,11 +233,12 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
     """Draw one token per row of float32 logits [R, vocab], by inverting the kept tokens' cumulative distribution."""
     temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
-    # Relative to the largest logit, so that dividing by a small temperature does not overflow.
+    # Subtract the largest logit, so that dividing by a small temperature does not overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
     cumulated = torch.softmax(truncate(scores, parameters), -1).double().cumsum_(-1)
     numbers = to_device(parameters[:, Column.NUMBER].copy(), logits.device)
-    # `right` skips tokens of probability 0; scaling by the last entry keeps rounding from running past the end.
+    # `right=True` skips tokens of probability 0. Rounding may make the last entry differ from 1, so targets are scaled
+    # by it: none then lies beyond the last token.
     targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
     return torch.searchsorted(cumulated, targets, right=True).squeeze(-1).clamp_max_(logits.shape[1] - 1)
 

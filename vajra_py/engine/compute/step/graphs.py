@@ -106,7 +106,7 @@ class DecodeGraphs:
         self._caches = caches
         self._state = state
         device = state.last_tokens.device
-        # Buffers of the largest size; smaller sizes use their first rows.
+        # These buffers have the largest batch size; smaller sizes use the first rows.
         self._table = torch.zeros((largest, state.tables.shape[1]), dtype=torch.int32, device=device)
         self._rows = torch.arange(largest, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -123,7 +123,7 @@ class DecodeGraphs:
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:
-            # The largest size first, so that the memory it takes in the pool suffices for the others.
+            # Capture the largest size first, so that the memory it takes in the pool suffices for the others.
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
@@ -196,12 +196,12 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        graph.metadata.memo.decode_plans.clear()  # a plan is valid for the lengths of one replay only
+        graph.metadata.memo.decode_plans.clear()  # a plan depends on lengths, so each replay must compute its own
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)
         logits = self._forward(token_ids, positions, self._rows[:size], graph.metadata, self._caches)
-        if self._logits is None:  # in the first warm-up, outside any graph's pool
+        if self._logits is None:  # true in the first warm-up, so no graph's pool holds the buffer
             self._logits = torch.zeros(self._shape, dtype=logits.dtype, device=logits.device)
         self._logits[:size].copy_(logits)
         tokens = likeliest_tokens(logits)

@@ -45,7 +45,8 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
     if device.type == "cpu":
         return activations + logits
-    # Partial results of attention, and the private memory of graphs: another set of activations and logits.
+    # A GPU also holds partial results of attention, and in the private memory of graphs a second set of activations
+    # and logits.
     partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)

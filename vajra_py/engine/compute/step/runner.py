@@ -283,7 +283,7 @@ class TorchRunner:
         self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._options.num_ranks > 1:  # process groups that this runner did not create are kept
+        if self._options.num_ranks > 1:  # a single rank creates no process group, and must keep those of others
             leave_ranks()
 
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
@@ -295,7 +295,7 @@ class TorchRunner:
         try:
             computed = self._computed(step, memory)
         except _ROW_ERRORS as error:
-            if not self._ranks.is_alone:  # ranks that did not fail would not compute the rows again
+            if not self._ranks.is_alone:  # the other ranks did not fail, and would not compute the rows again
                 raise
             self._state.num_computed[:] = before
             computed = self._apart(step, memory, error)
@@ -311,7 +311,7 @@ class TorchRunner:
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
-        if self._ranks.groups is not None and not step.chunks:  # other groups compute this step
+        if self._ranks.groups is not None and not step.chunks:  # only other groups compute this step
             return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
@@ -459,9 +459,9 @@ class TorchRunner:
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
-        )  # with their copies, they fit into the memory reserved for six copies of the sampled rows' logits
+        )  # the logits of these rows, with their copies, fit into the memory for six copies of the sampled rows' logits
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
-            most = len(wanted)  # one pass, like the other ranks
+            most = len(wanted)  # the other ranks make one pass, so this rank must, too
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
