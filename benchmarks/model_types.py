@@ -186,8 +186,8 @@ through transformers' attention interface. A self-check at load time compares a 
 paged memory with the model's own eager attention, and refuses models that differ, with the reason. So
 types that are not listed may run, and listed ones are checked again each time.
 
-In a mixture of experts every token goes to the experts that the reference chose for it. Else in 16 bits
-roundings would decide between experts that a router scores almost equally.
+For the self-check of a mixture of experts, every token goes to the experts that the model's own pass chose for
+it: in 16 bits, rounding would otherwise decide between experts that a router scores almost equally.
 
 Multimodal models are refused; use the directory of the text model. Quantized checkpoints
 (`quantization_config` in `config.json`) are refused.

@@ -25,8 +25,17 @@ class DloraConfig(PreemptiveConfig):
     merged_step_s: float = Field(0.015, gt=0, description="Time of a step with one adapter, merged, seconds.")
     unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
     switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
-    decrease: float = Field(0.05, ge=0, description="Change of a threshold in favour of the mode that served more.")
-    increase: float = Field(1.1, ge=1, description="Factor on a threshold against the mode that served fewer.")
+    decrease: float = Field(
+        0.05,
+        ge=0,
+        description="Amount by which `begin` falls (`stay` rises) after a merged (unmerged) phase that served more than the "
+        "other mode would have.",
+    )
+    increase: float = Field(
+        1.1,
+        ge=1,
+        description="Factor by which `begin` grows (`stay` shrinks) after a merged (unmerged) phase that served fewer.",
+    )
     credit_bound: float = Field(
         10000.0, gt=0, description="Credit from which an adapter goes first, until it falls to half of that."
     )
