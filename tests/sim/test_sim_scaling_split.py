@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.sim.scaled import Scaled, scaled
@@ -144,8 +144,18 @@ def run(given: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     return seen.states, seen.ends, seen.admitted
 
 
+ADMITTED_WHILE_DRAINING = {
+    "script": {0.0: (0, 3), 0.083: (2, 2), 0.5: (1, 1)}, "counts": (2, 3), "startup_s": 0.013, "drain": "migrate",
+    "num_blocks": 12, "chooser": "power_of_two",
+    "hand_off": {"when_full": "wait", "reserve": "at_admission", "first_token": "source", "takes_effect": "at_step_boundary"},
+    "arrivals": [0.0, 0.029], "outputs": [3, 3], "aborts": [], "losses": [],
+}  # fmt: skip
+"""The KV of a request reaches a replica that drains meanwhile: after its first step there, the request moves on."""
+
+
 @settings(deadline=None, max_examples=40)
 @given(worlds())
+@example(ADMITTED_WHILE_DRAINING)
 def test_no_request_and_no_block_is_lost_and_equal_runs_are_equal(given: dict[str, Any]) -> None:
     observed = run(given)
     assert {reason for _, reason, _ in observed[1]} <= {"stop", "aborted"}

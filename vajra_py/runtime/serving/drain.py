@@ -43,6 +43,7 @@ class Drains(Generic[R]):
         """Begin to move the requests of a draining replica away. Raises `PolicyError`."""
         if one.replica.parts.role is not PoolRole.PREFILL:
             self.draining[one.replica.replica_id] = one
+            one.replica.drains_by_migration = True
             self.room_changed()
             self.advance()
 
@@ -50,16 +51,19 @@ class Drains(Generic[R]):
         """Note that some replica may have gained room."""
         self._is_due = True
 
-    def advance(self) -> None:
-        """Begin the migrations that are possible now. Raises `PolicyError` if the replicaset scheduler, which chooses
-        targets, breaks the contract.
+    def advance(self, ended: R | None = None) -> None:
+        """Begin the migrations that are possible now; requests that a replica has admitted since the last check move
+        only if it is `ended`, whose step has just ended, or if that is None.
+
+        Raises `PolicyError` if the replicaset scheduler, which chooses targets, breaks the contract.
         """
         for replica_id, one in list(self.draining.items()):
             if self._replicaset.state_of(replica_id) is not ReplicaState.DRAINING:
-                del self.draining[replica_id]
+                self._forget(replica_id)
                 continue
             num_admissions = one.replica.running_set.num_admissions
-            if self._is_due or num_admissions != self._num_admissions.get(replica_id):
+            has_admitted = ended in (None, one) and num_admissions != self._num_admissions.get(replica_id)
+            if self._is_due or has_admitted:
                 self._num_admissions[replica_id] = num_admissions
                 self._move_from(one)
         self._is_due = False
@@ -86,7 +90,11 @@ class Drains(Generic[R]):
         if target is not None:
             self._migrations.begin(request, target, _DRAIN)
 
+    def _forget(self, replica_id: int) -> None:
+        self.draining.pop(replica_id).replica.drains_by_migration = False
+
     def clear(self) -> None:
         """Drop all drains."""
-        self.draining.clear()
+        for replica_id in list(self.draining):
+            self._forget(replica_id)
         self._num_admissions.clear()

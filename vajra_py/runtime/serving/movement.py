@@ -87,7 +87,7 @@ class Movement(Generic[R]):
         if self._drains.draining:
             if has_freed:
                 self._drains.room_changed()
-            self._drains.advance()
+            self._drains.advance(one)
 
     def leave(self, source: R) -> None:
         """Begin the hand-offs that a replica's scheduler has just requested."""

@@ -118,6 +118,7 @@ class Replica:
         "adapters",
         "around",
         "builder",
+        "drains_by_migration",
         "expects_kv",
         "forms_steps",
         "gives_first_token",
@@ -193,6 +194,8 @@ class Replica:
         """True if the token sampled at the end of a prompt is an output even if the request then leaves."""
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
+        self.drains_by_migration = False
+        """True if its running requests move away, so that the end of a step in which one was admitted must be seen."""
         self.expects_kv = False
         """True if requests wait to move to this replica, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
@@ -597,6 +600,7 @@ class Replica:
         """
         # A request handed off while this step was formed may have to stay, and then decodes in the next step.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
+        is_awaited = is_awaited or (self.drains_by_migration and bool(plan.chunks))
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
