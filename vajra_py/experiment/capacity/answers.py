@@ -154,7 +154,10 @@ def _precision_text(answer: CapacityAnswer, found: Answer) -> str:
     half = f"±{100 * found.interval.half_width / found.setting[0]:.2g} %"
     if found.stop == "precision":
         return f"; {half}, within the {wanted}"
-    return f"; {half}, not within the {wanted}: stopped at max_replications ({found.num_seeds})"
+    stopped = f"stopped at max_replications ({found.num_seeds})"
+    if found.confidence < CONFIDENCE:
+        return f"; the {wanted} are of an interval of 95 %: {stopped}"
+    return f"; {half}, not within the {wanted}: {stopped}"
 
 
 def _replicas_text(answer: CapacityAnswer) -> str:
