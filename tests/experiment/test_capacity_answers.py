@@ -252,7 +252,9 @@ def test_a_sentence_of_few_seeds_does_not_speak_of_95_percent() -> None:
     few = seeds_of("p99(ttft) <= 1", *exact(5.0, 5.01, 4.99))
     sentence = found_rate("vllm", few).sentence
     assert "(the seeds' range 4.99 to 5.01 is an interval of 75 %, one of 95 % takes 5 seeds; 3 seeds" in sentence
-    assert sentence.endswith("; the 5 % of precision_fraction are of an interval of 95 %: stopped at max_replications (3)")
+    assert sentence.endswith(
+        "; the 5 % of precision_fraction are of an interval of 95 %: stopped at max_replications (3)"
+    )
     one = seeds_of("p99(ttft) <= 1", *exact(5.0))
     assert found_rate("vllm", one, stop="one seed").sentence == "vllm: 5.00 requests/s; one seed: no interval"
 
