@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision to refuse the request; results count it apart from requests that can never run or find full queues."""
+    """Decision to refuse the request; results count such requests apart from those that can never run or find full queues."""
 
     reason: str
     retry_after_s: float | None = None
@@ -42,8 +42,8 @@ class Defer:
     holds_rest: bool = False
     """True if deferred requests that come after this one wait as long as it does.
 
-    These are the requests of its replicaset that follow it by priority, then submission. After a change, the policy is
-    called for them only if it no longer defers this request. No effect if `until` is set.
+    These are the requests of its replicaset that follow it by priority, then submission. When the policy is woken or a
+    request ends, it is called for them only if it no longer defers this request. No effect if `until` is set.
     """
 
 

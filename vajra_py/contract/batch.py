@@ -42,7 +42,7 @@ class PreemptionMode(Enum):
 
 
 class DecodeStop(NamedTuple):
-    """End of a bulk addition of decodes: the first request that did not fit, and the reason."""
+    """Early end of `add_decodes` or `add_running`: the first request that did not fit, and the reason."""
 
     request: RequestView
     refusal: Refusal
@@ -53,8 +53,8 @@ class BatchBuilder(Protocol):
 
     It enforces token budget, batch size, memory and KV-parallel groups, and leaves out requests in flight. An operation
     that a limit does not allow is refused with a reason; an invalid one (zero tokens, more tokens than remain, a
-    request of another replica) raises `ValueError`. The mechanism turns this into a `PolicyError` that names the policy
-    and ends the run, or, in a server, takes the replicaset out of service.
+    request of another replica) raises `ValueError`. The mechanism turns this error into a `PolicyError` that names the
+    policy and ends the run, or, in a server, takes the replicaset out of service.
     """
 
     @property
@@ -89,7 +89,7 @@ class BatchBuilder(Protocol):
 
         Returns None if the request was added. A waiting request is admitted by this call: its cached prefix is attached
         first, blocks are taken for `reserve_tokens` leading tokens (by default, depending on the replica's reservation
-        option, for the whole known sequence or for the tokens of this step), and `num_tokens` counts from the end of
+        option, for all known tokens or for those up to the end of this chunk), and `num_tokens` counts from the end of
         the cached prefix. A swapped request is swapped in. A running request gets the blocks that this step needs, or
         those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before the request
         can run, the load begins, and the call is refused with `LOADING`.
@@ -114,8 +114,8 @@ class BatchBuilder(Protocol):
         """Take a running request's device memory and return the request to the waiting ones.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
-        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits after it was swapped
-        in while steps ran, and to one on whose blocks another entry of the batch depends. Raises `ValueError` for a
+        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
+        copied back from the host while steps ran, and to one on whose blocks another entry of the batch depends. Raises `ValueError` for a
         request that is not running.
         """
 
@@ -162,13 +162,13 @@ class BatchBuilder(Protocol):
         """
 
     def unpin(self, request: RequestView) -> None:
-        """End the pin of the request's session, or its own; no effect if there is none."""
+        """End the pin of the request's session or, without a session, of the request; no effect if there is none."""
 
     def cached_tokens(self, request: RequestView) -> int:
         """Return the prefix hit of a waiting request in tokens; at least one token is always left to compute.
 
-        0 for a running or swapped request, and if no cache holds its prefix. For a request whose KV another replica
-        transfers, or whose KV was loaded, the number of tokens of that KV.
+        0 for a running or swapped request, and if no cache holds its prefix. For a request whose KV comes from another
+        replica, or was loaded, the number of tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:

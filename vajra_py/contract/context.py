@@ -54,7 +54,7 @@ def emit_nothing(name: str, value: float, now: float, request: RequestView | Non
 class WakeUps(Protocol):
     """Wakes the policy at times that it sets, such as for batching windows, periodic rebalancing or planning.
 
-    Other events of the same tick, except those of scalers, happen first. Then `on_wake` is called if the policy has it
+    Other events at the same time, except those of scalers, happen first. Then `on_wake` is called if the policy has it
     (`HandlesWakes`), and steps are formed: for a replica scheduler on its replica unless a step is in flight, for
     policies of other layers on all idle replicas. Wake-ups do not keep a run alive: it ends when no request is left.
     """

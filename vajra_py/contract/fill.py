@@ -32,7 +32,8 @@ def fill(
     next_chunk: ChunkRule,
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE,
 ) -> None:
-    """Form a step: every decode, preempting for blocks as needed, then partial prefills and waiting prompts by urgency.
+    """Form a step: add every decode, with preemptions if blocks are lacking, then partial prefills and waiting prompts
+    by urgency.
 
     A decode that lacks a block preempts the least urgent partial prefill, or if there is none the least urgent decode,
     which may be the decode itself. If the host has no room for swapping, the victim is recomputed. Prompts come from

@@ -115,7 +115,8 @@ class RetentionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
-    """True if blocks are always evicted in the order in which they became idle; a list then replaces a search tree."""
+    """True if blocks are always evicted in the order in which they became idle; the device memory then follows this
+    order itself, which is cheaper than calling `key`."""
     advice: str = ""
     """Advice in two sentences: `Use it where …. Not where …`."""
 
@@ -145,7 +146,7 @@ AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSp
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Named settings of a whole system: all three layers, options of the replica, and pools if it has any."""
+    """Named settings of a whole system: all three layers, options of the replica, and pools if there are any."""
 
     name: str
     summary: str

@@ -105,12 +105,12 @@ class ModelDescription:
     source: str
     """Model, device and measurements behind the step times, in a few words for summaries and reports."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
+    """Relative error of the predicted mean of each metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), compared with an engine."""
     num_fallback: int = 0
     """Number of predictions so far that an analytic model made, because the batch was outside the measured range;
     includes predictions that policies requested."""
     filled_fraction: float = 0.0
-    """Fraction of the predicted step time so far that is not based on measurements."""
+    """Fraction of the step time predicted so far that is not based on measurements."""
     device: str | None = None
     """Name of a replica's devices, the key for price and power; None: unknown."""
     num_devices: int = 1

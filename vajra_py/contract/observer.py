@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """One entry of a step, in batch order."""
+    """One entry of a step."""
 
     request: RequestView
     num_tokens: int
@@ -51,6 +51,7 @@ class StepRecord:
     replica_id: ReplicaId
     formed_at: float
     chunks: Sequence[ScheduledChunk]
+    """Entries in batch order."""
     preempted: Sequence[tuple[RequestView, str]]
     """(request, mode) in the order of preemption."""
     features: BatchFeatures
@@ -61,6 +62,7 @@ class StepRecord:
     num_running: int
     """Number of running requests right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
+    """Scores that the policy noted (`BatchBuilder.note`), by request id and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class StepEnd:
     num_running: int
     """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted to form the step, including attempts to form it that ran nothing."""
+    """Number of requests preempted while the step was formed, and in earlier attempts to form it that ran nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class TierTransfer:
     source: str
     target: str
     num_blocks: int
-    """Number of blocks that have arrived: fewer than were sent if the transfer was cut."""
+    """Number of blocks that have arrived: fewer than were to be sent if the transfer was cut short."""
     num_bytes: int
     started_at: float
 
@@ -160,7 +162,7 @@ class Observer:
         """Called after a request was submitted; if it cannot be accepted, it ends at once (`on_ended`)."""
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
-        """Called after the admission policy degraded, refused or deferred a request, or accepted a deferred one.
+        """Called after the admission policy refused or deferred a request, changed it, or accepted a deferred one.
 
         Not called for a request that is accepted unchanged on arrival.
         """
@@ -175,9 +177,9 @@ class Observer:
         """Called after a request was preempted and waits again; `mode` is "recompute" or "swap"."""
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called when a request stops, to leave a replica that holds the request's KV until the target has it.
+        """Called when a request stops in order to move; the replica holds its KV until the target has received it.
 
-        A request leaves after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
+        A request stops after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
         """
 
     def on_transfer(
@@ -240,7 +242,7 @@ class Observer:
         """Called after a step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Called after several steps of the same decodes have completed; by default, call `on_step_end` for each."""
+        """Called after several steps of the same decodes have completed; the default calls `on_step_end` for each step."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)

@@ -45,7 +45,7 @@ class KeyMotion(Enum):
     A key is re-read before its request is selected as the next one, so rises need not be reported.
     """
     PREFIX_HITS = "prefix_hits"
-    """Changes with the request's own progress, with its `prefix_hit_tokens`, and at times that `falls_at` returns.
+    """Changes only with the request's own progress, its `prefix_hit_tokens`, and at times that `falls_at` returns.
 
     Re-read at every step at which one of these has changed; with `GroupsRequests`, also after each admission and
     preemption.
@@ -143,7 +143,7 @@ class GroupsRequests(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class LowersGroups(GroupsRequests, Protocol):
-    """Optional attribute of a prioritizer whose groups' keys may fall as well."""
+    """Optional attribute of a prioritizer whose groups' keys may fall as well as rise."""
 
     @property
     def fallen_groups(self) -> FallenGroups:
@@ -229,7 +229,7 @@ class ReplicaScheduler(Protocol):
     """Selects the requests of each step, their token counts, and the victims of preemption if memory is short."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Fill `batch`. If it stays empty, no step runs, and this is called again after the next event.
+        """Fill `batch`. If it stays empty, no step runs, and the method is called again after the next event.
 
         Requests may wait only if an event is still to come, such as the end of a step or `BatchBuilder.idle_until`;
         otherwise an empty batch is a violation of the contract.
@@ -413,7 +413,10 @@ class ListensToRequests(Protocol):
         """Called after requests have ended, whether finished, aborted, expired, dropped or failed (`end_reason`)."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Called on every policy of the run after a program has ended (`end_reason`), after its last call's end."""
+        """Called after a program has ended (`end_reason`), later than the end of its last call.
+
+        Called on the policies of the replicasets to which its calls were sent.
+        """
 
 
 @runtime_checkable

@@ -69,7 +69,7 @@ class ProgramView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of ended calls that were admitted."""
+        """Number of prompt tokens, summed over the ended calls that were admitted."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -61,11 +61,11 @@ class RequestView(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of output tokens: the client's limit, or a lower one by model length or admission policy."""
+        """Maximum number of output tokens: the client's limit, or a lower one set by model length or admission policy."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far; kept through preemption."""
+        """Number of tokens generated so far; a preemption does not change it."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -180,7 +180,7 @@ class RequestView(Protocol):
 
     @property
     def parent_calls(self) -> tuple[str, ...]:
-        """Ids of the calls of its program whose results it uses, if its client states them."""
+        """Ids of the calls of its program whose results it uses; empty if its client states none."""
 
     @property
     def num_program_calls(self) -> int | None:

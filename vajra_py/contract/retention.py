@@ -58,8 +58,8 @@ class RetentionPolicy(Protocol):
     def key_motion(self) -> KeyMotion:
         """Volatility of the keys; read once, when the policy is built.
 
-        `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and is kept until
-        a request uses the block. `TIME_LINEAR`: the key follows `line` from then on. `ARBITRARY`: all keys are re-read
+        `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and holds until a
+        request uses the block. `TIME_LINEAR`: the key follows `line` from that reading on. `ARBITRARY`: all keys are re-read
         whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
         """
 
@@ -140,26 +140,27 @@ class ListensToCaches(Protocol):
 
     They correspond to vLLM's events `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Events that are at least
     `kv_event_lag_s` seconds old are delivered before the replicaset scheduler is called for a request (`assign`,
-    `place_after_prompt`) or for a replica (`pull`). Hashes are those of `RequestView.block_hashes`.
+    `place_after_prompt`) or for a replica (`pull`); `now` is the time of the event, not of its delivery. Hashes are
+    those of `RequestView.block_hashes`.
     """
 
     def on_blocks_stored(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """Called when new content can be hit on the replica, from `now` on; `hashes` are in order of their chain."""
+        """Called for new content that can be hit on the replica from `now` on; `hashes` are in order of their chain."""
 
     def on_blocks_removed(self, replica_id: ReplicaId, hashes: Sequence[Hashable], now: float) -> None:
-        """Called when content can no longer be hit on the replica, from `now` on."""
+        """Called for content that can no longer be hit on the replica from `now` on."""
 
     def on_cache_cleared(self, replica_id: ReplicaId, now: float) -> None:
         """Called after the replica lost all content, at `now`."""
 
     def on_tier_blocks_stored(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Called when new content can be hit in a memory tier below the device, from `now` on.
+        """Called for new content that can be hit in a memory tier below the device from `now` on.
 
         For a shared tier, `replica_id` is the replica that wrote it.
         """
 
     def on_tier_blocks_removed(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
-        """Called when content can no longer be hit in a memory tier below the device, from `now` on.
+        """Called for content that can no longer be hit in a memory tier below the device from `now` on.
 
         For a shared tier, `replica_id` is the replica whose content replaced it.
         """

@@ -6,7 +6,8 @@ selects one by the weighted sums. Packages register parts with `vajra_routing_pa
 policy's parameters. Parts have no base class.
 
 Any part may also listen to requests (`ListensToRequests`), caches (`ListensToCaches`) and placements
-(`LearnsPlacements`); the router forwards all of them, except that every step is reported by `on_step_end`.
+(`LearnsPlacements`); the router forwards all of these callbacks, except that it reports every step by `on_step_end`,
+never by `on_step_run`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class LearnsPlacements(Protocol):
         """Called after the request was placed; `placements` holds replicas by profile ("default", "prefill", "decode").
 
         Called again, with the newly chosen profile, if the request is placed again. A part is notified before the
-        producers that it reads.
+        producers that it reads, whose figures thus do not include the placement yet.
         """
 
 

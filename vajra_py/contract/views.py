@@ -55,7 +55,7 @@ class ReplicaState(Enum):
     DRAINING = "draining"
     """Takes no more requests; goes down when it has none left."""
     DOWN = "down"
-    """Does not compute: lost, or scaled away."""
+    """Does not compute: lost, or removed by the scaler."""
 
 
 class LocalReplicaView(Protocol):
@@ -258,8 +258,8 @@ class PoolView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its replicas' queues, for blocks of a decode replica before their prompt is
-        computed on one of its replicas, and in the shared queue if its replicas may pull from it.
+        """Number of requests that wait in its replicas' queues, or in the shared queue if its replicas may pull from
+        it, and of requests whose prompt one of its replicas will compute once a decode replica has blocks for them.
         """
 
     @property
@@ -284,8 +284,8 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests, in all of its queues or for blocks of a decode replica before their prompt is
-        computed, without deferred ones.
+        """Number of requests that wait in its queues, or, before their prompt is computed, for blocks of a decode
+        replica; deferred requests are not counted.
         """
 
     @property

@@ -26,8 +26,8 @@ UNBOUNDED_TOKENS = sys.maxsize
 """Length of a run of tokens that is named before it is generated."""
 
 FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
-"""Number of hashes that a lookup computes at first, and the factor by which each further batch is larger than the last:
-most misses come early, and need few hashes.
+"""Number of hashes that a lookup computes at first, and the factor by which each further batch of hashes is larger than
+the one before it: most misses come early, and need few hashes.
 """
 
 _MOST_NEW_SEGMENTS = 8
@@ -49,7 +49,7 @@ class BlockHashes(Protocol):
     @property
     def num_public_tokens(self) -> int:
         """Number of leading tokens that may also be in another request's prompt while this request lives; the blocks of
-        the other tokens need not be cached before it ends.
+        later tokens need not be cached before this request ends.
         """
 
     @property

@@ -4,7 +4,7 @@ Invariants (`check`): every block is free, used, or kept without users for a pin
 table that lists it; only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still
 hold the content. A free block may keep its hash until it is handed out again.
 
-The order of reuse is kept in three parts, so that handing out blocks without hashes is one list slice: blocks released
+The order of reuse consists of three parts, so that handing out blocks without hashes is one list slice: blocks released
 without a hash (a stack), blocks never handed out (a counter), and idle blocks with a hash in order of release. A table
 of blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost
 does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
@@ -34,7 +34,7 @@ Unscheduled = Literal["withdraw", "keep"]
 
 _REMOVED_LOG_BLOCKS = 1 << 16
 _FRESH_BLOCKS = 256
-"""Number of never-used blocks that are put at the bottom of the free stack together when the stack runs short."""
+"""Minimum number of never-used blocks that are put at the bottom of the free stack when the stack runs short."""
 
 
 class PrefixCacheOptions(Struct, frozen=True):
@@ -89,8 +89,8 @@ def _block_ids(start: int, stop: int) -> list[int]:
 
 
 class BlockPool:
-    """Pool of `num_blocks` blocks with ids from 0, first handed out in order of id; with `options`, also a prefix
-    cache.
+    """Pool of `num_blocks` blocks with ids from 0, which are handed out for the first time in order of id; with
+    `options`, also a prefix cache.
     """
 
     __slots__ = (
@@ -326,7 +326,7 @@ class BlockPool:
         return True
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Remove the hashes of these blocks in use, also if several requests share one."""
+        """Remove the hashes of these blocks, which are not idle, also if several requests share one."""
         for block in filter(self._hash_of.__contains__, blocks):
             self._forget(block)
 

@@ -126,8 +126,8 @@ class KvMemory(Protocol):
         """
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the prefix cache holds, less than
-        `num_known_tokens`. No request need be registered.
+        """Return the number of leading tokens with these hashes that the prefix cache holds, always less than
+        `num_known_tokens`. The request need not be registered.
         """
 
     def cached_tokens(self, request: KvRequest) -> int:
@@ -161,7 +161,7 @@ class KvMemory(Protocol):
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Return the largest number of free blocks taken at any one time if several steps compute these tokens."""
+        """Return the largest number of free blocks needed at any time if several steps compute these tokens."""
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Announce that `num_tokens` tokens after the cached ones will be loaded, not computed; called before the
@@ -172,7 +172,8 @@ class KvMemory(Protocol):
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks for `num_tokens` tokens, none of them in `excluded_groups`.
+        """Attach the cached prefix and take blocks for the rest of the first `num_tokens` tokens, none of them in
+        `excluded_groups`.
 
         Returns the number of tokens found in the cache; None if there is no room.
         """
@@ -243,8 +244,8 @@ class KvMemory(Protocol):
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk, as for fast-forwarded steps, which are applied only after
-        they have ended: the free blocks, without cached ones if evictions must be reported.
+        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, cached
+        blocks do not count, because fast-forwarded steps take their blocks only after they have ended.
         """
 
     @property
@@ -333,8 +334,8 @@ def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) ->
     """Return the largest number of prompt and output tokens together that one request may have on a replica of these
     sizes.
 
-    The last token needs no KV, so the limit is one more than the number of tokens that fit, or the model's length.
-    `memory` matters only if it frees blocks while a request runs.
+    The last token needs no KV, so the limit is one more than the number of tokens that fit, or the model's length if
+    that is smaller. `memory` matters only if it frees blocks while a request runs.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

@@ -190,8 +190,8 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk, as for fast-forwarded steps, which are applied only after
-        they have ended: the free blocks, without cached ones if evictions must be reported.
+        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, cached
+        blocks do not count, because fast-forwarded steps take their blocks only after they have ended.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -294,8 +294,8 @@ class PagedKvMemory:
         return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the prefix cache holds, less than
-        `num_known_tokens`. No request need be registered.
+        """Return the number of leading tokens with these hashes that the prefix cache holds, always less than
+        `num_known_tokens`. The request need not be registered.
         """
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
@@ -736,8 +736,8 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, keep the blocks that a swap copy reads until `end_swap` (with `frees_at_once`, only host
-        blocks), because copies are made while steps run.
+        """From now on, release the blocks that a swap copy reads only at `end_swap` (with `frees_at_once`, this applies
+        to host blocks alone), because copies are made while steps run.
         """
         self._swaps = swaps
 

@@ -52,7 +52,7 @@ class Pins:
 
     def due(self, now: float) -> list[Hashable]:
         """Return the names of the pins that end at `now` or before, earliest end first, and remove their ends from the
-        heap.
+        heap; the pins remain until `remove`.
         """
         names: list[Hashable] = []
         ends = self._ends

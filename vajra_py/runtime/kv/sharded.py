@@ -70,7 +70,7 @@ class _BlockTables:
 
 
 class KvParallelMemory:
-    """The KV blocks of one replica with KV parallelism; its `KvMemory`.
+    """`KvMemory` of a replica with KV parallelism.
 
     Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups
     that take no new requests now, because the step being formed has enough query tokens in them.
@@ -415,7 +415,8 @@ class KvParallelMemory:
         """Reserve blocks for `num_tokens` tokens and return 0, because nothing is cached; return None and change
         nothing if there is no room.
 
-        A request that fits into one group goes to the first group with room, a longer one to as few groups as possible.
+        A request that fits into one group goes to the group with the least pending work that has room, a longer request
+        to as few groups as possible.
         """
         entry = self._tables_of[request]
         if entry.groups or entry.host or num_tokens < 1:

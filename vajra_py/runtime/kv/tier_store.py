@@ -98,7 +98,7 @@ class TierStore:
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Allocate a block for content to be written; return the blocks that were evicted for it.
 
-        Returns None and changes nothing if all other blocks are being read or written, or are continued. Raises
+        Returns None and changes nothing if no other block is a candidate for eviction. Raises
         `ValueError` if the tier has the content already.
         """
         if new.block_hash in self._blocks:

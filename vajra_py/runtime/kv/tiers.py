@@ -89,7 +89,7 @@ class KvTiers:
         prompts_only: bool = False,
     ) -> None:
         """Create the tiers. With `prompts_only`, only blocks within a request's prompt are written to tiers, so
-        generated tokens are kept only if a later prompt contains them.
+        generated tokens reach a tier only if a later prompt contains them.
         """
         self.stores = stores
         self.rules = rules
