@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision to refuse the request; results count such requests apart from those that can never run or find full queues."""
+    """Decision to refuse the request; results count it apart from refusals for other reasons, such as full queues."""
 
     reason: str
     retry_after_s: float | None = None

@@ -51,10 +51,10 @@ class DecodeStop(NamedTuple):
 class BatchBuilder(Protocol):
     """The plan of one step, under construction.
 
-    It enforces token budget, batch size, memory and KV-parallel groups, and leaves out requests in flight. An operation
-    that a limit does not allow is refused with a reason; an invalid one (zero tokens, more tokens than remain, a
-    request of another replica) raises `ValueError`. The mechanism turns this error into a `PolicyError` that names the
-    policy and ends the run, or, in a server, takes the replicaset out of service.
+    It enforces the limits of token budget, batch size, memory and KV-parallel groups, and leaves out requests in
+    flight. An operation that a limit does not allow is refused with a reason; an invalid one (zero tokens, more tokens
+    than remain, a request of another replica) raises `ValueError`. The mechanism turns this error into a `PolicyError`
+    that names the policy and ends the run, or, in a server, takes the replicaset out of service.
     """
 
     @property
@@ -115,8 +115,8 @@ class BatchBuilder(Protocol):
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
         `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
-        copied back from the host while steps ran, and to one on whose blocks another entry of the batch depends. Raises `ValueError` for a
-        request that is not running.
+        copied back from the host while steps ran, and to one on whose blocks another entry of the batch depends. Raises
+        `ValueError` for a request that is not running.
         """
 
     def idle_until(self, time_s: float) -> None:
@@ -162,7 +162,7 @@ class BatchBuilder(Protocol):
         """
 
     def unpin(self, request: RequestView) -> None:
-        """End the pin of the request's session or, without a session, of the request; no effect if there is none."""
+        """End the pin of the request's session or, without a session, of the request; no effect without a pin."""
 
     def cached_tokens(self, request: RequestView) -> int:
         """Return the prefix hit of a waiting request in tokens; at least one token is always left to compute.

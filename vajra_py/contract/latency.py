@@ -105,7 +105,7 @@ class ModelDescription:
     source: str
     """Model, device and measurements behind the step times, in a few words for summaries and reports."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative error of the predicted mean of each metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), compared with an engine."""
+    """Relative error of the predicted mean of each metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`) against an engine."""
     num_fallback: int = 0
     """Number of predictions so far that an analytic model made, because the batch was outside the measured range;
     includes predictions that policies requested."""

@@ -242,7 +242,7 @@ class Observer:
         """Called after a step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Called after several steps of the same decodes have completed; the default calls `on_step_end` for each step."""
+        """Called after several steps of the same decodes have completed; by default, calls `on_step_end` for each."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)

@@ -61,7 +61,7 @@ class RequestView(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of output tokens: the client's limit, or a lower one set by model length or admission policy."""
+        """Maximum number of output tokens: the client's limit, or a lower one set by model length or admission."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -59,8 +59,8 @@ class RetentionPolicy(Protocol):
         """Volatility of the keys; read once, when the policy is built.
 
         `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and holds until a
-        request uses the block. `TIME_LINEAR`: the key follows `line` from that reading on. `ARBITRARY`: all keys are re-read
-        whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
+        request uses the block. `TIME_LINEAR`: the key follows `line` from that reading on. `ARBITRARY`: all keys are
+        re-read whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
         """
 
     def key(self, block: CachedBlock, now: float) -> Key:
@@ -96,7 +96,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when the block becomes idle. A block that cached blocks continue expires only after these are gone.
+        Read when the block becomes idle. A block that other cached blocks continue expires only after these are gone.
         """
 
 

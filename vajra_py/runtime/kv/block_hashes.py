@@ -178,7 +178,9 @@ def root_digest(salt: str) -> bytes:
 
 
 def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
-    """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
+    """Return the hashes of full blocks of token ids (type code q) that follow a block with the hash `before`, or of the
+    first blocks if `before` is a `root_digest`.
+    """
     return _digests_of(before, _little_endian(tokens), block_size)
 
 

@@ -1,7 +1,7 @@
 """Pool of KV blocks: free list, reference counts, cached contents.
 
 Invariants (`check`): every block is free, used, or kept without users for a pin; a used block has a reference from each
-table that lists it; only blocks that carry a hash, or did, are shared; a lookup by hash finds only blocks that still
+table that lists it; only blocks that have or had a hash are shared; a lookup by hash finds only blocks that still
 hold the content. A free block may keep its hash until it is handed out again.
 
 The order of reuse consists of three parts, so that handing out blocks without hashes is one list slice: blocks released
@@ -45,7 +45,9 @@ class PrefixCacheOptions(Struct, frozen=True):
     first. fifo: all blocks are reused in order of release.
     """
     release_order: ReleaseOrder = "tail_first"
-    """End of a request's block table from which blocks of equal rank are reused first: tail or head."""
+    """End of a request's block table, tail or head, from which blocks released together are reused first, as far as
+    `reuse_order` leaves their order open.
+    """
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"

@@ -22,7 +22,7 @@ from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
 
 
 class Retention(Struct, frozen=True):
-    """Retention policy of one replica, with its name for errors."""
+    """Retention policy of one replica or memory tier, with its name for errors."""
 
     policy: RetentionPolicy
     name: str

@@ -122,7 +122,7 @@ class RetentionOrder(Generic[EntryT]):
             queue.remove(cast(RequestView, entry))
 
     def begin(self) -> None:
-        """Mark keys that may change at any event to be read again before the next victim is chosen."""
+        """Cause keys that may change at any event to be re-read before the next victim is chosen."""
         for queue in self._queues.values():
             queue.begin_step()
 

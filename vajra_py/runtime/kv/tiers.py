@@ -277,7 +277,7 @@ class KvTiers:
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
         """Return the copies of existing content decided since the last call, as (level, block) in order. The caller
-        must call `written` when a copy has ended.
+        must call `written` for each copy that arrives, and `called_off` for each that fails.
         """
         writes = self._writes
         if writes:
