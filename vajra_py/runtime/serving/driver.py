@@ -85,7 +85,7 @@ class DriverOptions(Struct, frozen=True):
     """Rules of one run.
 
     Attributes:
-        check_every_steps: number of steps between checks of conservation; 0: no checks.
+        check_every_steps: number of steps between two calls of `Controller.check_conservation`; 0: no calls.
         expires: True if requests expire, idle programs end, and the admission policy is called again for deferred
             requests, each at its time on the clock; False: only inputs cause this.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
@@ -539,8 +539,8 @@ class Driver(Generic[R]):
     def wake(self, one: R, *, at_once: bool = False) -> None:
         """See `DriverServices`. `at_once`: the replica may form the step now if no other event of this tick is left.
 
-        Pass it only as the last action of an event, since the event queue does not show the rest of an event being
-        handled.
+        Pass True only if this call is the last action of the present event: the event queue does not show which of its
+        actions are left.
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
@@ -765,7 +765,9 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
-        """End the requests that no replica will continue: those in the shared queue, or all if no replica decodes."""
+        """End the requests that no replica will continue: those in the shared queue, or, if only prefill replicas are
+        up, all requests.
+        """
         self.controller.abandon(replicaset, why, self.now)
         if replicaset.bounds.is_split and not any(
             replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
@@ -977,8 +979,8 @@ class Driver(Generic[R]):
         """
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
-        """Replicasets that are synchronised before one of their replicas forms a step, because a policy that listens to
-        events may read requests of other replicas.
+        """Replicasets whose ended steps are all applied before one of their replicas forms a step, because a policy
+        that listens to events may read requests of other replicas.
         """
 
     def _looks_always(self, name: str) -> bool:

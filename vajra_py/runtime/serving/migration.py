@@ -67,7 +67,7 @@ class Migrations(Generic[R]):
         self._rules = rules
         self._of: dict[Request, Migration[R]] = {}
         self._num_at: Counter[int] = Counter()
-        """Number of migrations from and to each replica."""
+        """Number of migrations in which each replica takes part, as source or target."""
         self.on_slot_free: Callable[[], None] | None = None
         """Callback for when a migration begins its last stage or is cancelled, so that its replicas may take part in
         others.

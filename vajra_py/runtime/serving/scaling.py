@@ -62,7 +62,7 @@ class ReplicasetScaling:
     Attributes:
         random: random stream for start-up times.
         wanted: target number of replicas, starting or up, by pool.
-        starts: replicas that are starting, the earliest first.
+        starts: starts under way, by replica, in the order in which they began.
         has_begun: True if observers were notified of the present replicas.
         is_broken: True if the scaler broke the contract, and is no longer called.
     """

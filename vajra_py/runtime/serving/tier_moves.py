@@ -58,7 +58,7 @@ class _Prefetch(Struct, Generic[R], eq=False):
     request: Request
     one: R
     under_way: dict[int, TierFetch] = field(default_factory=dict)
-    """Fetches that have not ended, by transfer."""
+    """Fetches that have not ended, by the number of their transfer."""
     level_of: dict[Hashable, int] = field(default_factory=dict)
     """Level of the tier from which each block is fetched, by hash."""
     cut_at: int | None = None
@@ -188,7 +188,7 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Set the device block of each copy, and return the copies; those whose content was evicted are cancelled."""
+        """Return the copies with their device blocks set; cancel, and leave out, those whose content was evicted."""
         memory = cast(PagedKvMemory, one.replica.memory)  # only paged memory has tiers
         found = []
         for block in computed:
@@ -227,8 +227,8 @@ class TierMoves(Generic[R]):
     # Prefetches
 
     def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
-        """Begin to prefetch a request's prefix from tiers beyond the first; return None if these tiers hold too little
-        of the prefix.
+        """Begin to prefetch a request's prefix from tiers beyond the first; return None if no prefetch begins, for
+        instance because these tiers hold too little of the prefix.
         """
         memory, hashes = one.replica.memory, request.hashes
         tiers = memory.tiers
