@@ -403,7 +403,9 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """End a program and notify observers; return the policies' callbacks that the driver must call, by replicaset."""
+        """End a program, notify observers, and return the callbacks of policies that the driver must call, by
+        replicaset.
+        """
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -469,7 +471,9 @@ class Controller:
         return replica.forms_steps and (is_running or replica.running_set.admits)
 
     def check_conservation(self) -> None:
-        """Raise `RuntimeError` unless every request is accounted for, and `AssertionError` unless every block is used or free."""
+        """Raise `RuntimeError` unless every request is accounted for, and `AssertionError` unless every block is used
+        or free.
+        """
         ended = sum(self.num_ended.values())
         if self.num_submitted != ended + len(self._alive):
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")

@@ -353,7 +353,7 @@ class Driver(Generic[R]):
             self.events.push(deferral.until, _ADMISSION, deferral)
 
     def ask_deferred(self) -> None:
-        """Call the admission policy again, later in this tick, for every request that it has deferred without a time."""
+        """Call the admission policy again, later in this tick, for each request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
             self.events.push(self.now, _ADMISSION, None, 1)  # 1: after requests that were deferred to this tick
@@ -532,7 +532,7 @@ class Driver(Generic[R]):
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """Mark a replica whose cancelled step has ended now as free."""
+        """Mark a replica as free, because its cancelled step has ended now."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
@@ -993,8 +993,8 @@ class Driver(Generic[R]):
         return policies.asks_listeners_each_step
 
     def _looks_never(self, name: str) -> bool:
-        """Return True if no policy that listens to events is called while a step is formed, even if requests wait,
-        which may be admitted or dropped.
+        """Return True if no policy that listens to events is called while a step is formed, even if the step admits
+        or drops waiting requests.
         """
         listeners = self.controller.replicasets[name].listeners
         return name in self._looks_if_waiting and not (listeners.admissions or listeners.departures)

@@ -37,7 +37,9 @@ class Migration(Struct, Generic[R], eq=False):
     source: R
     target: R
     admitted_index: int
-    """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
+    """Admission number at the source when the migration began; another number means that the request was preempted
+    meanwhile.
+    """
     num_copied: int = 0
     """Number of leading tokens whose KV is at the target or being sent to it."""
     num_copies: int = 0

@@ -171,7 +171,7 @@ class Replica:
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of ended steps, one entry per step, that await the step's connector report or accepted drafts."""
         self._joins_at_once = False
-        """True if requests that arrive with their KV join the decode pool when a step is formed; False: when it ends."""
+        """True if requests that arrive with their KV join the decode pool before their first step, not after it."""
         self.forms_steps = True
         """False while the backend accepts no steps."""
         self.around: Around | None = None

@@ -130,7 +130,7 @@ class Replicaset:
         self._failed_at: dict[Request, set[int]] = {}
         """Ids of the replicas on which a request failed, for requests that are placed again; see `avoid`."""
         self._serving: dict[Holders, Serving] = {}
-        """Replicas that take requests, by the holders (`Holders`) of a request; cleared when a replica's state changes."""
+        """Replicas that take requests, by the `Holders` of a request; cleared when a replica's state changes."""
         self.sync: Callable[[], None] = _do_nothing
         """Function that applies every ended step (see `load_of`); set by the driver if its backend fast-forwards."""
         self.lost: set[int] = set()
@@ -195,7 +195,7 @@ class Replicaset:
             self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
-        """Replace the shared queue, in which requests have no prefix hits."""
+        """Replace the shared queue; its requests have no prefix hits, because they are bound to no replica."""
         self.shared = queue
         queue.use_hits(NoHits())
         for replica_id in range(len(self._shared_accesses)):

@@ -84,7 +84,7 @@ class ReplicasetScaling:
         self.wanted = {pool.name: pool.num_initial for pool in self.pools}
 
     def attach(self, replicaset: Replicaset) -> None:
-        """Attach the scaler to this replicaset, whose replicas must exist; replicas beyond the initial numbers go down."""
+        """Attach the scaler to this replicaset, whose replicas must exist; those beyond the initial numbers go down."""
         self._replicaset = replicaset
         replicaset.scaling = self
         self._views = pool_loads(replicaset)

@@ -87,7 +87,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """Create the transfers. `is_timed`: links are modelled; else the backend copies between devices and one tier."""
+        """Create the transfers. `is_timed`: links are modelled; else the backend copies between device and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -128,7 +128,7 @@ class TierMoves(Generic[R]):
     # Events
 
     def queued(self, request: Request, one: R) -> None:
-        """Prefetch for a request that was queued at a replica, with `prefetch_from: arrival`."""
+        """Begin a prefetch for a request that was queued at a replica, if `prefetch_from` is `arrival`."""
         if self._rules.prefetch_from == "arrival" and len(self._networks) > 1:
             self._driver.sync(self._replicaset.name)
             self._prefetch(request, one)
@@ -157,7 +157,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def due(self) -> None:
-        """Make content available whose transfer has ended, and end prefetches whose time limit has passed."""
+        """Make the content of ended transfers available, and end prefetches whose time limit has passed."""
         now = self._driver.now
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
@@ -176,7 +176,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Record that the backend has ended a copy, which `due` handles next; return False if the copy was cancelled."""
+        """Record that the backend has ended a copy, which `due` handles next; return False if it was cancelled."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
