@@ -357,12 +357,12 @@ class _ReplicasetSight:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests in all queues of the replicaset."""
+        """Number of waiting requests of the replicaset, without deferred ones."""
         return self._replicaset.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of queued requests that are left to compute."""
+        """Number of tokens that are left to compute for these waiting requests."""
         return self._replicaset.num_queued_tokens
 
     @property

@@ -152,7 +152,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed (-1: none); higher ranks complete later in this tick."""
+        """Rank of the replica whose step is being completed (-1: none); replicas of higher rank follow in this tick."""
         self._formed_at = -1
         """Latest tick at which a replica formed a step."""
         for one in replicas:
@@ -181,7 +181,7 @@ class Driver(Generic[R]):
         use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
-        """Names of the replicasets whose KV is sent while the prompt is computed."""
+        """Names of the replicasets in which KV is sent while its prompt is computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
@@ -829,7 +829,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            # With a movement, moves may follow in this event, and must come before the step is formed.
+            # If requests may move, moves may follow in this event, and must come before the step is formed.
             self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])

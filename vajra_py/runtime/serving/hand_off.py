@@ -414,7 +414,7 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Continue hand-offs that wait for blocks of a replica, because blocks may have become free. `has_looked`:
-        `step_ended` was just called.
+        `step_ended` was just called, which reserves blocks itself if reservations are made one at a time.
         """
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)

@@ -63,7 +63,7 @@ class LiveLoad:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill."""
+        """Number of tokens left to prefill, of waiting and running requests."""
         return self.replica.num_pending_tokens
 
     @property

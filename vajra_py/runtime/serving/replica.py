@@ -239,7 +239,8 @@ class Replica:
 
     def join_at_once(self) -> None:
         """Let requests that arrive with their KV join the decode pool when their first step is formed; allowed only
-        if the executor reads only the features of a plan.
+        if the executor reads only the features of a plan. Without effect with several pipeline stages or KV groups,
+        drafts, or caching at the end of steps.
         """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
@@ -650,8 +651,8 @@ class Replica:
     # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Make unfinished prompts available to the next step after the first pipeline stage, so that chunks of one
-        prompt are pipelined.
+        """Make the unfinished prompts of a step that has left the first pipeline stage available to the next step, so
+        that chunks of one prompt are pipelined.
         """
         for chunk in plan.chunks:
             request = chunk.request

@@ -252,8 +252,8 @@ class Replicaset:
         return isinstance(self.scheduler, MovesRequests)
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
-        """Return the replicas, whether up or not, that can hold a request and whose scheduler does not refuse it, in
-        order of id.
+        """Return the replicas, in order of id, that can hold a request and whose scheduler does not refuse it, whether
+        they are up or not.
         """
         if not self._differs:
             return self.replicas
@@ -542,7 +542,7 @@ class Replicaset:
         available now.
 
         If the scheduler binds late (its `assign` returns None), the replica with the most free blocks is chosen among
-        those with a free batch slot.
+        those with free blocks and a free batch slot.
         """
         candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:

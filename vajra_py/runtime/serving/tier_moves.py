@@ -7,7 +7,7 @@ tokens after the loaded ones. Content that leaves a tier, or is written through,
 links for each replica, one down and one up, and a shared tier may have a bandwidth limit for all replicas together.
 
 If the backend executes the copies (links are not modelled), a copy ends when the backend reports it. Device content
-that the step being formed will overwrite is read before that step runs, other device content after it was computed.
+that the step being formed will overwrite is read before that step runs; other device content, once it is computed.
 """
 
 from __future__ import annotations
