@@ -140,7 +140,7 @@ class AdmissionGate:
         return len(self._deferred)
 
     def num_deferred(self, replicaset: str) -> int:
-        """Return the number of deferred requests of one replicaset, by name."""
+        """Return the number of deferred requests of the replicaset with this name."""
         return self._num_deferred[replicaset]
 
     @property
@@ -291,7 +291,7 @@ class AdmissionGate:
 
 def _degrade(request: Request, decision: Accept) -> str:
     """Reduce a request's limits as the policy decided; return a description of the changes, empty if there are none.
-    The replicaset is only described here; the controller changes it.
+    A change of the replicaset is only described; the controller makes it.
     """
     found = []
     if decision.max_tokens is not None and decision.max_tokens < request.max_tokens:
@@ -357,12 +357,12 @@ class _ReplicasetSight:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests in all queues of the replicaset."""
+        """Number of waiting requests of the replicaset, without deferred ones."""
         return self._replicaset.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of queued requests that are left to compute."""
+        """Number of tokens that are left to compute for these waiting requests."""
         return self._replicaset.num_queued_tokens
 
     @property

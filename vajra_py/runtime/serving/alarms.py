@@ -42,7 +42,7 @@ class Sleeper(Struct, eq=False):
     index: int = 0
     """Position of the policy in its layer; for a replica scheduler, the replica's id."""
     policy: Any = None
-    """The policy object; None while it is being built, or if all wake-ups are `BatchBuilder.idle_until`."""
+    """The policy object; None while it is being built, or if this entry is only for `BatchBuilder.idle_until`."""
     wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:

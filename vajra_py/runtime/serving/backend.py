@@ -27,13 +27,15 @@ class BackendReplica:
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Position of the replica in the run, which breaks ties: replicasets in the order of the settings, replicas by id."""
+    """Position of the replica in the run, which breaks ties; replicasets are in the order of the settings, replicas in
+    order of id.
+    """
     free_at: int = field(default=0, kw_only=True)
     """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
     all.
     """
     is_idle: bool = field(default=True, kw_only=True)
-    """True if the replica executes nothing because no step could be formed."""
+    """True if no step could be formed, and the first pipeline stage is free; later stages may still execute steps."""
     form_pending: bool = field(default=False, kw_only=True)
     """True if the replica forms a step after all other events of this tick."""
     epoch: int = field(default=0, kw_only=True)
@@ -149,7 +151,7 @@ class Backend(Protocol[S]):
         raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
 
     def on_tier_copy_cancelled(self, copy: TierCopy[Any]) -> None:
-        """Note that no request waits for this copy any more: the blocks may be reused from the replica's next step on."""
+        """Note that no request waits for this copy any more: its blocks may be reused from the next step on."""
         return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
@@ -160,7 +162,9 @@ class Backend(Protocol[S]):
 
 
 class FastForward(Protocol[S]):
-    """Decode fast-forward of a backend: launches several equal decode steps at once and applies their results on demand."""
+    """Decode fast-forward of a backend: launches a run of equal decode steps at once, and applies their results on
+    demand.
+    """
 
     def sync_all(self, replicaset: str) -> None:
         """Apply every ended step of a replicaset; steps in flight continue."""

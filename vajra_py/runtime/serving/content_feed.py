@@ -16,8 +16,8 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class ContentFeed:
-    """Events of all replicas of a replicaset, in order of time. Whenever the replicaset scheduler is called for a
-    request or for a pull, the policies get the events that are at least `lag_s` old first.
+    """Events of all replicas of a replicaset, in order of time. Each time before the replicaset scheduler is called
+    for a request or for a pull, the policies get the events that are at least `lag_s` old.
     """
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:

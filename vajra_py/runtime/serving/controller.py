@@ -53,7 +53,7 @@ class Controller:
         """Function that returns the name of the replicaset that serves a request. Raises `ConfigError` if none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
-        """Results that the policies of the run produce."""
+        """Figures that the policies emit, and the names of policies that read unknown output lengths."""
         self.gate: AdmissionGate | None = None
         """Admission policy and the requests that it has deferred; None: all requests are accepted."""
         self.alarms = AlarmClock() if alarms is None else alarms
@@ -88,8 +88,8 @@ class Controller:
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Return the requests that have not ended, including deferred ones, in order of submission; correct even before
-        an end is settled.
+        """Return the requests that have not ended, including deferred ones, in order of submission; requests that
+        have ended and are not settled yet are left out.
         """
         entries = list(self._alive.values())  # copy in one operation: other threads may call this method
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
@@ -243,7 +243,7 @@ class Controller:
         return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
-        """End a request that is in no queue as rejected; the caller notifies the backend."""
+        """Reject a request that is in no queue; the caller notifies the backend."""
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)
@@ -264,7 +264,7 @@ class Controller:
         self.settle(((request, reason),), now)
 
     def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
-        """Return a new request for a replicaset, without counting it."""
+        """Return a new request for a replicaset, without counting it as submitted."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
@@ -403,7 +403,9 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """End a program and notify observers; return the policies' callbacks that the driver must call, by replicaset."""
+        """End a program, notify observers, and return the callbacks of policies that the driver must call, by
+        replicaset.
+        """
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -459,7 +461,7 @@ class Controller:
         return gate.violation(f"defers {remain} although nothing else will happen", gate.timeless()[0])
 
     def _is_let_in(self, request: Request) -> bool:
-        """Return True if a request is not deferred, and the executing side allows its replica to run it (`Gate`)."""
+        """Return True if a request is not deferred, and the backend allows its replica to run it (`Gate`)."""
         if request.state is RequestState.DEFERRED:
             return False
         replica = self.replica_of(request)
@@ -469,7 +471,9 @@ class Controller:
         return replica.forms_steps and (is_running or replica.running_set.admits)
 
     def check_conservation(self) -> None:
-        """Raise `RuntimeError` unless every request is accounted for, and `AssertionError` unless every block is used or free."""
+        """Raise `RuntimeError` unless every request is accounted for, and `AssertionError` unless every block is used
+        or free.
+        """
         ended = sum(self.num_ended.values())
         if self.num_submitted != ended + len(self._alive):
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
@@ -506,7 +510,7 @@ def _to_blame_for(standing: Sequence[Request]) -> Request:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """Return a sentence about the builder's refusals when the replica's policy last formed a step."""
+    """Return a sentence about what the builder refused when the replica's policy was last called."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

@@ -33,8 +33,8 @@ class Drains(Generic[R]):
         self.draining: dict[int, R] = {}
         """Replicas whose requests move away, by id; if empty, `advance` has nothing to do."""
         self._num_admissions: dict[int, int] = {}
-        """Number of admissions of each draining replica at the last check: if it has grown, a request has arrived whose
-        KV was in transit.
+        """Number of admissions of each draining replica at the last check; if it has grown, the replica has admitted a
+        request whose KV was in transit when the drain began.
         """
         self._is_due = False
         """True if a request that could not move at the last check may be able to move now."""
@@ -52,8 +52,9 @@ class Drains(Generic[R]):
         self._is_due = True
 
     def advance(self, ended: R | None = None) -> None:
-        """Begin the migrations that are possible now; requests that a replica has admitted since the last check move
-        only if it is `ended`, whose step has just ended, or if that is None.
+        """Begin the migrations that are possible now. Unless room was gained (`room_changed`), only replicas that have
+        admitted a request since the last check are considered and, if `ended` is given, only this replica, whose step
+        has just ended.
 
         Raises `PolicyError` if the replicaset scheduler, which chooses targets, breaks the contract.
         """

@@ -85,7 +85,7 @@ class DriverOptions(Struct, frozen=True):
     """Rules of one run.
 
     Attributes:
-        check_every_steps: number of steps between checks of conservation; 0: no checks.
+        check_every_steps: number of steps between two calls of `Controller.check_conservation`; 0: no calls.
         expires: True if requests expire, idle programs end, and the admission policy is called again for deferred
             requests, each at its time on the clock; False: only inputs cause this.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
@@ -152,7 +152,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed (-1: none); higher ranks complete later in this tick."""
+        """Rank of the replica whose step is being completed (-1: none); replicas of higher rank follow in this tick."""
         self._formed_at = -1
         """Latest tick at which a replica formed a step."""
         for one in replicas:
@@ -181,7 +181,7 @@ class Driver(Generic[R]):
         use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
-        """Names of the replicasets whose KV is sent while the prompt is computed."""
+        """Names of the replicasets in which KV is sent while its prompt is computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
@@ -353,7 +353,7 @@ class Driver(Generic[R]):
             self.events.push(deferral.until, _ADMISSION, deferral)
 
     def ask_deferred(self) -> None:
-        """Call the admission policy again, later in this tick, for every request that it has deferred without a time."""
+        """Call the admission policy again, later in this tick, for each request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
             self.events.push(self.now, _ADMISSION, None, 1)  # 1: after requests that were deferred to this tick
@@ -532,15 +532,15 @@ class Driver(Generic[R]):
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """Mark a replica whose cancelled step has ended now as free."""
+        """Mark a replica as free, because its cancelled step has ended now."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
     def wake(self, one: R, *, at_once: bool = False) -> None:
         """See `DriverServices`. `at_once`: the replica may form the step now if no other event of this tick is left.
 
-        Pass it only as the last action of an event, since the event queue does not show the rest of an event being
-        handled.
+        Pass True only if this call is the last action of the present event: the event queue does not show which of its
+        actions are left.
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
@@ -765,7 +765,9 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
-        """End the requests that no replica will continue: those in the shared queue, or all if no replica decodes."""
+        """End the requests that no replica will continue: those in the shared queue, or, if only prefill replicas are
+        up, all requests.
+        """
         self.controller.abandon(replicaset, why, self.now)
         if replicaset.bounds.is_split and not any(
             replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
@@ -827,7 +829,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            # With a movement, moves may follow in this event, and must come before the step is formed.
+            # If requests may move, moves may follow in this event, and must come before the step is formed.
             self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
@@ -977,8 +979,8 @@ class Driver(Generic[R]):
         """
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
-        """Replicasets that are synchronised before one of their replicas forms a step, because a policy that listens to
-        events may read requests of other replicas.
+        """Replicasets whose ended steps are all applied before one of their replicas forms a step, because a policy
+        that listens to events may read requests of other replicas.
         """
 
     def _looks_always(self, name: str) -> bool:
@@ -991,8 +993,8 @@ class Driver(Generic[R]):
         return policies.asks_listeners_each_step
 
     def _looks_never(self, name: str) -> bool:
-        """Return True if no policy that listens to events is called while a step is formed, even if requests wait,
-        which may be admitted or dropped.
+        """Return True if no policy that listens to events is called while a step is formed, even if the step admits
+        or drops waiting requests.
         """
         listeners = self.controller.replicasets[name].listeners
         return name in self._looks_if_waiting and not (listeners.admissions or listeners.departures)

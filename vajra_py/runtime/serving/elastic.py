@@ -90,7 +90,7 @@ class Elasticity(Generic[R]):
             self._change(change)
 
     def _change(self, change: ReplicaChange) -> None:
-        """Set the state of a replica, and move its requests and wake or cancel the replica as the new state requires."""
+        """Set the state of a replica; move its requests, wake it or cancel its steps, as the new state requires."""
         driver, name, state = self._driver, change.replicaset, ReplicaState(change.state)
         driver.record(change)
         one, scaling = driver.replica(name, change.replica_id), driver.controller.replicasets[name].scaling

@@ -53,7 +53,7 @@ class Serving:
     """Replicas that can hold a request and take requests; valid until the state of a replica changes.
 
     Attributes:
-        all: replicas that are up, and those that a scaler may open to requests.
+        all: replicas that are up, and those that take requests again once a scaler has started them.
         can_serve: True if some replicas in `all` may compute prompts and some may decode.
         of_decodes: replicas that are up and may decode.
     """
@@ -82,7 +82,7 @@ class RequestBounds:
             output would exceed it.
         max_request_tokens: maximum number of prompt and output tokens together that a request may have on any replica
             that may decode.
-        largest: limits of the replica that has room for so many tokens.
+        largest: limits of a replica that has room for `max_request_tokens`.
         are_equal: True if all replicas can hold the same requests (`kinds_of`).
     """
 
@@ -104,7 +104,7 @@ class RequestBounds:
         self._one, self._everybody = replicas[0], Holders(self._kinds)
         self._holders: dict[tuple[bool, ...], Holders] = {}
         self._sure_tokens = min(one.max_request_tokens for one in replicas)
-        """Number of prompt and output tokens together for which every replica has room."""
+        """Maximum number of prompt and output tokens together for which every replica has room."""
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
         """True if some replicas compute only prompts, or only decodes."""

@@ -19,7 +19,7 @@ class Phase(IntEnum):
     STEP_END = 0
     """A step has completed."""
     FAILURE = 1
-    """A replica is lost, is restored, or is no longer waited for, or the executing side acts on it (`Control`)."""
+    """A replica is lost, is restored, or is no longer waited for, or the backend acts on it (`Control`)."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
     TRANSFER = 3

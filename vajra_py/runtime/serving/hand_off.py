@@ -89,7 +89,7 @@ class HandOff(Struct, Generic[R], eq=False):
     None: nothing was sent.
     """
     num_announced: int = 0
-    """Number of leading tokens whose KV was announced when sending began."""
+    """Number of leading tokens that observers were notified of when sending began."""
 
 
 class HandOffs(Generic[R]):
@@ -207,8 +207,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target: a request whose prompt is computed, and holds blocks at its source,
-        goes before prompts that are not computed and hold no blocks.
+        """Queue a request for blocks of its target: a request with a computed prompt, which holds blocks at its source,
+        comes before requests whose prompts are not computed, which hold none.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
@@ -241,7 +241,8 @@ class HandOffs(Generic[R]):
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             self._driver.touch(one.source)
-            # Join between steps: when a step ends, every decode pool member gets a token, even one that joined late.
+            # Join between steps: when a step ends, every member of the decode pool gets a token, even one that joined
+            # while the step ran.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING
@@ -413,7 +414,7 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Continue hand-offs that wait for blocks of a replica, because blocks may have become free. `has_looked`:
-        `step_ended` was just called.
+        `step_ended` was just called, which reserves blocks itself if reservations are made one at a time.
         """
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
@@ -436,12 +437,12 @@ class HandOffs(Generic[R]):
 
     def _free_from_each_other(self) -> bool:
         """Resolve a deadlock of requests that wait for each other's blocks, if no replica can run a step and no KV is
-        being transferred; return True if there was one.
+        being transferred; return True if there was a deadlock.
 
         A request whose prompt is computed stays at its source if the source decodes. Otherwise the request holds blocks
-        of a prefill replica, and prompts that wait there may hold blocks of the request's target: the last of these
-        prompts releases its blocks. Such a deadlock is possible if some prompts are computed without reserved blocks,
-        for instance because replicas pulled them.
+        of a prefill replica, and prompts that wait there may hold blocks of the request's target: the one whose
+        hand-off was planned last releases its blocks. Such a deadlock is possible if some prompts are computed without
+        reserved blocks, for instance because replicas pulled them.
         """
         if not self._of or self._transfers.is_busy or self._may_go_on():
             return False

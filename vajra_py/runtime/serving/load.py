@@ -63,7 +63,7 @@ class LiveLoad:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill."""
+        """Number of tokens left to prefill, of waiting and running requests."""
         return self.replica.num_pending_tokens
 
     @property
@@ -150,7 +150,7 @@ class LiveLoads(list[LiveLoad]):
         self._fixed.clear()
 
     def column(self, name: str) -> Any:
-        """Return one figure of all replicas, in their order: as a list, or as an array if the figure does not change."""
+        """Return one figure of all replicas, in their order: as a list, or as an array if the figure never changes."""
         read = _COLUMNS.get(name)
         if read is not None and self._are_plain:
             return read(self._replicas)
@@ -271,7 +271,7 @@ class ReplicaViews:
         return cast(Sequence[ReplicaLoadView], loads)
 
     def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
-        """Return the live loads of these replicas; the result for equal replicas is the same object."""
+        """Return the live loads of these replicas; they are stored, and returned again for equal replicas."""
         latest = self._latest.get(id(replicas))
         if latest is not None and latest[0] is replicas:
             return latest[1]

@@ -37,7 +37,9 @@ class Migration(Struct, Generic[R], eq=False):
     source: R
     target: R
     admitted_index: int
-    """Admission number at the source when the migration began; a different one means that the request was preempted meanwhile."""
+    """Admission number at the source when the migration began; another number means that the request was preempted
+    meanwhile.
+    """
     num_copied: int = 0
     """Number of leading tokens whose KV is at the target or being sent to it."""
     num_copies: int = 0
@@ -67,7 +69,7 @@ class Migrations(Generic[R]):
         self._rules = rules
         self._of: dict[Request, Migration[R]] = {}
         self._num_at: Counter[int] = Counter()
-        """Number of migrations from and to each replica."""
+        """Number of migrations in which each replica takes part, as source or target."""
         self.on_slot_free: Callable[[], None] | None = None
         """Callback for when a migration begins its last stage or is cancelled, so that its replicas may take part in
         others.

@@ -2,8 +2,8 @@
 
 The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer (or all at
 once when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or
-from the host) is available when the prompt begins. When the prompt is computed, only KV that the links could not carry
-yet is left to send, which is at least the last part.
+from the host) is available when the prompt begins. At the end of the prompt, only KV that the links could not carry yet
+is left to send, which is at least the last part.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
             )
         )
     layer, old = change.layer, policies.layer(change.layer)
-    if replicaset.out_of_service:  # every layer gets new policies, which share new objects
+    if replicaset.out_of_service:  # every layer gets new policies, without the state that the old ones shared
         policies.shared.clear()
     made = policies.make(layer, change.choice)
     replacing = {layer: made}

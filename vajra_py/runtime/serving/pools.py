@@ -87,7 +87,7 @@ def _unreached(replicaset: Replicaset) -> Sequence[str]:
     """Return the pools that the scheduler never uses.
 
     If requests are handed off and the scheduler does not place them after their prompt itself, only prefill pools are
-    checked: the mechanism may choose any decode replica. With a scaler, no pool is checked: running requests of
+    checked: any decode replica may be chosen. With a scaler, no pool is checked: running requests of
     draining replicas may move to any pool.
     """
     scheduler = replicaset.scheduler

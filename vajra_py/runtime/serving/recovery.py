@@ -82,12 +82,13 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
-    # Requests that do not run, but whose KV is here: to be handed off from here, handed off to here, or loaded.
+    # Requests that do not run, but whose KV is on this replica: those held for a hand-off, and those that have arrived
+    # by one or whose load has ended.
     for request in [*leaving, *replica.running_set.arrived]:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
-    # Only loads are left: transfers of KV from other replicas were cancelled before.
+    # These wait for loads only: transfers of KV from other replicas were cancelled before.
     for request in replica.running_set.loading:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
@@ -118,8 +119,8 @@ def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
 
 
 def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: str, now: int) -> Ended:
-    """End every request and drop all state after a policy broke the contract, even while a step was being formed or
-    completed.
+    """End every request and drop all state after a policy broke the contract, even if it did so while a step was being
+    formed or completed.
     """
     replicaset.out_of_service = why
     seconds, ended = to_seconds(now), Ended()

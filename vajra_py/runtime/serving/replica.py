@@ -169,11 +169,9 @@ class Replica:
         self._awaits_reports = False
         """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of ended steps, one entry per step, that are kept until the step's connector report or its number of
-        accepted drafts is known.
-        """
+        """Tokens of ended steps, one entry per step, that await the step's connector report or accepted drafts."""
         self._joins_at_once = False
-        """True if requests that arrive with their KV join the decode pool with their first step; False: after it."""
+        """True if requests that arrive with their KV join the decode pool before their first step, not after it."""
         self.forms_steps = True
         """False while the backend accepts no steps."""
         self.around: Around | None = None
@@ -195,14 +193,14 @@ class Replica:
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.drains_by_migration = False
-        """True if its running requests move away, so that the end of a step in which one was admitted must be seen."""
+        """True if its running requests move to other replicas, so that a step that admits a request is not repeated."""
         self.expects_kv = False
         """True if requests wait to move to this replica, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests that an earlier policy admitted, by admission; the present policy may fail to run them."""
+        """Running requests that an earlier policy admitted, in order of admission; the present one may not run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -240,8 +238,9 @@ class Replica:
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     def join_at_once(self) -> None:
-        """Let requests that arrive with their KV join the decode pool with their first step; allowed only if the
-        executor uses nothing of a plan but its features.
+        """Let requests that arrive with their KV join the decode pool when their first step is formed; allowed only
+        if the executor reads only the features of a plan. Without effect with several pipeline stages or KV groups,
+        drafts, or caching at the end of steps.
         """
         is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
         self._joins_at_once = is_plain and not self._cache_at_end
@@ -283,7 +282,7 @@ class Replica:
         return held
 
     def release_held(self, request: Request) -> None:
-        """Free the blocks of a held request that has ended or whose KV another replica has."""
+        """Free the blocks of a held request that has ended, or whose KV another replica has received."""
         self._output_limits.pop(request, None)
         self.lifecycle.release_held(request)
 
@@ -409,7 +408,7 @@ class Replica:
     @property
     def num_pending_tokens(self) -> int:
         """Number of tokens left to prefill, of waiting and running requests."""
-        # Decodes in flight are included, but have no token left to compute.
+        # `in_flight` may also contain decodes, which have no token left to compute.
         prefills = chain(self.running_set.partial, self.running_set.in_flight)
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in prefills)
 
@@ -452,12 +451,14 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Form the next step if this one was empty only because ended requests held slots."""
+        """Free the slots that ended requests still hold, which may be why no step was formed, and call the policy
+        again.
+        """
         self._see_ends()
         return self.form_step(now)
 
     def _see_ends(self) -> None:
-        """Free the slots and blocks of ended requests, because the scheduler processes their ends now."""
+        """Free the slots and blocks that ended requests still hold (`BuilderOptions.holds_ended_slots`)."""
         self.builder.hold_slots(0)
         self.lifecycle.release_ended()
 
@@ -475,8 +476,8 @@ class Replica:
         return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading())
 
     def _give_way(self, now: int) -> bool:
-        """Preempt the latest request that an earlier policy admitted, because the present policy runs nothing; return
-        False if there is none.
+        """Preempt the last admitted of the running requests that an earlier policy admitted, because the present policy
+        runs nothing; return False if there is none, or a step is in flight.
         """
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
@@ -487,7 +488,7 @@ class Replica:
 
     def _give_up_kv(self, now: int) -> bool:
         """Free the KV of the least urgent waiting request that has KV, because the policy can run no request; return
-        False if there is none or KV may still arrive or leave.
+        False if there is none, a step is in flight, or a connector's report may still let a request run.
         """
         running_set, connected, seconds = self.running_set, self._connected, to_seconds(now)
         if self.num_in_flight:
@@ -568,7 +569,9 @@ class Replica:
             observer.on_evicted(self.replicaset, self.replica_id, block, now)
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
-        """Return the requests that the policy has dropped since the last call; the driver counts them."""
+        """Return the requests that the policy has dropped since the last call, with the reasons; the caller settles
+        them.
+        """
         dropped = self.builder.take_dropped()
         for request, _ in dropped:
             self._output_limits.pop(request, None)
@@ -612,7 +615,7 @@ class Replica:
         """Complete `plan` and its repetitions, which ended at these ticks; `plan` then represents the next repetition,
         which is in flight.
         """
-        if plan.chunks and self._step_logs and len(ended_at) > 1:  # with its chunks, the first step has its own record
+        if plan.chunks and self._step_logs and len(ended_at) > 1:  # a step with chunks is logged alone
             self.complete_repeats(plan, ended_at[:1], now)
             ended_at = ended_at[1:]
         pool, has_joined = plan.pool, bool(plan.chunks)
@@ -648,8 +651,8 @@ class Replica:
     # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Make unfinished prompts available to the next step after the first pipeline stage, so that chunks of one
-        prompt are pipelined.
+        """Make the unfinished prompts of a step that has left the first pipeline stage available to the next step, so
+        that chunks of one prompt are pipelined.
         """
         for chunk in plan.chunks:
             request = chunk.request
@@ -665,8 +668,8 @@ class Replica:
         return any(self._output_limit(one.request) - one.request.num_output_tokens <= 1 for one in plan.chunks)
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply a step's result; return the requests that ended, first those that the step completed, in order of
-        admission.
+        """Apply a step's result; return the requests that ended: those that the step completed, in order of admission,
+        then aborted ones, then those whose KV could not be loaded.
         """
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
@@ -803,8 +806,8 @@ class Replica:
     ) -> list[tuple[Request, EndReason]]:
         """Recompute or end the requests whose loads failed, then record the completed loads and saves.
 
-        If steps are formed ahead, the running ones end in any case, because a step that was formed meanwhile is invalid
-        as well.
+        If steps are formed ahead, those of these requests that run end in any case, because a step that was formed
+        meanwhile is invalid as well.
         """
         connected = self._connected
         if connected is None:
@@ -847,7 +850,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is _FAILED:
-                self.memory.withdraw_blocks(request, 0)  # a request that hit its blocks would fail as well
+                self.memory.withdraw_blocks(request, 0)  # otherwise requests that hit these blocks would fail
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))

@@ -126,11 +126,11 @@ class Replicaset:
         roles, adapters, or replica schedulers that may refuse requests.
         """
         self._eligible: dict[Request, Sequence[Replica]] = {}
-        """Replicas that can run a request, if replicas differ and schedulers may refuse it."""
+        """Replicas that can run a request, by request; used if replicas differ and schedulers may refuse requests."""
         self._failed_at: dict[Request, set[int]] = {}
-        """Ids of the replicas that failed a request, for requests that are recomputed; see `avoid`."""
+        """Ids of the replicas on which a request failed, for requests that are placed again; see `avoid`."""
         self._serving: dict[Holders, Serving] = {}
-        """Replicas that take requests, by the holders of a request; cleared when the state of a replica changes."""
+        """Replicas that take requests, by the `Holders` of a request; cleared when a replica's state changes."""
         self.sync: Callable[[], None] = _do_nothing
         """Function that applies every ended step (see `load_of`); set by the driver if its backend fast-forwards."""
         self.lost: set[int] = set()
@@ -151,7 +151,9 @@ class Replicaset:
         rules.
         """
         self.held_back: dict[Request, None] = {}
-        """Requests bound to a prefill replica that wait for blocks of a decode replica, in order of binding."""
+        """Requests that are bound to a prefill replica, but wait for blocks of a decode replica before they are queued,
+        in order of binding.
+        """
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
@@ -182,8 +184,8 @@ class Replicaset:
         self._views = ReplicaViews(self._live, self._views.interval_s)
 
     def bind_content(self) -> None:
-        """Deliver events about the content of caches to policies that listen to them and, with a lag, to the load
-        views.
+        """From now on, deliver events about the content of caches to policies that listen to them and, if
+        `kv_event_lag_s` is not 0, to the load views.
         """
         if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.listen_to_content):
             self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
@@ -193,7 +195,7 @@ class Replicaset:
             self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
-        """Replace the shared queue, in which requests have no prefix hits."""
+        """Replace the shared queue; its requests have no prefix hits, because they are bound to no replica."""
         self.shared = queue
         queue.use_hits(NoHits())
         for replica_id in range(len(self._shared_accesses)):
@@ -212,8 +214,8 @@ class Replicaset:
         layer = Layer.REPLICASET_SCHEDULER
         self._assign_call = assign if around is None else around(self.name, layer, name, assign)
         self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
-        """True if the scheduler gets the replicas of all pools for a prompt, and chooses the replica after the prompt
-        itself.
+        """True if the scheduler chooses among the replicas of all pools for a prompt, and chooses again for the request
+        whose prompt is computed.
         """
         if isinstance(scheduler, PlacesAfterPrompt):
             place: Callable[..., Any] = scheduler.place_after_prompt
@@ -221,7 +223,7 @@ class Replicaset:
             second = None if self.policies is None else self.policies.decode_scheduler
             place = assign if second is None else second.assign
         self._place = place, place if around is None else around(self.name, layer, name, place)
-        """Method that places requests whose prompt is computed, and the function that is called instead."""
+        """Method that places requests whose prompt is computed, and the function to call: the method or its wrapper."""
         for replica in self.replicas:
             replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
@@ -250,8 +252,8 @@ class Replicaset:
         return isinstance(self.scheduler, MovesRequests)
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
-        """Return the replicas, whether up or not, that can hold a request and whose scheduler does not refuse it, by
-        id.
+        """Return the replicas, in order of id, that can hold a request and whose scheduler does not refuse it, whether
+        they are up or not.
         """
         if not self._differs:
             return self.replicas
@@ -322,8 +324,8 @@ class Replicaset:
         return found
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """Mark a replica as lost and end its requests, and those waiting requests that only lost replicas can run;
-        return the ended requests.
+        """Mark a replica as lost; end its requests, and the requests of the shared queue that only lost replicas can
+        run; return the ended requests.
         """
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
@@ -456,7 +458,7 @@ class Replicaset:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens left to compute of the waiting requests."""
+        """Number of tokens that are left to compute for the waiting requests."""
         held_back = sum(one.num_remaining_tokens for one in self.held_back)
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
@@ -487,7 +489,7 @@ class Replicaset:
         return replica.memory
 
     def place(self, request: Request, now: int) -> Replica | None:
-        """Queue a request that is in no queue; return its replica like `accept`."""
+        """Queue a request that is in no queue; return what `accept` returns."""
         seconds = to_seconds(now)
         candidates = self.eligible(request, seconds)
         # If no candidate is up, the request waits in the shared queue.
@@ -539,7 +541,8 @@ class Replicaset:
         """Return the replica to continue a request after its prompt; None if the request stays, or if no replica is
         available now.
 
-        With late binding the mechanism chooses: among the replicas with room, the one with the most free blocks.
+        If the scheduler binds late (its `assign` returns None), the replica with the most free blocks is chosen among
+        those with free blocks and a free batch slot.
         """
         candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
@@ -568,7 +571,7 @@ class Replicaset:
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
         """Return one of these replicas, which are up, to continue a running request; None if the request stays.
 
-        With late binding the mechanism chooses: the replica with the most free blocks.
+        If the scheduler binds late (its `assign` returns None), the replica with the most free blocks is chosen.
         """
         if not candidates:
             return None
@@ -645,16 +648,15 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def avoid(self, request: Request, replica_id: int) -> None:
-        """From now on, avoid a replica that failed a request when the request is placed, as long as other replicas are
-        up.
+        """From now on, when a request is placed, avoid a replica on which it failed, as long as other replicas are up.
 
-        If the scheduler chooses none of the other replicas, it is called again with all. The replica that failed the
-        request may pull it from the shared queue only if all other replicas of its pool that are up have failed it too.
+        If the scheduler chooses none of the other replicas, it is called again with all. The replica may pull the
+        request from the shared queue only if it also failed on all other replicas of the pool that are up.
         """
         self._failed_at.setdefault(request, set()).add(replica_id)
 
     def _unfailed(self, request: Request, candidates: Sequence[Replica], unable: PoolRole) -> Sequence[Replica]:
-        """Return the candidates that have not failed the request, if one of them is up and has another role than
+        """Return the candidates on which the request has not failed, if one of them is up and has another role than
         `unable`; else all candidates.
         """
         failed = self._failed_at.get(request)

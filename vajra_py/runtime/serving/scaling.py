@@ -1,9 +1,10 @@
 """Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
 As many replicas are built as a pool may have at most; those that are not needed are down. A starting replica takes
-requests after `startup_s`. A stopping replica drains: its waiting requests that have not begun are placed again, its
-other requests are finished or move to other replicas, and then it goes down with an empty memory. A lost replica is not
-started until it is restored; another replica is started in its place if the pool has one that is down.
+requests after `startup_s`, and a random addition. A stopping replica drains: its waiting requests that have not begun
+are placed again, its other requests are finished or move to other replicas, and then it goes down with an empty memory.
+A lost replica is not started until it is restored; another replica is started in its place if the pool has one that is
+down.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ReplicasetScaling:
     Attributes:
         random: random stream for start-up times.
         wanted: target number of replicas, starting or up, by pool.
-        starts: replicas that are starting, the earliest first.
+        starts: starts under way, by replica, in the order in which they began.
         has_begun: True if observers were notified of the present replicas.
         is_broken: True if the scaler broke the contract, and is no longer called.
     """
@@ -84,7 +85,7 @@ class ReplicasetScaling:
         self.wanted = {pool.name: pool.num_initial for pool in self.pools}
 
     def attach(self, replicaset: Replicaset) -> None:
-        """Attach the scaler to this replicaset, whose replicas must exist; replicas beyond the initial numbers go down."""
+        """Attach the scaler to this replicaset, whose replicas must exist; those beyond the initial numbers go down."""
         self._replicaset = replicaset
         replicaset.scaling = self
         self._views = pool_loads(replicaset)

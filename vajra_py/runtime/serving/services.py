@@ -100,6 +100,6 @@ class DriverServices(Protocol[R]):
         """Write an input of the run to the input log, if there is one."""
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
-        """Take the replicaset of a policy that broke the contract out of service, or raise the error if policies are
-        not isolated.
+        """Take a replicaset out of service, because one of its policies broke the contract; if policies are not
+        isolated, raise the error instead.
         """

@@ -46,7 +46,7 @@ class SharedQueueAccess:
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
-        """Remove a request that the replica has admitted from the shared queue."""
+        """Remove from the shared queue a request that the replica has admitted."""
         self.queue.remove(request)
 
 

@@ -7,7 +7,7 @@ tokens after the loaded ones. Content that leaves a tier, or is written through,
 links for each replica, one down and one up, and a shared tier may have a bandwidth limit for all replicas together.
 
 If the backend executes the copies (links are not modelled), a copy ends when the backend reports it. Device content
-that the step being formed will overwrite is read before that step runs, other device content after it was computed.
+that the step being formed will overwrite is read before that step runs; other device content, once it is computed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Prefetch(Struct, Generic[R], eq=False):
     request: Request
     one: R
     under_way: dict[int, TierFetch] = field(default_factory=dict)
-    """Fetches that have not ended, by transfer."""
+    """Fetches that have not ended, by the number of their transfer."""
     level_of: dict[Hashable, int] = field(default_factory=dict)
     """Level of the tier from which each block is fetched, by hash."""
     cut_at: int | None = None
@@ -87,7 +87,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """Create the transfers. `is_timed`: links are modelled; else the backend copies between devices and one tier."""
+        """Create the transfers. `is_timed`: links are modelled; else the backend copies between device and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -128,7 +128,7 @@ class TierMoves(Generic[R]):
     # Events
 
     def queued(self, request: Request, one: R) -> None:
-        """Prefetch for a request that was queued at a replica, with `prefetch_from: arrival`."""
+        """Begin a prefetch for a request that was queued at a replica, if `prefetch_from` is `arrival`."""
         if self._rules.prefetch_from == "arrival" and len(self._networks) > 1:
             self._driver.sync(self._replicaset.name)
             self._prefetch(request, one)
@@ -157,7 +157,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def due(self) -> None:
-        """Make content available whose transfer has ended, and end prefetches whose time limit has passed."""
+        """Make the content of ended transfers available, and end prefetches whose time limit has passed."""
         now = self._driver.now
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
@@ -176,7 +176,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Record that the backend has ended a copy, which `due` handles next; return False if the copy was cancelled."""
+        """Record that the backend has ended a copy, which `due` handles next; return False if it was cancelled."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
@@ -188,7 +188,7 @@ class TierMoves(Generic[R]):
 
     @staticmethod
     def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
-        """Set the device block of each copy, and return the copies; those whose content was evicted are cancelled."""
+        """Return the copies with their device blocks set; cancel, and leave out, those whose content was evicted."""
         memory = cast(PagedKvMemory, one.replica.memory)  # only paged memory has tiers
         found = []
         for block in computed:
@@ -227,8 +227,8 @@ class TierMoves(Generic[R]):
     # Prefetches
 
     def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
-        """Begin to prefetch a request's prefix from tiers beyond the first; return None if these tiers hold too little
-        of the prefix.
+        """Begin to prefetch a request's prefix from tiers beyond the first; return None if no prefetch begins, for
+        instance because these tiers hold too little of the prefix.
         """
         memory, hashes = one.replica.memory, request.hashes
         tiers = memory.tiers

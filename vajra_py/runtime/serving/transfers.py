@@ -80,7 +80,7 @@ class Transfers(Generic[R]):
         *,
         is_computed: bool = True,
     ) -> None:
-        """Send KV from the first replica to the second; `done` is called with the key when it has arrived.
+        """Send KV from the first replica to the second; when the KV has arrived, `done` is called with the key.
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: number of tokens whose KV is sent.
         `is_computed`: if False (only with modelled links), KV is sent as `release` announces it, until `close` is
@@ -110,8 +110,8 @@ class Transfers(Generic[R]):
     # KV that is sent while it is computed (only with modelled links)
 
     def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
-        """Announce KV of an open transfer that is computed, and sent, in equal parts, the last of them `ticks` from
-        now.
+        """Announce KV of an open transfer. The KV is computed in `num_parts` equal parts, the last of which is complete
+        `ticks` from now; each part is then sent.
         """
         assert self._network is not None
         num_bytes = num_tokens * self._bytes_per_token

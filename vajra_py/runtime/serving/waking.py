@@ -64,7 +64,8 @@ class PolicyWaker(Generic[R]):
         try:
             sleeper.count(driver.now)
             self._check_fruitless(sleeper)
-            if sleeper.slot == SCALER.key:  # only the changes that the scaler then makes are recorded
+            # A scaler's wake-up is not logged: a replay applies the logged changes of replicas' states instead.
+            if sleeper.slot == SCALER.key:
                 self._elasticity.wake(sleeper.replicaset, what.key or "")
                 return
         except PolicyError as error:
