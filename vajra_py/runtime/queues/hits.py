@@ -135,7 +135,9 @@ class HitsQueue(RankedQueue):
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key changes."""
+    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key
+    changes.
+    """
     _num_moves: int
     """Number of re-readings in which at least one key had changed."""
 
@@ -162,7 +164,7 @@ class HitsQueue(RankedQueue):
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
         self._read(now)
-        return super().peek(now)  # type: ignore[safe-super] # of the second base class
+        return super().peek(now)  # type: ignore[safe-super] # in the second base class
 
     def ordered(self, now: float) -> Iterator[RequestView]:
         """See `RequestQueue.ordered`."""

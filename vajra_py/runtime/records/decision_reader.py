@@ -173,8 +173,8 @@ class _ReplicaReader:
         # only preempts may be in an earlier group.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
-        """Decodes, by request index: (index of admission, computed tokens minus the number of decode steps that the
-        replica had run).
+        """Decodes, by request index: (index of admission, computed tokens minus `_num_decode_steps` at the time when
+        the request joined).
         """
         self._ordered: list[tuple[str, int]] = []
         self._num_decode_steps = 0
