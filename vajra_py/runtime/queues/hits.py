@@ -3,7 +3,7 @@
 At a query for a new time, and at the first query of a new step, two kinds of keys are re-read, in O(log n) each: keys
 of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. All keys
 are re-read if the memory does not report changes, or if the policy's count of key changes (`CountsKeyChanges`) has
-changed. Between queries for the same time, keys stay the same.
+changed. All other queries use the keys as last read.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RequestState(Enum):
 
 _CREATED = RequestState.CREATED
 _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTED)
-"""States of requests that have no KV of their own in any memory; cached prefixes may be hit."""
+"""States of requests that have no KV of their own in any memory, though their prefixes may be cached."""
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),

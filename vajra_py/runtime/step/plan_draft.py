@@ -96,7 +96,7 @@ class PlanDraft:
         self.drafts: dict[Request, PlannedDrafts] = {}
         """Drafts of the decodes in the batch, if decodes have drafts; these decodes are among `chunks`."""
         self._drafted: DraftedDecodes | None = None
-        """The whole batch as columns; None: the batch is in `chunks` and `drafts`."""
+        """The whole batch as columns; None: the batch is in the other fields."""
         self._drafted_before: DraftedDecodes | None = None
         """The whole batch of the previous step, if it was stored as columns."""
         self.selected: dict[Request, None] = {}
