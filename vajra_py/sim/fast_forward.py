@@ -116,8 +116,8 @@ class DecodeFastForward:
         return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
-        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step of
-        the run.
+        """Apply those steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step
+        of the run.
 
         `up_to_now`: also apply a step that ends now, as it precedes the present event.
         """
@@ -129,7 +129,7 @@ class DecodeFastForward:
         if num_done:
             self._complete(one, plan, ends[:num_done])
             del ends[:num_done]
-        # A step that ends now becomes the run's last one: the next is formed after the other events of this tick.
+        # A step that ends now becomes the run's last one: the next step is formed after the other events of this tick.
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:
             del ends[1:]
             driver.end_run_at(one, driver.now)

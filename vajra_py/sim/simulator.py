@@ -170,8 +170,8 @@ class Simulator(Backend[SimReplica]):
     # Clock
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
-        """Simulate a workload to the end or the horizon. Raises `PolicyError` if a policy leaves requests waiting
-        forever or breaks the contract in another way.
+        """Simulate a workload until all requests have ended, or without `drain` until the last arrival or the horizon.
+        Raises `PolicyError` if a policy leaves requests waiting forever or breaks the contract in another way.
         """
         with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
@@ -258,8 +258,8 @@ class Simulator(Backend[SimReplica]):
     def _next_scheduling(self) -> int:
         """Return the tick at which an async engine schedules a request that arrives now.
 
-        This is the present tick if a replica is idle, else the tick after the end of a step in flight; busy replicas
-        are used in turn.
+        This is the present tick if a replica is idle, else the tick after the end of the step in flight of a busy
+        replica; successive calls use the busy replicas in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):

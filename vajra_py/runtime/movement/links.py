@@ -144,7 +144,7 @@ class Network:
         """Announce more bytes of an open transfer, which become available in equal parts, the last of them `ticks` from
         now.
 
-        Each part flows after the links' latency. Releases of one transfer are announced in order of time.
+        Each part flows after the links' latency. Releases of one transfer must be announced in order of time.
         """
         one = self._known(transfer_id)
         feed = one.feed

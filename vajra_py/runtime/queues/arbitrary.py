@@ -1,4 +1,4 @@
-"""Queue for keys that may change at any event: keys are read again at each step.
+"""Queue for keys that may change at any event.
 
 All keys are re-read, in O(n), at a query for a new time and at the first query of a new step. The order is then
 computed only as far as it is used: a sorted part, and a heap of the rest. If a policy counts changes of its keys, keys

@@ -3,7 +3,7 @@
 At a query for a new time, and at the first query of a new step, two kinds of keys are re-read, in O(log n) each: keys
 of requests whose hits have changed, as the memory reports, and keys that may have fallen because time passed. All keys
 are re-read if the memory does not report changes, or if the policy's count of key changes (`CountsKeyChanges`) has
-changed. Between queries for the same time, keys stay the same.
+changed. All other queries use the keys as last read.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class HitsQueue(RankedQueue):
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key changes."""
+    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key
+    changes.
+    """
     _num_moves: int
     """Number of re-readings in which at least one key had changed."""
 
@@ -162,7 +164,7 @@ class HitsQueue(RankedQueue):
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
         self._read(now)
-        return super().peek(now)  # type: ignore[safe-super] # of the second base class
+        return super().peek(now)  # type: ignore[safe-super] # in the second base class
 
     def ordered(self, now: float) -> Iterator[RequestView]:
         """See `RequestQueue.ordered`."""

@@ -1,10 +1,10 @@
-"""Queue for keys that may rise at any event, and fall only if their policy names the request, or at times that it
+"""Queue for keys that may rise at any event, and fall only if the policy names the request, or at times that the policy
 gives.
 
-Requests are sorted by their keys as last read. Keys that may have fallen, because the policy named the request or a
-time that it gave has come, are re-read before every query, so a request may be placed too early but never too late. The
-key of the first request is re-read before the request is returned: if the key has risen, the request moves back, in
-O(log n), and the next request is checked.
+Requests are sorted by their keys as last read. Keys that may have fallen, because the policy named the request or
+because a time given by the policy has come, are re-read before every query, so a request may be placed too early but
+never too late. The key of the first request is re-read before the request is returned: if the key has risen, the
+request moves back, in O(log n), and the next request is checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class NamedFallsQueue(RankedQueue):
         self._num_falls = 0
         """Number of times that a request has moved forward."""
         self._asked_at = -inf
-        """Latest time of a query; at an earlier time, a key may be lower although no fall was named."""
+        """Time of the last query, or a later one at which a request was added or refreshed; a query for an earlier time
+        re-reads all keys, because they may be lower there although no fall was named.
+        """
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""

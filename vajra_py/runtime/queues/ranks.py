@@ -102,7 +102,7 @@ class SortedRanks:
 
     def _split(self, position: int) -> None:
         block = self._blocks[position]
-        # Split only the latest rank off the last block, so that blocks stay full if ranks are appended in order.
+        # Split only the greatest rank off the last block, so that blocks stay full if ranks are appended in order.
         half = len(block) - 1 if position == len(self._blocks) - 1 else _BLOCK
         self._blocks[position : position + 1] = [block[:half], block[half:]]
         self._lasts.insert(position, block[half - 1])

@@ -2,8 +2,8 @@
 
 A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
 parallel lines. Every match caches its winner and a certificate: the time until which this group stays the winner. Keys
-are compared as computed in floating point, intercept + slope * now, so a certificate ends early by a bound on the
-rounding of both sides; from there until the lines are clearly apart again, the match is replayed at each new time. The
+are compared as computed in floating point, intercept + slope * now, so a certificate is shortened by a bound on the
+rounding of both keys; from its end until the lines are clearly apart again, the match is replayed at each new time. The
 winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
 
 Queries may be for any time: a time before the last query costs O(groups), a later time only the matches that have
@@ -30,7 +30,7 @@ times this factor.
 """
 
 _LARGEST = 1e300
-"""Largest magnitude for which keys cannot overflow and bounds on rounding hold."""
+"""Magnitude of keys up to which they cannot overflow and the bounds on rounding hold."""
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:
@@ -88,7 +88,9 @@ class SlopeGroup:
         self.intercept_error = abs(intercept) * _ROUNDING + _TINY
 
     def _first_computed(self, now: float) -> Rank:
-        """Return the head if rounding makes keys of different lines equal."""
+        """Return the head at `now` by computed keys and `tie`; needed where rounding makes keys of different lines
+        equal.
+        """
         head = self.ranks.first()
         key = head[KEY] + self.slope * now
         for rank in self.ranks.walk():
@@ -135,7 +137,8 @@ class Tournament:
         """Time for which every cached result was computed."""
         self._capacity = 1
         self._free = [0]
-        # A binary heap's layout: match i is between the winners of 2i and 2i + 1; group slots are the last `capacity` places.
+        # A binary heap's layout: match i is between the winners of 2i and 2i + 1; the last `_capacity` places are group
+        # slots.
         self.winners: list[SlopeGroup | None] = [None, None]
         self._until: list[float] = [inf, inf]
 

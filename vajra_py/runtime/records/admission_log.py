@@ -1,8 +1,9 @@
 """Log of an admission policy's decisions: one JSON line each time a request is degraded, refused, deferred, or accepted
 after a deferral.
 
-`{"at": seconds, "index": …, "request_id": …, "policy": …, "decision": "accept" | "refuse" | "defer", …}`, in the order of the decisions, with
-the fields that the decision sets. The same run gives the same bytes. Runs without an admission policy have no such file.
+`{"at": seconds, "index": …, "request_id": …, "policy": …, "decision": "accept" | "refuse" | "defer", …}`, with the
+fields that the decision sets, in the order of the decisions. The same run gives the same bytes. Runs without an
+admission policy have no such file.
 """
 
 from __future__ import annotations

@@ -20,13 +20,14 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds
 
 Row: TypeAlias = dict[str, Any]
 _Key: TypeAlias = tuple[int, int, str, int, int]
-"""(tick, 1 for a step that only preempted, replicaset, replica, number of the replica's earlier rows)."""
+"""(tick, 0 if the step completed or else 1, replicaset, replica id, number of the replica's earlier rows)."""
 _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
-    """Iterate over the rows of a log; steps that never completed come last. Ties between replicas are broken by
-    replicaset and id.
+    """Iterate over the rows of a log in the order in which steps completed or only preempted; steps that never
+    completed come last. At one tick, completed steps come before those that only preempted; remaining ties are broken
+    by replicaset and replica id.
 
     If a killed process left the log unfinished (`is_cut`), the rows of its journal are read.
 
@@ -173,8 +174,8 @@ class _ReplicaReader:
         # only preempts may be in an earlier group.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
-        """Decodes, by request index: (index of admission, computed tokens minus the number of decode steps that the
-        replica had run).
+        """Decodes, by request index: (index of admission, computed tokens minus `_num_decode_steps` at the time when
+        the request joined).
         """
         self._ordered: list[tuple[str, int]] = []
         self._num_decode_steps = 0

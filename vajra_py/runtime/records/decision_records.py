@@ -148,8 +148,8 @@ class Records(Struct, frozen=True):
     def table(self) -> Any:
         """Return the records as an Arrow table, replica by replica, in the order in which steps were formed.
 
-        The table depends only on the set of records written together, not on their order. The first record has all
-        arrivals.
+        The table depends only on the set of records written together, not on their order. All arrivals are stored in
+        its first row.
         """
         import pyarrow as pa
 

@@ -175,7 +175,8 @@ class Gate(Struct, frozen=True):
     Attributes:
         admits: True if waiting requests may get KV blocks.
         forms: True if steps are formed.
-        bars_preempted: True if a preempted request waits for a later step, as one of its tokens is still being computed.
+        bars_preempted: True if a preempted request waits for a later step, as one of its tokens is still being
+            computed.
     """
 
     tick: int
@@ -187,7 +188,9 @@ class Gate(Struct, frozen=True):
 
 
 class CacheReset(Struct, frozen=True):
-    """The emptying of a replica's KV memory: its running requests wait again, the latest admitted first; the cache is empty."""
+    """The emptying of a replica's KV memory: its running requests wait again (the one admitted last is preempted
+    first), and its cache is empty.
+    """
 
     tick: int
     replicaset: str
@@ -284,7 +287,7 @@ class Answer(Struct, frozen=True):
     """Progress of a request, reported by the server to which a router sent the request.
 
     Attributes:
-        replica_id: the server.
+        replica_id: id of the server.
         num_tokens: number of output tokens so far.
         end: empty while the request continues; else the reason of its end, "again" if it is to be placed again, or
             "prompt" if its prompt is computed.
@@ -313,7 +316,7 @@ class CacheReport(Struct, frozen=True):
     """Change of the content of a server's prefix cache, according to its KV events.
 
     Attributes:
-        stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
+        stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` is applied first.
         begins: True if the report replaces all content known before.
         ends: True if no more reports come; `stored` and `removed` are then empty.
     """

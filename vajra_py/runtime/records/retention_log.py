@@ -1,10 +1,10 @@
-"""Log of retention: one JSON line for each pin, for its end, and for the blocks that a retention policy evicts
-together.
+"""Log of retention: one JSON line for each pin, for its end, and for the blocks that a retention policy evicts at
+one time.
 
 `{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`,
 `"unpinned": name, "why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that
-used each block last, and the number of blocks before the block. Lines are in order of time; the same run gives the same
-bytes. Without pins and evictions there is no file.
+used each block last, and the number of blocks before it in its chain. Lines are in order of time; the same run gives
+the same bytes. Without pins and evictions there is no file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step log: one record for each completed plan, and one for a run of decode steps that repeat it.
+"""Step log: one record for each completed plan; a plan of decodes and its repetitions share one record.
 
 Other observers get every step separately, which would take too much time in long simulations. The data of a step is
 packed once and shared by all logs (`share`).
@@ -23,7 +23,7 @@ from vajra_py.runtime.step.plan import StepPlan
 RECORDS_PER_BATCH = 4_096
 """Number of records that are passed on to the logs together."""
 CAME_BACK, ONLY_PREEMPTED, NEVER_CAME_BACK = 0, 1, 2
-"""Values of a record's `status`."""
+"""Values of a record's `status`: its steps completed, it only preempted, or its step never completed."""
 LISTS = {
     "growth": ("growth",),
     "joined": ("joined", "joined_order", "joined_computed"),
@@ -150,7 +150,7 @@ class StepLog(Observer):
             keep(batch)
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Note a new plan; a plan without entries only preempts and never completes."""
+        """Do nothing; a subclass may note the new plan. A plan without entries only preempts and never completes."""
 
     def on_plan_end(
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int

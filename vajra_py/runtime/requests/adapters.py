@@ -1,9 +1,9 @@
 """LoRA adapters of one replica: the contents of its slots, and the requests that use them.
 
 A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter
-is not loaded: into a free slot, else into the slot of the least recently used idle adapter. A loaded adapter stays
-until the request for which it was loaded is admitted or leaves, so that two requests cannot take the slot from each
-other forever.
+is not loaded: into a free slot, else into the slot of an idle adapter (the least recently used one, unless a policy
+chooses another). A loaded adapter stays until the request for which it was loaded is admitted or leaves, so that two
+requests cannot take the slot from each other forever.
 
 Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does not fit a step.
 """
@@ -78,7 +78,7 @@ class Adapters:
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Time that a load takes in ticks, by the adapter's name."""
         self.merging: MergeRules | None = None
-        """Rules for the duration of simulated steps with several adapters; None: adapters take no time."""
+        """Rules for the duration of simulated steps with several adapters; None: adapters take no time in steps."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0

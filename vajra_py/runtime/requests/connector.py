@@ -3,9 +3,9 @@ the connector has sent them.
 
 Each time that a waiting request is considered, the connector is queried for the number of the request's tokens that it
 can load. Tokens are loaded within the step that admits the request (synchronous), or while steps run (asynchronous): an
-asynchronously loading request gets the blocks of all loaded tokens and waits, without taking a slot or tokens of a
-step. An asynchronous load may not take blocks that prompts in progress still need, because a load makes no progress
-that would free blocks. A load that does not fit is refused like a request that lacks blocks.
+asynchronously loading request gets the blocks of all loaded tokens and waits; it does not count towards a step's limits
+on requests and tokens. An asynchronous load may not take blocks that prompts in progress still need, because a load makes
+no progress that would free blocks. A load that does not fit is refused like a request that lacks blocks.
 
 Waiting requests that hold blocks are offered for admission before others. Source: vLLM 0.33,
 `vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and `KVConnectorBase_V1`.
@@ -65,7 +65,7 @@ class FormedStep(Protocol):
     """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
-        """Return True if the step computes a running request."""
+        """Return True if the step computes tokens of a running request."""
 
 
 class KvReport(Struct, frozen=True):
@@ -97,14 +97,14 @@ class ConnectorRules(Struct, frozen=True):
     reports_with_steps: bool = True
     """True if the connector reports when steps complete; otherwise at any time."""
     forms_ahead: bool = False
-    """True if steps are formed before the last one has completed; as that step may still write blocks, its requests are
-    not preempted.
+    """True if steps are formed before the preceding one has completed; as that step may still write blocks, its
+    requests are not preempted.
     """
     draft_tokens: int = 0
     """Number of tokens of a decode, with drafts and lookahead, for which asynchronous loads leave room; 0: no drafts.
     """
     draft_tables: int = 1
-    """Number of block tables in which an asynchronous load leaves that room, whatever their windows."""
+    """Number of block tables for each of which an asynchronous load leaves blocks for `draft_tokens` tokens."""
 
 
 class _Load(Struct):
@@ -296,8 +296,8 @@ class ConnectedKv:
         return max(num_blocks, min(num_wanted, running_set.memory.num_blocks))
 
     def _num_reserved(self) -> int:
-        """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their known tokens
-        and the first decode with drafts.
+        """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their
+        known tokens and the first decode with drafts.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
@@ -340,9 +340,7 @@ class ConnectedKv:
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """Note that KV that was loaded for a request, or came from another replica, is dropped because no request can
-        run.
-        """
+        """Note that a request's loaded or transferred KV is dropped because no request can run."""
         self._loads.pop(request, None)
         self._computes.add(request)
 
@@ -357,8 +355,8 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Return the number of leading tokens covered by a request's load, or kept by an ended request; None for any other
-        request.
+        """Return the number of leading tokens covered by a request's load, or kept by an ended request; None for any
+        other request.
         """
         kept = self._kept.get(request)
         if kept is not None:
@@ -367,7 +365,7 @@ class ConnectedKv:
         return None if load is None or request.state is not _LOADING else load.num_tokens
 
     def in_order(self, urgency: Callable[[Request], PriorityKey]) -> Sequence[Request]:
-        """Return waiting requests that hold blocks, or have lost them to a failed load, in the order in which they are offered."""
+        """Return the waiting requests with a load (see `holds`), in the order in which they are offered."""
         holding = list(self._loads)
         if self.rules.holding_order == "urgency":
             holding.sort(key=urgency)
@@ -383,7 +381,9 @@ class ConnectedKv:
         return next((one for one in (*self._kept, *self._loads) if one.request_id == request_id), None)
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks, or has lost them to a failed load; such requests run although no new one is admitted."""
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such a request may run even
+        if no new request is admitted.
+        """
         return request in self._loads
 
     @property
@@ -425,8 +425,8 @@ class ConnectedKv:
     def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
         """Return the requests whose loads failed, and limit pending loads to the tokens that arrived.
 
-        A bad block shared by several running requests is recomputed by the first; the others continue as if it were
-        valid.
+        A bad block shared by several running requests is recomputed by the one admitted first; the others continue as
+        if it were valid.
         """
         failed: dict[Request, None] = {}
         for request in report.failed:
@@ -456,7 +456,7 @@ class ConnectedKv:
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
         """Return the number of valid tokens of each request that holds a bad block, given each request's number of
-        computed tokens.
+        computed tokens. A bad block that an earlier one of these requests holds too counts as valid.
         """
         memory = self._running_set.memory
         marked: set[int] = set()

@@ -106,7 +106,7 @@ class DecodePool:
             due.append(request)
 
     def leave(self, request: Request) -> int:
-        """Remove a member, give it its own counters again, and return the number of its remaining tokens."""
+        """Remove a member, give it its own counters again, and return the number of tokens until its end."""
         del self.members[request]
         if self.joined is not None:
             if request in self.joined:
@@ -151,8 +151,8 @@ class DecodePool:
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
-        """Return the number of members that take a new block in each of the next `num_steps` steps, at most one cycle
-        of a block's length.
+        """Return the number of members that take a new block in each of the next `num_steps` steps, or only in the next
+        `block_size` steps if these are fewer; after them, the numbers repeat.
         """
         counts, size = self._num_growing, self._block_size
         start = self.num_committed % size
@@ -170,7 +170,7 @@ class DecodePool:
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: array[int]) -> None:
-        """Count several steps of the whole pool as planned and completed; no member ended."""
+        """Count steps of the whole pool, which ended at these ticks, as planned and completed; no member ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
         self._log.extend(ended_at)

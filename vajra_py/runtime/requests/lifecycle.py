@@ -20,12 +20,12 @@ _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, Request
 _HELD, _REMOTE, _ARRIVED, _LOADED = RequestState.HELD, RequestState.REMOTE, RequestState.ARRIVED, RequestState.LOADED
 
 PinSeconds: TypeAlias = Callable[[Request, float], float]
-"""Function of (request, now in seconds) that returns the seconds for which to pin its content; 0: no pin."""
+"""Function of (request, now in seconds) that returns the seconds for which to pin the request's content; 0: no pin."""
 MOVED = "moved"
 """Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after its admission, by its earlier state; "resumed" for other states, except after a
-load before the first admission.
+"""Kind of a request's first chunk after its admission, by its state before. For other states, it is "resumed", or
+"admitted" if KV was loaded before the first admission.
 """
 
 
@@ -309,7 +309,7 @@ class Lifecycle:
         self.arrived(request, now)
 
     def reserve(self, request: Request, num_tokens: int, now: float) -> int | None:
-        """Reserve blocks for a request that will arrive with the KV of its first tokens.
+        """Reserve blocks for a request that will arrive with the KV of its first `num_tokens` tokens.
 
         Returns the number of these tokens that this replica's prefix cache holds; returns None and does not register
         the request if blocks are lacking. If no request runs, pins are ended to free blocks.
@@ -364,8 +364,8 @@ class Lifecycle:
     # Requests whose KV comes from a lower tier, from swap space or through a connector
 
     def bind(self, request: Request, now: float) -> None:
-        """Move a request that is registered in memory from the shared queue to this replica's queue, unless it is in
-        this queue already.
+        """Move a request from the shared queue to this replica's queue, unless it is there already. The replica's
+        memory must have registered the request.
         """
         running_set = self._running_set
         if request not in running_set.queue:

@@ -1,4 +1,4 @@
-"""Programs of a run: their calls, which are requests, the costs of the calls, and the programs' ends.
+"""Programs of a run, with their calls (each is a request), the costs of the calls, and the ends of programs.
 
 A program changes when one of its calls arrives or ends. When none of its calls is alive, it ends if its client has
 declared that no further call comes, or else after an idle time. Ends are events of the driver, which notifies observers
@@ -59,7 +59,9 @@ class Program:
         self.run_s = 0.0
         self.wait_s = 0.0
         self.activity = 0
-        """Number of arrivals and ends of calls so far; an event that was scheduled at another number is ignored."""
+        """Number of arrivals and ends of calls so far; an end of the program is scheduled for one number, and ignored
+        if the number has changed.
+        """
         self.failed: dict[str, EndReason] = {}
         """Calls that ended without a result, by id."""
         self.replicasets: dict[str, None] = {}

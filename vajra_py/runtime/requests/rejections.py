@@ -1,4 +1,4 @@
-"""Kinds of rejection, and the beginnings of details whose cause is not the rejected request itself."""
+"""Kinds of rejection, and the beginnings of `Request.detail` for rejections not caused by the request itself."""
 
 from __future__ import annotations
 

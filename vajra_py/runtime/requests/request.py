@@ -1,7 +1,7 @@
 """State of a request in the mechanism.
 
 A request is a counter of computed tokens that catches up with its known tokens. While it decodes together with others,
-its counters are kept by the replica's decode pool, so that a steady step touches no request at all.
+its counters are kept by the replica's decode pool, so that a step need not update every decode.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RequestState(Enum):
     ARRIVED = "arrived"
     """Waiting, with its transferred KV in its replica's memory."""
     LOADING = "loading"
-    """Waiting, while KV of its prefix is loaded to blocks that it holds: from a lower tier, from swap space or through
-    a connector.
+    """Waiting, while KV of its prefix is loaded (from a lower tier, from swap space or through a connector) to blocks
+    that it holds.
     """
     LOADED = "loaded"
     """Waiting, with the loaded KV of its prefix in blocks that it holds."""
@@ -55,7 +55,7 @@ class RequestState(Enum):
 
 _CREATED = RequestState.CREATED
 _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTED)
-"""States of requests that have no KV of their own in any memory; cached prefixes may be hit."""
+"""States of requests that have no KV of their own in any memory, though their prefixes may be cached."""
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
@@ -103,7 +103,7 @@ class Admission(Struct):
     """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
-        outcome: "accepted", "degraded", "refused", or "deferred" (not decided yet, or ended undecided).
+        outcome: "accepted", "degraded", "refused", or "deferred" (no decision yet, or the request ended before one).
         degraded: new values set by the admission policy, such as `max_tokens=64, slo_class=batch`.
         refusal: reason of its refusal.
         retry_after_s: seconds after which its client may try again.
@@ -174,7 +174,7 @@ class LooksUpPrefixes(Protocol):
 
     def tier_hits(self, request: Request) -> Mapping[str, int]:
         """Return the number of leading tokens of a request in each memory of its replica, by name; each token counts
-        for the nearest memory that holds it. Empty without tiers.
+        once, for the highest of these memories that holds it. Empty without tiers.
         """
 
 
@@ -248,15 +248,15 @@ class Request(_Stated):
         self.replica_id = -1
         self.num_cached_tokens = 0
         self._steps: list[CountedTokens] | None = None
-        """Steps whose tokens are counted, but not entered in the logs below yet; the logs are seldom read."""
+        """Steps whose tokens are counted, but not entered in `_token_log` and `_draft_log` (rarely read) yet."""
         self._num_drafted = self._num_accepted = 0
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
-        """Pairs (number of output tokens before the drafts, number of drafts proposed), if drafts are real tokens."""
+        """Pairs (number of output tokens before, number of drafts proposed) if drafts are real tokens; else empty."""
         self.num_preemptions = 0
         self.num_losses = 0
-        """Number of replica failures that count for this request (`Failure.guilty`)."""
+        """Number of replica failures that count towards the request's limit of reruns; see `Failure`."""
         self.stays_at = -1
         """Id of the replica that dropped the request's transferred KV; the request is not moved from this replica with
         KV again. -1: none.
@@ -322,8 +322,8 @@ class Request(_Stated):
 
     @property
     def token_log(self) -> list[int | tuple[array[int], int, int]]:
-        """Times of the request's tokens: single ticks, and runs as (log of a decode pool, first step, step after the
-        last; -1: the request is still in the pool).
+        """Times of the request's tokens: ticks of single tokens, and, for consecutive tokens from a decode pool, (the
+        pool's log of ticks, index of the first, index after the last; -1: the request is still in the pool).
         """
         self._enter_steps()
         return self._token_log
@@ -391,7 +391,9 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """Deadline of the next token by the request's TTFT or TBT SLO, in seconds; None without that SLO."""
+        """Deadline of the next token in seconds: by the TTFT SLO for the first token, by the TBT SLO for later ones;
+        None if the request does not have this SLO.
+        """
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at
@@ -406,8 +408,8 @@ class Request(_Stated):
         return caches.prefix_hits(self) if is_bound and caches is not None else 0
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Return the number of leading tokens in each memory of the request's replica, by name; empty unless the
-        request waits there without KV.
+        """Return the number of leading tokens that each memory of the request's replica holds, by name; each token is
+        counted once. Empty unless the request waits there without KV.
         """
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
@@ -438,7 +440,7 @@ class Request(_Stated):
             self._steps = []
         self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
-        if self.state is RequestState.RUNNING:  # otherwise it was preempted, and has no KV of these drafts
+        if self.state is RequestState.RUNNING:  # otherwise the request was preempted: it has no KV
             self._computed += num_accepted
 
     def _enter_steps(self) -> None:

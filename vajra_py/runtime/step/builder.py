@@ -108,7 +108,7 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Admitted requests whose KV another replica sends, with the number of their tokens in this replica's cache."""
+        """Requests that got blocks for KV that another replica must send, with the number of tokens cached here."""
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
@@ -201,7 +201,7 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests admitted since the last call whose KV is to be transferred from another replica; see
+        """Return the requests that got blocks since the last call, and whose KV another replica must send; see
         `loads`.
         """
         loads, self.loads = self.loads, []
@@ -344,7 +344,7 @@ class Builder(PlanDraft):
             kept = num_held(request)
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
-                    # The next attempt gets as many drafts, even if a preemption first returns tokens to the budget.
+                    # The next attempt uses the same number, even if a preemption first returns tokens to the budget.
                     asked[request] = num_drafts
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
@@ -412,7 +412,7 @@ class Builder(PlanDraft):
         self, order: Sequence[Request], to_keep: Sequence[int], to_hold: Sequence[int], known: Sequence[int]
     ) -> tuple[list[int], list[int]] | None:
         """Allocate blocks for these decodes, and cache the blocks that they fill; return None and change nothing if
-        fewer blocks may be taken in bulk (`KvMemory.repeat_headroom`).
+        they need more blocks than may be taken in bulk (`KvMemory.repeat_headroom`).
 
         Returns, for each decode, the number of blocks kept if every draft is rejected, and the number held during the
         step.
@@ -425,7 +425,7 @@ class Builder(PlanDraft):
         growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
         ends = [-(-to_hold[place] // size) for place in growing]
         num_new = sum(ends) - sum(held[place] for place in growing)
-        # Too few blocks are free, or reported evictions would precede the cachings with which they must alternate.
+        # Too few blocks are free, or evictions would be reported before cachings with which they must alternate.
         if num_new > memory.repeat_headroom:
             return None
         if num_new == len(growing):
@@ -597,7 +597,7 @@ class Builder(PlanDraft):
             to_hold = done + num_tokens
         if not self._memory.can_allocate(request, to_hold):
             return Refusal.KV_BLOCKS
-        # Load before blocks are allocated: an exclusive tier drops what it loads, and has room for what this evicts.
+        # Load before allocating: an exclusive tier then drops the loaded blocks, and can take blocks that this evicts.
         tiers.load(request, done, num_tokens)
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
@@ -947,7 +947,7 @@ class Builder(PlanDraft):
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Add scores that explain a decision about a request to the step's notes, if notes are kept."""
+        """Add to the step's notes, if notes are kept, scores that explain a decision about a request."""
         if self._options.keep_notes:
             self.notes.setdefault(request.request_id, {}).update(scores)
 

@@ -36,8 +36,8 @@ class DraftRules(Struct, frozen=True, kw_only=True):
     blocks are cached when steps are formed.
     """
     pads_admitted: bool = False
-    """True if a request admitted with one token left is padded with draft positions, which are rejected, so that decode
-    steps are uniform.
+    """True if a request admitted with one token left to compute is padded with draft positions, which are rejected, so
+    that decode steps are uniform.
     """
     step_s: float = 0.0
     """Seconds that drafting adds to each step with drafts."""
@@ -67,6 +67,6 @@ class BuilderOptions(Struct, kw_only=True):
     end is known.
     """
     busy_group_tokens: int = 500
-    """Number of query tokens in a step from which on a KV-parallel group takes no new request in this step."""
+    """Number of query tokens of a KV-parallel group in a step; a group that has reached it takes no new request."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""

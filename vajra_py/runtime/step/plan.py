@@ -152,8 +152,8 @@ class StepPlan(Struct, eq=False):
     drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
     """Drafts of each decode, if decodes have drafts; the decodes are then among `chunks`, and `pool` is None."""
     num_apart: int = 0
-    """Number of `chunks` that the pool does not count; the others belong to requests that arrived with their KV and
-    have joined the pool.
+    """Number of `chunks` whose tokens the pool's counters do not include; the other chunks belong to requests that
+    arrived with their KV and have joined the pool.
     """
 
     @property
@@ -194,7 +194,9 @@ class StepPlan(Struct, eq=False):
         return in_pool or any(chunk.request is request for chunk in self.chunks)
 
     def work(self) -> tuple[list[Request], list[int]]:
-        """Return the requests and the numbers of query tokens of `entries`, in batch order; valid as long as `entries`."""
+        """Return the requests and the numbers of query tokens of `entries`, in batch order. Valid as long as `entries`
+        is.
+        """
         if self.running_in_order or self.pool is None:
             entries = list(self.entries())
             return [one.request for one in entries], [one.num_tokens for one in entries]
@@ -233,8 +235,8 @@ class StepResult(Struct, frozen=True):
     names requests whose token ended them (end of sequence or a stop string), for executors that do not know lengths in
     advance. `failed` names requests whose part of the step failed, with reasons; only they end. `accepted` holds the
     number of drafts that became output, for requests with accepted drafts. With `is_ahead`, the next step is formed
-    before tokens and accepted drafts are known: each entry that caught up yields one token, which it yields in any
-    case, and accepted drafts are reported later, through `Replica.verify`.
+    before tokens and accepted drafts are known: each such entry yields one token, however many drafts are accepted, and
+    accepted drafts are reported later, through `Replica.verify`.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
@@ -265,7 +267,7 @@ class Executor(Protocol):
         """Return the token that the last step of a request's prompt sampled and that the step's result left out; needed
         if the request then stays on this replica.
 
-        Another replica was to sample it again; see `Replica.withholds_token`.
+        The result left it out because another replica was to sample it again; see `Replica.withholds_token`.
         """
 
     def release(self, request: Request) -> None:

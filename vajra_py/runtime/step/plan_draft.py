@@ -79,7 +79,7 @@ class PlanDraft:
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._longest = limits.max_model_len
-        memory = running_set.memory  # with windows (`recycles`), its blocks do not limit a request's tokens
+        memory = running_set.memory  # with sliding windows (`recycles`), blocks do not limit a request's length
         self._num_kv_tokens = self._longest if memory.recycles else memory.num_blocks * memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
@@ -96,7 +96,7 @@ class PlanDraft:
         self.drafts: dict[Request, PlannedDrafts] = {}
         """Drafts of the decodes in the batch, if decodes have drafts; these decodes are among `chunks`."""
         self._drafted: DraftedDecodes | None = None
-        """The whole batch as columns; None: the batch is in `chunks` and `drafts`."""
+        """The whole batch as columns; None: the batch is in the other fields."""
         self._drafted_before: DraftedDecodes | None = None
         """The whole batch of the previous step, if it was stored as columns."""
         self.selected: dict[Request, None] = {}
@@ -209,7 +209,7 @@ class PlanDraft:
         return features[0] if self._one_group else self._group_features.slowest(features)
 
     def _sum_features(self) -> list[BatchFeatures]:
-        """Return the features of the batch by KV-parallel group; from now on, they are updated with each further chunk."""
+        """Return the features of the batch by KV-parallel group; from now on, each further chunk updates them."""
         self._spread()
         pool = self._running_set.pool
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
@@ -344,7 +344,7 @@ class PlanDraft:
             admissions = {chunk.request: chunk.request.admitted_index for chunk in chunks}
         elif num_pool_decodes:
             pool.commit()
-        # If a step only preempts, its copies are made by the next step that runs something.
+        # If a step only preempts, blocks that it swaps are copied by the next step that runs something.
         self.swap_bytes_due = 0 if runs_something else self._swap_bytes
         return StepPlan(
             step_index,
