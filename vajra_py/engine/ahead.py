@@ -2,8 +2,9 @@
 
 If a policy declares that it repeats decodes, the worker gets, together with a step, the decodes that will probably
 follow, and submits them to the device before it waits for the step's tokens. The policy then decides as usual. Started
-rows that it selects are used; rows of requests that ended or were preempted are dropped. The rest of the step (chunks
-of new requests) is computed after the rows that are used. So decisions, records and tokens do not depend on look-ahead.
+rows that it selects are used; the others, such as rows of requests that ended or were preempted, are dropped. The rest
+of the step (such as chunks of new requests) is computed after the started rows. So decisions, records and tokens do not
+depend on look-ahead.
 
 Invariants:
     - This module does not change the mechanism, nor the executor's record of its worker's state.
@@ -46,7 +47,7 @@ class LookAhead:
         """Number of started rows that were not used."""
 
     def work(self, plan: StepPlan, step: StepInput) -> LookaheadStep:
-        """Return the worker's input for a decided step `plan`; `step` is its input without look-ahead."""
+        """Return the worker's input for a decided step `plan`; `step` is the same input without look-ahead."""
         started, self._started = self._started, None
         begun: list[int] = []
         if started is not None:

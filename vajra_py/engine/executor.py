@@ -93,7 +93,8 @@ class EngineExecutor:
     ) -> None:
         """Create the executor.
 
-        `sends_tokens`: steps contain all tokens, since ranks may lack tokens that other ranks sampled.
+        `sends_tokens`: steps contain the tokens of all rows, also of decodes, since ranks may lack tokens that other
+        ranks sampled.
         `ngrams`: rules for looking up drafts; None: no drafts.
         """
         self._submissions: dict[Request, Submission] = {}

@@ -33,7 +33,7 @@ class Outages:
     def begin(self, replicaset: str, now: int) -> None:
         """Begin an outage if the replicas that are up cannot serve the replicaset's requests to their end.
 
-        The requests wait for the restart of replicas; if no restart could help, the outage is over at once.
+        The requests wait for the restart of replicas; if no restart could help, they reach the time limit at once.
         """
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)

@@ -197,7 +197,7 @@ class LookaheadDecodes:
         decodes: slots of the requests, whose sampling must not depend on their outputs (`needs_outputs`) and which have
             no log-probabilities.
         growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. KV of this token is
-            in a spare block until the step with this row supplies the id of the request's own block.
+            in a spare block until the step that uses this row supplies the id of the request's own block.
     """
 
     decodes: Sequence[int]
@@ -288,7 +288,7 @@ class RunnerOptions:
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_stages: number of pipeline stages that the layers are divided into.
         kv_groups: number of KV-parallel groups; each holds the whole model and its own KV blocks.
-        kv_group_tokens: tokens of one request that one group holds; read only with several groups.
+        kv_group_tokens: number of a request's tokens that a group holds when full; read only with several groups.
         rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
         rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
             rank.
@@ -355,7 +355,7 @@ class ModelFacts:
         model_type: transformers' name of the architecture.
         num_parameters: number of parameters of the whole model.
         weight_bytes: bytes of weights on this rank.
-        num_layers: number of attention layers.
+        num_layers: number of attention layers on this rank.
         num_query_heads: query heads of the first layer on this rank.
         num_kv_heads: KV heads of the first layer on this rank.
         head_dim: width of a key head of the first layer.
@@ -365,7 +365,7 @@ class ModelFacts:
         vocab_size: number of rows of the output layer.
         eos_token_ids: the model's own end-of-sequence tokens.
         dtype: name of the dtype of the computation.
-        device: name of the device.
+        device: "cpu", or the product name of the GPU.
         forward: "fused" (this package's forward pass) or "transformers".
     """
 
@@ -473,7 +473,7 @@ class KvRunner(ModelRunner, Protocol):
     def import_kv(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
     ) -> None:
-        """Copy into KV blocks a buffer that another runner's `export_kv` has filled, before all later steps.
+        """Copy a buffer, filled by another runner's `export_kv`, into KV blocks; all later steps see its content.
 
         `copies` are made first: copies of KV blocks between device and host. Raises `ExecutorError`.
         """

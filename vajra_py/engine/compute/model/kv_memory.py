@@ -1,7 +1,7 @@
 """KV tensors on the device, and host memory for swapped-out blocks.
 
 Invariants:
-    - All layers use the same block ids, and blocks with the same id are copied together.
+    - All layers use the same block ids, and a copy of a block copies the blocks with this id of all layers.
     - A copy takes effect before all work that is submitted after it, except for copies by `copy_beside`.
 """
 
