@@ -65,7 +65,7 @@ class EngineServices:
         load: function that creates a worker's runner.
         make_clock: creates the clock; called when everything is loaded.
         threaded: True if an in-process replica computes in its own thread even if it is the only replica.
-        make_worker: function that creates a replica's worker; None: `WorkerMaker` creates it as the settings state.
+        make_worker: function that creates a replica's worker; None: `WorkerMaker` chooses its kind by the settings.
         make_restarter: function that creates the object that replaces lost workers; None: a `Supervisor`.
     """
 
@@ -297,7 +297,7 @@ class Engine:
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """Return the models' names and sizes by replicaset, for replays and for readers of the results."""
+        """Return the type and sizes of each replicaset's model, for replays and for readers of the results."""
         return {
             name: {
                 "model_type": facts.model_type,

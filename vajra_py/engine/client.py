@@ -182,7 +182,7 @@ class EngineClient:
         self.end_open(error)
 
     def end_open(self, error: BaseException | None) -> None:
-        """End every remaining request by its `on_engine_end`, without the loop."""
+        """End every remaining request by its `on_engine_end`; this works even if the loop hangs."""
         for submission in list(self._open):
             if submission.on_engine_end is not None:
                 submission.on_engine_end(error)
@@ -195,7 +195,7 @@ class EngineClient:
 
 
 def as_vajra_error(error: BaseException | None) -> VajraError:
-    """Return the exception for callers of an engine that ended with `error`; None: it was closed."""
+    """Return the exception for callers of an engine that ended with `error` (None: the engine was closed)."""
     if error is None:
         return ExecutorError(CLOSED)
     return error if isinstance(error, VajraError) else ExecutorError(f"engine: {type(error).__name__}: {error}")

@@ -158,7 +158,7 @@ class EngineExecutor:
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """Register a request that may run here; the worker has no valid state of it."""
+        """Register a request that may run on this replica; the worker has no valid state of it."""
         self._submissions[request] = submission
         self.leave(request)
 

@@ -82,7 +82,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
         """Called for every request that ended, before the request's own `on_progress`."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Called with the time that forming each step took: (replicaset, seconds)."""
+        """Called after a step was formed, with its replicaset and the seconds that forming it took."""
         self.last_loss = ""
         """Reason for the last failure of a replica."""
         self.failed: str | None = None

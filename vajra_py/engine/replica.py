@@ -154,6 +154,7 @@ class LoopOptions:
     serves: bool = False
     """True to wait for further requests when none is left, until stopped."""
     tenant_salt: bool = False
+    """True if requests of different tenants share no cached prefixes, unless they state the same salt."""
     check_every_steps: int = 0
     """Number of steps between conservation checks; 0: no checks."""
     max_reruns: int | None = None

@@ -48,8 +48,8 @@ class SamplingParams:
         repetition_penalty: divides positive logits of tokens in the prompt or output, and multiplies negative ones.
         seed: seed of the request's own random stream; None: the controller draws one.
         logprobs: number of most likely tokens to report per token (0: only the sampled one); None: no report.
-        prompt_logprobs: the same number for the prompt's tokens from the second on. The request then uses no cached
-            prefix, since cached tokens have no logits.
+        prompt_logprobs: number to report for each prompt token from the second on; None: no report. With a number, the
+            request uses no cached prefix, since cached tokens have no logits.
         stop: strings that end the request. Enforced by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: number of output tokens that must precede a token that ends the request.
@@ -121,13 +121,13 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens whose ids the worker does not have: part of a prompt, or tokens to recompute after a preemption.
+    """Tokens whose ids the step supplies: part of a prompt, tokens to recompute, or the newest token and its drafts.
 
     Attributes:
         slot: slot of the request.
         token_ids: the tokens, at least one.
-        num_computed: position of the first token, which is the number of the request's tokens in KV memory already.
-        samples: True if a token is sampled from the last token's logits, since the chunk reaches the last known token.
+        num_computed: position of the first token; this many earlier tokens of the request are in KV memory already.
+        samples: True if a token is sampled from the last token's logits; the chunk then ends with the last known token.
         followers: tokens to score, for requests with `prompt_logprobs`: the k-th gets its log-probability from the
             logits of the chunk's k-th token.
         groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
