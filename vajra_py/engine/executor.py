@@ -118,11 +118,11 @@ class EngineExecutor:
     # Called by the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the number of tokens after which the request ends, if its submission states it."""
+        """Return the number of tokens after which the request ends, if its submission states it; else None."""
         return self._submissions[request].num_output_tokens
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`; return the number of drafts that the lookup finds.
+        """See `Executor`; return the number of drafts that the lookup finds, or `at_most` if that is smaller.
 
         Return 0 for requests of which several tokens cannot be verified in one step.
         """

@@ -494,8 +494,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; each further
-        # failure doubles the number of tokens for which the request stays a suspect.
+        # A request that was computed alone caused the failure. Every request that was being computed becomes a suspect;
+        # each further failure doubles the number of tokens for which it stays a suspect.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:

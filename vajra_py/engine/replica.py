@@ -24,19 +24,19 @@ from vajra_py.runtime.step.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Request to abort a client's request."""
+    """Message to abort a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Request that the loop returns once it has handled all messages that it has received."""
+    """Message that makes the loop return once it has handled all messages that it has received."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """Request to swap a policy; `done` is called with the result, in the loop's thread."""
+    """Message to swap a policy; `done` is called with the result, in the loop's thread."""
 
     change: PolicyChange
     done: Callable[[Swapped | VajraError], None]
